@@ -10,20 +10,20 @@ from service_kit.config import ConfigError, option
 
 # Listen addresses that other machines cannot connect to.
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
-# What a rank can be told of by two bytes each.
+# Rows are sent to a rank as 16-bit indexes.
 _MAX_NUM_SEQS = 65_536
-# Each has memory of its own for its results, and more than one beside the one that runs gains nothing.
+# Each step in flight has its own result buffers, and more than one beside the running one gains nothing.
 _MAX_STEPS_IN_FLIGHT = 64
 _MAX_GROUP_CHARACTERS = 128
 _MAX_LABELS = 32
 _MAX_LABEL_CHARACTERS = 256
-# What frontends know of every engine by these names.
+# Names under which frontends know built-in facts of every engine; labels must not use them.
 _FACTS = ("host", "dp_rank", "dp_group")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything a user may choose about one engine. Unset sizes are fitted to the model and the machine."""
+    """All options of one engine. Unset sizes are fitted to the model and the machine."""
 
     model: str = option(
         positional=True,
@@ -48,12 +48,12 @@ class EngineConfig:
         "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV"
     )
     device: str = option(
-        "auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: a GPU where there is one"
+        "auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: a GPU if there is one"
     )
     model_impl: str = option(
         "auto",
         choices=("auto", "native", "transformers"),
-        help="which code runs the model; auto: native where there is one for the architecture",
+        help="which code runs the model; auto: native if there is an implementation of the architecture",
     )
     quantization: str = option(
         "none",
@@ -63,21 +63,21 @@ class EngineConfig:
     deterministic: str = option(
         "auto",
         choices=("auto", "on", "off"),
-        help="whether logits depend on nothing but weights and the tokens before; auto: on a CPU, where "
-        "they do with the native kernels; without them the log warns, and on is refused",
+        help="whether logits depend only on the weights and the preceding tokens; auto: on for a CPU, where "
+        "the native kernels ensure it; without them auto logs a warning, and on is refused",
     )
     cpu_isa: str = option(
         "auto",
         choices=("auto", "avx512", "avx2"),
-        help="widest instructions of CPU kernels, each with roundings of its own: engines on CPUs of several "
-        "kinds take over each other's requests where all are held to the narrowest",
+        help="widest instruction set of the CPU kernels. Each rounds differently: engines on different CPUs "
+        "can take over each other's requests if all are set to the narrowest",
     )
     tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
-    pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in processes of its own")
+    pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in its own processes")
     expert_parallel: bool = option(
         False,
-        help="give each tensor-parallel process, or each of several equal engines, whole experts instead of "
-        "a share of every expert, or all of them",
+        help="shard by experts: each tensor-parallel process gets whole experts instead of a part of every "
+        "expert, each of several equal engines some experts instead of all",
     )
     num_threads: int | None = option(
         None, help="CPU threads of the model (default: one less than the CPUs, at least 1)"
@@ -87,38 +87,36 @@ class EngineConfig:
     )
     max_num_seqs: int = option(256, help="most requests in one step")
     max_logprobs: int = option(
-        20, help="most log probabilities a token a request may ask for; -1 is the vocabulary"
+        20, help="most log probabilities per token that a request may ask for; -1: the vocabulary"
     )
     logprobs_mode: str = option(
         "raw_logprobs",
         choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
-        help="what is told of sampled tokens: the model's own numbers or what penalties, rules and cuts "
-        "left of them, as log probabilities or as logits",
+        help="which log probabilities or logits are returned for sampled tokens: raw (the model's own) or "
+        "processed (after penalties, token rules and truncation)",
     )
     max_num_batched_tokens: int = option(2048, size=True, help="most tokens in one step")
     block_size: int = option(16, help="tokens of a KV block")
     kv_cache_memory: int | None = option(
         None,
         size=True,
-        help="bytes of the KV cache, taken at the start (default: a share of free memory, which a CPU "
-        "takes as it is used)",
+        help="bytes of the KV cache, allocated at start (default: a share of free memory, which a CPU "
+        "allocates as it is used)",
     )
-    num_kv_blocks: int | None = option(None, help="number of KV blocks, whatever they weigh")
+    num_kv_blocks: int | None = option(None, help="number of KV blocks, regardless of their size")
     gpu_memory_utilization: float = option(
-        0.9, help="share of a GPU's memory that the engine takes, KV cache included"
+        0.9, help="share of a GPU's memory that the engine uses, KV cache included"
     )
     cuda_graphs: bool = option(
         True, help="record decode steps of a native model once and replay them, on a GPU"
     )
     steps_in_flight: int = option(
-        2, help="steps that are planned before the tokens of the first of them are known; 1: no overlap"
+        2, help="steps planned before the tokens of the first of them are known; 1: no overlap"
     )
-    enable_prefix_caching: bool = option(True, help="reuse the KV of equal beginnings")
-    enable_kv_events: bool = option(
-        False, help="let subscribers follow what enters and leaves the prefix cache"
-    )
+    enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
+    enable_kv_events: bool = option(False, help="publish changes of the prefix cache to subscribers")
     enable_prompt_embeds: bool = option(
-        False, help="take prompts that are embeddings in place of tokens; in one process alone"
+        False, help="accept prompt embeddings in place of tokens; only for a model in one process"
     )
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
@@ -126,72 +124,71 @@ class EngineConfig:
     )
     scheduling_policy: str = option(
         "fcfs",
-        help="who runs first: fcfs, priority, prefill-first, least-recompute, or the name of "
+        help="which requests run first: fcfs, priority, prefill-first, least-recompute, or the name of "
         "a plugin of the group triptych.policies",
     )
     prefill_share: float = option(
-        0.5, help="with prefill-first, the share of a step's tokens for prompts while others decode"
+        0.5, help="with prefill-first, the share of a step's tokens for prompts while other requests decode"
     )
 
     data_parallel_rank: int = option(0, help="index of this engine among equal ones")
     data_parallel_size: int = option(1, help="number of equal engines")
     data_parallel_group: str = option(
-        "", help="name of these engines' group, where a coordinator has several with more than one engine"
+        "", help="name of these engines' group, needed if a coordinator has several groups of engines"
     )
     label: tuple[str, ...] = option(
         (),
-        help="key=value that the coordinator tells of this engine, e.g. zone=a; frontends choose by "
+        help="key=value that the coordinator publishes for this engine, e.g. zone=a; frontends select by "
         "--engine-label; may be repeated",
     )
     lockstep_timeout_s: float = option(
         4.0,
-        help="how long an engine waits for another that holds experts of the same model, each time that they "
-        "exchange something, which is twice a layer with experts, before it takes it for lost; the longest "
-        "time that any engine may take from one such layer to the next, and from one step to the next",
+        help="how long an engine waits for another that holds experts of the same model before it counts as "
+        "lost. Applies to each exchange, of which there are two per layer with experts, so it bounds the "
+        "time any engine may take from one such layer to the next, and from one step to the next",
     )
 
     record_decisions: str | None = option(
         None,
-        help="file (.json.gz) that is given every scheduling decision, for replay; with fcfs and priority",
+        help="file (.json.gz) to record every scheduling decision in, for replay; with fcfs and priority",
     )
 
     profile_dir: str | None = option(
         None,
-        help="folder that profiles of steps are written to when an operator asks; unset: they are refused",
+        help="folder for profiles of steps, which operators start by a call; unset: such calls are refused",
     )
     plugins: tuple[str, ...] = option(
         ("all",), help="names of the installed plugins to load; all: every one, empty: none"
     )
     index: int = option(0, help="instance number, for logs")
     announce_fd: int | None = option(
-        None, help="file descriptor that is told the bound addresses, for supervisors"
+        None, help="file descriptor to write the bound addresses to, for supervisors"
     )
-    log_format: Literal["text", "json"] = option("text", help="how log lines look")
+    log_format: Literal["text", "json"] = option("text", help="format of log messages")
     log_level: str = option(
-        "info", choices=("debug", "info", "warning", "error"), help="least level that is logged"
+        "info", choices=("debug", "info", "warning", "error"), help="lowest level that is logged"
     )
-    log_steps: bool = option(False, help="log a line for each step: what it computed, and how long that took")
+    log_steps: bool = option(False, help="log each step: what it computed and how long it took")
     reflection: bool = option(True, help="serve gRPC reflection")
-    drain_deadline_s: float = option(20.0, help="time for running requests at the end; 0: none")
+    drain_deadline_s: float = option(20.0, help="time for running requests to finish at shutdown; 0: none")
     step_limit_s: float = option(
-        5.0, help="a step that runs for longer, and longer than was to be expected, ends the engine"
+        5.0, help="a step that runs longer than this, and longer than expected, ends the engine"
     )
     replay_window_s: float = option(
-        5.0, help="how long the requests of a frontend go on whose stream broke; 0: they end with it"
+        5.0, help="how long the requests of a frontend continue after its stream broke; 0: they end with it"
     )
 
     @property
     def divides_experts(self) -> bool:
-        """Whether equal engines are to share the experts of a model, if it has any."""
+        """Whether the experts of a model, if it has any, are sharded over equal engines."""
         return self.expert_parallel and self.data_parallel_size > 1
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """The labels by their keys."""
         return dict(text.split("=", 1) for text in self.label)
 
     def __post_init__(self) -> None:
-        """Refuse what can never work; what depends on the model is checked when it is known."""
+        """Raise ConfigError for invalid options. Those that depend on the model are checked after loading."""
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
             "tensor_parallel_size", "pipeline_parallel_size",
@@ -245,19 +242,17 @@ class EngineConfig:
         self._check_labels()
 
     def _check_labels(self) -> None:
-        """Refuse what a frontend could not choose by, or would take for something else."""
         for text in self.label:
             key, sign, _ = text.partition("=")
             is_label = key and sign and len(text) <= _MAX_LABEL_CHARACTERS and text.isprintable()
             limit = f"key=value of at most {_MAX_LABEL_CHARACTERS} printable characters"
             _require(bool(is_label), "label", repr(text), limit)
-            _require(key not in _FACTS, "label", repr(text), f"of another key than {', '.join(_FACTS)}")
+            _require(key not in _FACTS, "label", repr(text), f"of a key other than {', '.join(_FACTS)}")
         _require(len(self.label) <= _MAX_LABELS, "label", f"given {len(self.label)} times", f"{_MAX_LABELS}")
         keys = [text.partition("=")[0] for text in self.label]
         _require(len(set(keys)) == len(keys), "label", repr(self.label), "given once for each key")
 
     def _check_parallel(self) -> None:
-        """Refuse what cannot be divided over processes or engines."""
         _require(
             0 <= self.data_parallel_rank < self.data_parallel_size,
             "data_parallel_rank",

@@ -11,7 +11,7 @@ from service_kit.process import prepare_process, set_title
 def main(argv: Sequence[str]) -> int:
     """Run an engine until SIGTERM. Returns the exit code."""
     prepare_process("engine")
-    # Imported after the process is prepared: grpc reads its environment once, at import.
+    # Imported after the process is prepared: grpc reads the environment once, at import.
     from engine_svc.config import EngineConfig
     from engine_svc.process.run import run
     from service_kit.config import ConfigError, load_config, usage

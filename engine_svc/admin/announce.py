@@ -1,4 +1,4 @@
-"""What an engine says of itself, as messages of the wire. Pure; knows no request and no stream."""
+"""The engine's facts, state and load as protobuf messages. Pure functions; knows no request and no stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine_svc.loop.pause import RunState
 from service_kit.server import INTERNAL
 from triptych.engine.v1 import engine_pb2, session_pb2
 
-# The oldest contract of a frontend that this engine works with.
+# The oldest schema revision of a frontend that this engine works with.
 MIN_PEER_REVISION = 1
-# Behaviours that take part in a session only where both sides name them.
+# Optional behaviours, active in a session only if both sides name them.
 RESUME = "resume"
 ADOPT = "adopt"
 FEATURES = frozenset({RESUME, ADOPT})
-# What a session keeps of messages that its frontend has not acknowledged.
+# Limit of a session's replay buffer: messages that its frontend has not acknowledged.
 MAX_REPLAY_BYTES = 8 * 1024 * 1024
 
 _ACK_INTERVAL_MESSAGES = 16
@@ -29,7 +29,7 @@ STATES = {
     EngineState.LOADING: session_pb2.ENGINE_STATE_LOADING,
     EngineState.READY: session_pb2.ENGINE_STATE_READY,
     EngineState.DRAINING: session_pb2.ENGINE_STATE_DRAINING,
-    # To a frontend, an engine that has finished its requests still drains until its stream ends.
+    # For a frontend, an engine that has finished its requests is draining until its stream ends.
     EngineState.STOPPED: session_pb2.ENGINE_STATE_DRAINING,
     EngineState.FAILED: session_pb2.ENGINE_STATE_FAILED,
 }
@@ -52,7 +52,7 @@ _ARTIFACT_KINDS = {
 
 
 def state(engine: ServedEngine) -> session_pb2.EngineState:
-    """How far the engine is in its life; while it serves, whether an operator has it stand still."""
+    """Lifecycle state on the wire; PAUSED or ASLEEP override READY."""
     if engine.lifecycle.state is EngineState.READY:
         return _RUN_STATES[engine.run_state]
     return STATES[engine.lifecycle.state]
@@ -71,7 +71,7 @@ def hello_ack(
     is_resumed: bool,
     host_probe: str = "",
 ) -> session_pb2.HelloAck:
-    """The first message of a stream. `host_probe` is what a frontend on this host can read."""
+    """The first message of a stream. `host_probe` names what only a frontend on this host can read."""
     identity = engine.identity
     is_resumable = RESUME in features
     return session_pb2.HelloAck(
@@ -95,7 +95,7 @@ def hello_ack(
 
 
 def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
-    """What the loaded engine is."""
+    """The facts of a loaded engine."""
     return session_pb2.Ready(
         model_name=facts.model_name,
         fingerprint=fingerprint(facts.fingerprint),
@@ -124,7 +124,7 @@ def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
 
 
 def fingerprint(value: ModelFingerprint) -> session_pb2.Fingerprint:
-    """What two engines must share so that a request can move between them."""
+    """What must be equal in two engines so that a request can move between them."""
     return session_pb2.Fingerprint(
         digest=value.digest,
         weights_sha256=value.weights_sha256,
@@ -139,14 +139,14 @@ def fingerprint(value: ModelFingerprint) -> session_pb2.Fingerprint:
 
 
 def artifact_record(artifact: Artifact) -> session_pb2.Artifact:
-    """One file, without its bytes."""
+    """Metadata of a file, without its content."""
     return session_pb2.Artifact(
         kind=_ARTIFACT_KINDS[artifact.kind], sha256=artifact.sha256, size_bytes=artifact.size_bytes
     )
 
 
 def heartbeat(engine: ServedEngine, loop_stats: LoopStats) -> session_pb2.Heartbeat:
-    """How the loop gets on, whether or not it can say so itself. `last_seq` is the session's to fill in."""
+    """Progress of the engine loop, also while it is blocked. The session fills in `last_seq`."""
     message = session_pb2.Heartbeat(
         step_number=loop_stats.step_number, has_work=loop_stats.has_work, state=state(engine)
     )
@@ -160,12 +160,11 @@ def heartbeat(engine: ServedEngine, loop_stats: LoopStats) -> session_pb2.Heartb
 
 
 def load_progress(progress: LoadProgress) -> session_pb2.LoadProgress:
-    """How far loading is."""
     return session_pb2.LoadProgress(phase=progress.phase, done=progress.done, total=progress.total)
 
 
 def stats(loop_stats: LoopStats) -> session_pb2.Stats:
-    """How loaded the engine is and what it has done; empty while nothing is loaded."""
+    """Load and counters of the engine; empty while nothing is loaded."""
     scheduler = loop_stats.scheduler
     if scheduler is None:
         return session_pb2.Stats()
@@ -188,7 +187,6 @@ def stats(loop_stats: LoopStats) -> session_pb2.Stats:
 
 
 def engine_info(engine: ServedEngine) -> engine_pb2.GetEngineInfoResponse:
-    """All of it, for those who only ask once."""
     identity, core = engine.identity, engine.core
     return engine_pb2.GetEngineInfoResponse(
         engine_id=identity.engine_id,
@@ -203,12 +201,13 @@ def engine_info(engine: ServedEngine) -> engine_pb2.GetEngineInfoResponse:
 
 
 def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | float]:
-    """What the admin service tells operators, by name."""
+    """Key-value status for the admin service."""
     loop_stats = engine.stats_snapshot.read()
     values: dict[str, str | int | float] = {
         "engine_id": engine.identity.engine_id,
         "engine_state": engine.lifecycle.state.value,
-        "standstill": engine.run_state.value,
+        "run_state": engine.run_state.value,
+        "standstill": engine.run_state.value,  # former name of run_state, kept for one release
         "num_sessions": num_sessions,
         "step_number": loop_stats.step_number,
         "prompt_tokens": loop_stats.num_prompt_tokens,

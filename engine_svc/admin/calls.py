@@ -1,4 +1,4 @@
-"""The utility calls under way in a session or at the admin listener: a few at once, each answered once."""
+"""Utility calls in progress in a session or at the admin listener: a few at once, each answered once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from triptych.engine.v1 import utility_pb2
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_AT_ONCE = 4
-# They may wait for requests until somebody resumes, whose call is not to wait for them.
+# These may wait until a resume call arrives, which therefore must not wait for them.
 _WAITING_CALLS = frozenset({"pause", "sleep"})
 
 
 class SessionCalls:
-    """The utility calls of one frontend's session: so many at once at most, and each is answered once."""
+    """The utility calls of one frontend's session: at most MAX_CALLS_AT_ONCE, each answered once."""
 
     def __init__(self, engine: ServedEngine, send: Callable[[utility_pb2.UtilityResult], None]) -> None:
         self._service = UtilityService(engine)
@@ -29,7 +29,7 @@ class SessionCalls:
         self._tasks: dict[int, asyncio.Task[utility_pb2.UtilityResult]] = {}
 
     def begin(self, call: utility_pb2.UtilityCall) -> None:
-        """Have `call` answered, at once where it is refused."""
+        """Start `call`, or send its refusal."""
         try:
             self._service.check(call, Role.FRONTEND)
             if call.call_id in self._tasks:
@@ -43,11 +43,11 @@ class SessionCalls:
         task.add_done_callback(lambda task: self._send_answer(call.call_id, task))
 
     def close(self) -> None:
-        """Answer nothing any more; what has not begun never will."""
+        """Cancel calls that have not begun, and send no more results."""
         for task in self._tasks.values():
             task.cancel()
-        # It is the session's, which has this: a cycle that only a full collection would free.
-        self._send = _send_nothing
+        # `send` belongs to the session that owns this object: only a full collection would free the cycle.
+        self._send = lambda result: None
 
     def _send_answer(self, call_id: int, task: asyncio.Task[utility_pb2.UtilityResult]) -> None:
         del self._tasks[call_id]
@@ -67,17 +67,17 @@ class SessionCalls:
 
 
 class AdminCalls:
-    """The utility calls that come to the admin listener, which is where the admin role is.
+    """Utility calls at the admin listener, with the admin role.
 
-    So many at once at most that may wait for requests, and as many others.
+    At most MAX_CALLS_AT_ONCE that may wait for requests, and as many others.
     """
 
     def __init__(self, engine: ServedEngine) -> None:
         self._service = UtilityService(engine)
-        self._num_calls = {True: 0, False: 0}  # by whether they may wait
+        self._num_calls = {True: 0, False: 0}  # key: whether the call may wait for requests
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
-        """Answer one; a failure is a ServiceError."""
+        """Answer one call; raises a ServiceError if it fails."""
         name = request.call.WhichOneof("call") or "unknown"
         may_wait = name in _WAITING_CALLS
         _check_room(self._num_calls[may_wait])
@@ -90,13 +90,9 @@ class AdminCalls:
         return admin_pb2.UtilityResponse(result=result)
 
 
-def _send_nothing(result: utility_pb2.UtilityResult) -> None:
-    """Nobody is there any more who would hear it."""
-
-
 def _check_room(num_calls: int) -> None:
-    """Raise ResourceExhausted where so many calls are under way already."""
+    """Raise ResourceExhausted if MAX_CALLS_AT_ONCE calls are in progress."""
     if num_calls >= MAX_CALLS_AT_ONCE:
         raise ResourceExhausted(
-            f"{num_calls} calls are under way, the limit is {MAX_CALLS_AT_ONCE}", retry_after_ms=1000
+            f"{num_calls} calls are in progress, the limit is {MAX_CALLS_AT_ONCE}", retry_after_ms=1000
         )

@@ -1,4 +1,4 @@
-"""What an engine does as a whole: loading, serving, draining, gone. Owned by the event loop."""
+"""State machine of the whole engine: loading, ready, draining, stopped, failed. Owned by the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine_svc.core.request import InvalidTransition
 class EngineState(enum.Enum):
     """The life of one engine process."""
 
-    LOADING = "loading"  # weights are on their way; every ADD is refused
+    LOADING = "loading"  # every ADD is refused
     READY = "ready"
     DRAINING = "draining"  # running requests are finished, new ones refused
     STOPPED = "stopped"
@@ -21,7 +21,7 @@ class EngineState(enum.Enum):
 _TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.LOADING: frozenset({EngineState.READY, EngineState.STOPPED, EngineState.FAILED}),
     EngineState.READY: frozenset({EngineState.DRAINING, EngineState.FAILED}),
-    # Back to READY where it was to leave a group, and that was taken back.
+    # Back to READY if it drained to leave a group and that was cancelled.
     EngineState.DRAINING: frozenset({EngineState.READY, EngineState.STOPPED, EngineState.FAILED}),
     EngineState.STOPPED: frozenset(),
     EngineState.FAILED: frozenset(),
@@ -29,7 +29,7 @@ _TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
 
 
 class Lifecycle:
-    """The engine's state, and those who want to hear of every change, in order of subscription."""
+    """The engine's state, and the listeners for its changes, in order of subscription."""
 
     def __init__(self) -> None:
         self._state = EngineState.LOADING
@@ -37,7 +37,6 @@ class Lifecycle:
 
     @property
     def state(self) -> EngineState:
-        """Where the engine stands now."""
         return self._state
 
     @property
@@ -50,12 +49,12 @@ class Lifecycle:
         self._listeners.append(listener)
 
     def repeat(self) -> None:
-        """Tell everybody the state again: what the engine says of itself in it has changed."""
+        """Notify the listeners of the present state again: facts announced with it have changed."""
         for listener in self._listeners:
             listener(self._state)
 
     def move_to(self, state: EngineState) -> None:
-        """Enter `state` and tell everybody; a move that the table lacks raises InvalidTransition."""
+        """Enter `state` and notify the listeners; raises InvalidTransition for a move not in the table."""
         if state not in _TRANSITIONS[self._state]:
             raise InvalidTransition(f"an engine that is {self._state.value} cannot become {state.value}")
         self._state = state

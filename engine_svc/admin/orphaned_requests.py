@@ -1,6 +1,6 @@
-"""Requests that another frontend may adopt, as the I/O side knows them, and for how long each is kept.
+"""Requests that another frontend may adopt after theirs is lost, and the grace period of each.
 
-Belongs to the event loop. Knows no stream.
+Runs on the event loop. Knows no stream.
 """
 
 from __future__ import annotations
@@ -14,35 +14,31 @@ _MAX_ORPHANED_REQUESTS = 16_384
 
 
 class Timer(Protocol):
-    """A call that is to come."""
-
-    def cancel(self) -> None:
-        """It does not come."""
-        ...
+    def cancel(self) -> None: ...
 
 
 @dataclass(slots=True)
 class OrphanedRequest:
-    """One request with all that its next frontend needs. `wire_id` is its ADD's, `request_id` our own."""
+    """A request with all that its next frontend needs. `wire_id` is from its ADD, `request_id` is ours."""
 
     wire_id: str
     request_id: str
     attempt: int
-    group_id: str  # outputs of one prompt go together; its own id where it is alone
+    group_id: str  # the sampling group it belongs to; its own wire_id if it has none
     prompt_token_ids: bytes
     resume_state: bytes
     stop_token_ids: frozenset[int]
     grace_s: float
-    owner: int  # the number of the session that has it
+    owner: int  # number of the session that has it
     is_lost: bool = False  # its session has no stream
     has_ended: bool = False
     timer: Timer | None = field(default=None, repr=False)
 
 
 class OrphanedRequests:
-    """By the ids of their ADDs. One is given up when nobody has had it for its grace.
+    """Orphaned requests by `wire_id`. One that no session has for its grace period is given up.
 
-    give_up: ends a request, and forgets it, in the engine.  call_later: as the event loop's.
+    give_up: aborts a request in the engine and forgets its outputs.  call_later: that of the event loop.
     """
 
     def __init__(
@@ -65,15 +61,14 @@ class OrphanedRequests:
         return wire_id in self._by_id
 
     def get(self, wire_id: str) -> OrphanedRequest | None:
-        """The request whose ADD had this id, while it is kept."""
         return self._by_id.get(wire_id)
 
     def has_room_for(self, wire_id: str) -> bool:
-        """False where there are too many, or one of this id."""
+        """False if the limit is reached or this id is taken."""
         return len(self._by_id) < self._max_requests and wire_id not in self._by_id
 
     def add(self, orphan: OrphanedRequest) -> bool:
-        """Keep a request from now on. False, and it is not kept, where there is no room for it."""
+        """Keep a request. Returns False, and does not keep it, if there is no room."""
         if not self.has_room_for(orphan.wire_id):
             return False
         self._by_id[orphan.wire_id] = orphan
@@ -81,23 +76,23 @@ class OrphanedRequests:
         return True
 
     def mark_lost(self, owner: int, *, at_least_s: float = 0.0) -> None:
-        """The stream of a session broke: what it has can be adopted for as long as its grace.
+        """The stream of session `owner` broke: its requests can be adopted during their grace period.
 
-        at_least_s: how long the session itself may come back, for nothing of it ends before that.
+        at_least_s: how long the session may be resumed; no request of it is given up before that.
         """
         for orphan in self._owned_by(owner):
             orphan.is_lost = True
             self._start_grace(orphan, at_least_s)
 
     def mark_found(self, owner: int) -> None:
-        """The session is back."""
+        """Session `owner` was resumed."""
         for orphan in self._owned_by(owner):
             orphan.is_lost = False
             if not self._is_group_over(orphan):
                 _stop(orphan)
 
     def adopt(self, wire_id: str, owner: int) -> OrphanedRequest | None:
-        """A session takes over a request that is lost; None where there is none such."""
+        """Give a lost request to session `owner`; None if no lost request has this id."""
         orphan = self._by_id.get(wire_id)
         if orphan is None or not orphan.is_lost:
             return None
@@ -107,7 +102,8 @@ class OrphanedRequests:
         return orphan
 
     def end(self, wire_id: str) -> None:
-        """A request has ended. With the last of its group their grace begins: somebody may not know yet."""
+        """Record that a request has finished. The grace of a group starts with the last one that finishes:
+        until then a frontend may still have to fetch the results."""
         orphan = self._by_id.get(wire_id)
         if orphan is None:
             return
@@ -115,14 +111,14 @@ class OrphanedRequests:
         self._end_group(orphan.group_id)
 
     def discard(self, wire_id: str) -> None:
-        """A request has moved, and keeps its id: whoever asks for it is not to get what it was here."""
+        """Forget a request that has migrated under the same id, so that nothing adopts its old state here."""
         orphan = self._by_id.get(wire_id)
         if orphan is not None:
             self._forget(orphan)
             self._end_group(orphan.group_id)
 
     def drop(self, owner: int) -> None:
-        """A session is over for good and by its own wish: what it has is given up at once."""
+        """Give up all requests of a session that ended on purpose, without a grace period."""
         for orphan in list(self._owned_by(owner)):
             self._forget(orphan)
 
@@ -133,7 +129,7 @@ class OrphanedRequests:
         return all(one.has_ended for one in self._groups[orphan.group_id])
 
     def _end_group(self, group_id: str) -> None:
-        """Let the grace of what is left of a group begin, if all of it has ended."""
+        """Start the grace period of the remaining requests of a group if all have finished."""
         group = self._groups.get(group_id, [])
         if all(one.has_ended for one in group):
             for one in group:

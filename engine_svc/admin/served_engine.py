@@ -1,6 +1,6 @@
-"""What the I/O side knows of the engine it serves: state, progress, and once it is loaded, how to enter.
+"""The engine as the asyncio side sees it: state, load progress, and the loaded core.
 
-Owned by the event loop; the engine thread reaches it only through callbacks posted there.
+Owned by the event loop; the engine thread reaches it only through callbacks posted to the loop.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedCore:
-    """What the I/O side may use of a loaded engine. Both functions may run beside the loop."""
+    """What the asyncio side may use of a loaded engine. Both functions are safe beside the engine thread."""
 
     facts: EngineFacts
     refusal: Callable[[Request], str | None]  # why a request can never be served, or None
     prepare: Callable[[Request], None]  # work that need not be done in the loop: block hashes
     controls: EngineControls | None = (
-        None  # for the engine thread; None: nobody pauses it or puts it to sleep
+        None  # used on the engine thread; None: the engine takes no utility calls
     )
-    lockstep: LockstepDriver | None = None  # None: it steps alone
-    rank_ids: Sequence[int] = ()  # processes that the model is divided over
+    lockstep: LockstepDriver | None = None  # None: it does not step together with other engines
+    rank_ids: Sequence[int] = ()  # process ids of the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an engine ended, and what its process exits with."""
+    """Why an engine failed, and the exit code of its process."""
 
     reason: str
     exit_code: int
@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class OptionInEffect:
-    """One option of the engine's process, and where its value came from."""
+    """One option of the engine's process, and the origin of its value."""
 
     name: str
     value: str
@@ -72,32 +72,32 @@ class ServedEngine:
     clock: Clock
     drain_deadline_s: float = 0.0
     replay_window_s: float = 5.0  # how long a session without a stream is kept; 0: it ends with its stream
-    kv_event_log: KVEventLog | None = None  # None: nobody may follow the prefix cache
+    kv_event_log: KVEventLog | None = None  # None: KV cache events are disabled
     tensors: TensorReceiver = field(default_factory=TensorReceiver)
     progress: LoadProgress = field(default_factory=LoadProgress)
     core: LoadedCore | None = None
     failure: Failure | None = None
-    options: tuple[OptionInEffect, ...] = ()  # in order of their names
-    shares_experts: bool = False  # with other engines, so that it steps together with them
-    is_member: bool = False  # whether a coordinator has taken the registration and its session stands
-    num_fenced_commands: int = 0  # of a coordinator that another one has taken the place of
+    options: tuple[OptionInEffect, ...] = ()  # ordered by name
+    shares_experts: bool = False  # shares experts with other engines and therefore steps together with them
+    is_member: bool = False  # whether it is registered at a coordinator and the stream to it is open
+    num_fenced_commands: int = 0  # commands refused because a newer coordinator has replaced the sender
     on_rank_status: list[Callable[[RankStatus], None]] = field(default_factory=list)
-    on_member: list[Callable[[bool], None]] = field(default_factory=list)  # told of each change of it
-    orphaned_requests: OrphanedRequests = field(init=False)  # requests that another frontend may take over
+    on_member: list[Callable[[bool], None]] = field(default_factory=list)  # called when `is_member` changes
+    orphaned_requests: OrphanedRequests = field(init=False)
 
     def __post_init__(self) -> None:
         self.orphaned_requests = OrphanedRequests(give_up=self._give_up, call_later=_call_later)
 
     @property
     def run_state(self) -> RunState:
-        """What the engine does with its requests, by an operator's wish."""
+        """Whether the engine runs its requests, or is paused or asleep at an operator's request."""
         controls = None if self.core is None else self.core.controls
         return RunState.RUNNING if controls is None else controls.pause_controller.state
 
     def become_ready(self, core: LoadedCore) -> None:
-        """The model is loaded. Too late, and without effect, when the process is already on its way out.
+        """Record that the model is loaded. Has no effect if the process is already ending.
 
-        An engine that steps with others is ready when they have met for the first time.
+        An engine that steps together with others becomes READY when their group has first formed.
         """
         if self.lifecycle.state is not EngineState.LOADING:
             return
@@ -107,14 +107,14 @@ class ServedEngine:
             return
         identity = self.identity
         logger.info(
-            "loaded, waits for the other ranks of its group, and for the coordinator to let them meet",
+            "loaded, waiting for the coordinator to form the group with the other ranks",
             extra={"group": identity.dp_group, "rank": identity.dp_rank, "size": identity.dp_size},
         )
         self.progress = LoadProgress("group", 0, identity.dp_size)
         self.note_rank_status(core.lockstep.rank_status)
 
     def note_rank_status(self, rank_status: RankStatus) -> None:
-        """The engine stands elsewhere among the ranks that step together; whoever listens is told."""
+        """Record a change of this engine's status in its data-parallel group, and notify the listeners."""
         if rank_status.generation and self.core is not None and self.lifecycle.state is EngineState.LOADING:
             self.lifecycle.move_to(EngineState.READY)
         for listener in self.on_rank_status:
@@ -122,12 +122,12 @@ class ServedEngine:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether other ranks step with this engine, and a coordinator can have them go on without it."""
+        """Whether other ranks step together with this engine, and a coordinator can release it from them."""
         driver = None if self.core is None else self.core.lockstep
         return self.is_member and driver is not None and driver.rank_status.is_awaited
 
     def note_member(self, is_member: bool) -> None:
-        """A coordinator has taken this engine's registration, or is away; whoever listens is told."""
+        """Record whether the engine is registered at a coordinator, and notify the listeners of a change."""
         if is_member == self.is_member:
             return
         self.is_member = is_member
@@ -135,13 +135,13 @@ class ServedEngine:
             listener(is_member)
 
     def renew(self, facts: EngineFacts) -> None:
-        """The engine serves other weights than before; whoever was told what it is hears it again."""
+        """Replace the facts after a weight update; READY is then announced again."""
         if self.core is not None and self.lifecycle.state is EngineState.READY and facts != self.core.facts:
             self.core = replace(self.core, facts=facts)
             self.lifecycle.repeat()
 
     def fail(self, failure: Failure) -> None:
-        """Loading or the loop ended by an error."""
+        """Record that loading or the engine loop failed."""
         if not self.lifecycle.has_ended:
             self.failure = failure
             self.lifecycle.move_to(EngineState.FAILED)

@@ -1,7 +1,7 @@
-"""Utility calls: what may be asked of an engine beside requests, by whom, and until when.
+"""Utility calls: operations on an engine other than requests, with the role and the deadline of each.
 
-A call is a field of the contract's oneof and has one handler here; no attribute is looked up by its name.
-What changes the engine is done in its thread, between two steps. Belongs to the event loop.
+A call is a field of the proto's oneof and has one handler here; no attribute is looked up by its name.
+Changes to the engine run on its thread, between two steps. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 DEFAULT_TIMEOUT_MS = 60_000
 MAX_TIMEOUT_MS = 3_600_000
-# How often a call that waits looks whether the engine is still there to answer it.
+# How often a waiting call checks whether the engine has ended.
 _LOOK_S = 0.5
 _MAX_VERSION_CHARACTERS = 256
 
@@ -55,7 +55,7 @@ _PARTS = {part.value: part for part in Part}
 
 
 class Role(Enum):
-    """Who makes a call, by the listener it came to: nobody is believed what he says of himself."""
+    """Role of a caller. Derived from the listener that received the call, never from its content."""
 
     FRONTEND = "frontend"
     ADMIN = "admin"
@@ -68,7 +68,7 @@ class UtilityService:
         self._engine = engine
 
     def check(self, call: utility_pb2.UtilityCall, role: Role) -> None:
-        """Raise Unimplemented for what nobody serves here, PermissionDenied for what this role may not."""
+        """Raise Unimplemented for an unknown call, PermissionDenied for one that `role` may not make."""
         name = call.WhichOneof("call")
         entry = _ENTRIES.get(name or "")
         if entry is None:
@@ -82,7 +82,7 @@ class UtilityService:
             )
 
     async def answer(self, call: utility_pb2.UtilityCall, role: Role) -> utility_pb2.UtilityResult:
-        """The result of `call`, or a ServiceError that names it. Cancelled, it does not begin any more."""
+        """Run `call`. Raises a ServiceError that names it. Cancelling prevents a call that has not begun."""
         self.check(call, role)
         name = str(call.WhichOneof("call"))
         timeout_ms = call.timeout_ms if call.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
@@ -156,7 +156,7 @@ class UtilityService:
             await self._ask(lambda controls: controls.start_profile(prefix), timeout_s)
             return _done()
         if prefix:
-            raise InvalidArgument("a profile has its prefix from its start", field="profile.prefix")
+            raise InvalidArgument("the prefix of a profile is set when it starts", field="profile.prefix")
         await self._ask(lambda controls: controls.stop_profile(), timeout_s)
         return _done()
 
@@ -209,11 +209,11 @@ class UtilityService:
         return utility_pb2.UtilityResult(statistics=announce.stats(self._engine.stats_snapshot.read()))
 
     async def _ask(self, work: Callable[[EngineControls], T], timeout_s: float) -> T:
-        """What `work` returns in the engine thread."""
+        """Run `work` on the engine thread and return its result."""
         return await self._deferred(lambda controls, answer: give(answer, lambda: work(controls)), timeout_s)
 
     async def _deferred(self, work: Callable[[EngineControls, Future[T]], None], timeout_s: float) -> T:
-        """What is answered once `work` has been begun in the engine thread, then or later."""
+        """Start `work` on the engine thread and wait for the answer, which it may give later."""
         state = self._engine.lifecycle.state
         if state is not EngineState.READY:
             raise Unavailable(f"engine is {state.value}", reason=f"ENGINE_{state.name}")
@@ -229,7 +229,7 @@ class UtilityService:
                     break
                 await asyncio.wait((wrapped,), timeout=min(left_s, _LOOK_S))
         finally:
-            # What has not begun never will; what waits for requests to end is taken back.
+            # A call that has not begun never will; one that waits for requests to end is dropped.
             if answer.cancel():
                 self._engine.inbox.put(Call(lambda: controls.serve(controls.pause_controller.drop_cancelled)))
             wrapped.cancel()
@@ -241,7 +241,7 @@ class UtilityService:
         if answer.cancelled():
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s; nothing was changed")
         if not answer.done():
-            raise DeadlineExceeded(f"no answer within {timeout_s:g} s; it had begun, and will take effect")
+            raise DeadlineExceeded(f"no answer within {timeout_s:g} s; it has begun and will take effect")
         error = answer.exception()
         if error is None:
             return answer.result()
@@ -259,20 +259,20 @@ class UtilityService:
     def _controls(self) -> EngineControls:
         controls = self._core().controls
         if controls is None:
-            raise Unimplemented("this engine is stepped by its caller, and takes no calls")
+            raise Unimplemented("this engine is stepped by its caller and takes no utility calls")
         return controls
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """How a call is served. The handler is given the desk, the call and its time in seconds."""
+    """How a call is served. Arguments of the handler: the service, the call, its timeout in seconds."""
 
     handler: Callable[[UtilityService, utility_pb2.UtilityCall, float], Awaitable[utility_pb2.UtilityResult]]
     role: Role
 
 
-# What the contract has beside these, nothing in this engine can do yet. Methods of a desk that are kept in it
-# would be a cycle, and there is a desk to each session.
+# Calls of the proto that are missing here are not implemented. Unbound functions: bound methods kept in a
+# UtilityService, of which each session has one, would be a reference cycle.
 _ENTRIES: dict[str, _Entry] = {
     "get_supported_tasks": _Entry(UtilityService._get_supported_tasks, Role.FRONTEND),
     "pause": _Entry(UtilityService._pause, Role.ADMIN),
@@ -290,7 +290,7 @@ _ENTRIES: dict[str, _Entry] = {
     "get_config": _Entry(UtilityService._get_config, Role.FRONTEND),
     "get_statistics": _Entry(UtilityService._get_statistics, Role.FRONTEND),
 }
-# Functions that run on every rank, by the only names that are known.
+# Functions that run on every rank, by name.
 _COLLECTIVES: dict[str, Callable[[EngineControls], list[int]]] = {
     "memory": lambda controls: controls.num_bytes_in_use()
 }

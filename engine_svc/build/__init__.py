@@ -1,3 +1,3 @@
-"""Turns the configuration into objects; the only folder that asks it. One builder a side: engine, runner,
-ranks, data parallel. Must not know steps or requests.
+"""Turns the configuration into objects; the only folder that reads it. One builder per side: engine, runner,
+ranks, data parallel. Must not handle steps or requests.
 """

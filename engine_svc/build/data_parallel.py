@@ -1,4 +1,4 @@
-"""From what was loaded to the lockstep of an engine. Imports torch, so that it is imported late."""
+"""Builds the lockstep of an engine with the other data-parallel ranks. Imports torch: import it late."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.facts import ModelFingerprint
-from engine_svc.data_parallel.driver import LockstepDriver
 from engine_svc.data_parallel.expert_shards import HeldExperts
-from engine_svc.data_parallel.wake_signal import WakeSignal, connect_signal_store
-from engine_svc.data_parallel.wave import VOTE_INTERVAL, WaveMachine
-from engine_svc.loop.mailbox import Call
 from engine_svc.model.loading.loader import has_experts
 from service_kit.config import ConfigError
 
 if TYPE_CHECKING:
+    from engine_svc.admin.served_engine import ServedEngine
+    from engine_svc.data_parallel.driver import LockstepDriver
     from engine_svc.data_parallel.torch_group import ProcessRankGroups
+
+# How experts are sharded: each of n ranks holds a contiguous range, and sums are taken in rank order.
+_EXPERT_RULE = "runs-1"
 
 
 @dataclass(frozen=True, slots=True)
 class LockstepSide:
-    """What the lockstep of an engine is made of, beside the machine of waves."""
+    """The device-side parts of an engine's lockstep."""
 
     groups: ProcessRankGroups
     experts: HeldExperts
 
 
 def build_experts(config: EngineConfig) -> HeldExperts | None:
-    """Who holds this engine's experts. None where none are divided: the engine steps by itself."""
+    """The experts held by this engine. None if they are not sharded: the engine steps alone."""
     if not config.divides_experts or not has_experts(Path(config.model)):
         return None
     return HeldExperts(config.data_parallel_rank, config.data_parallel_size)
 
 
 def build_lockstep(config: EngineConfig, experts: HeldExperts, device: torch.device) -> LockstepSide:
-    """With a store at a port that the kernel chooses, where the ranks meet whose first this engine is."""
-    # Here and not above: a runner alone, as on a machine without gRPC, has nobody to vote with.
+    """Build the process groups, with a store at a port that the kernel chooses; rank 0's store is used."""
+    # Imported here: a runner alone, e.g. on a machine without gRPC, needs no process groups.
     from engine_svc.data_parallel.torch_group import ProcessRankGroups
 
     groups = ProcessRankGroups(
@@ -56,18 +56,6 @@ def build_lockstep(config: EngineConfig, experts: HeldExperts, device: torch.dev
     return LockstepSide(groups, experts)
 
 
-def _reachable_host(config: EngineConfig) -> str:
-    """By which the other engines reach this one."""
-    if config.advertise_address is not None:
-        host, _, port = config.advertise_address.rpartition(":")
-        return (host if port.isdigit() and host else config.advertise_address).strip("[]")
-    return socket.gethostname() if config.host in WILDCARD_HOSTS else config.host.strip("[]")
-
-
-# How experts are divided: each of n ranks holds a run of them, and sums are taken in the order of the ranks.
-_EXPERT_RULE = "runs-1"
-
-
 def build_driver(
     config: EngineConfig,
     served: ServedEngine,
@@ -77,12 +65,18 @@ def build_driver(
     weights_digest: str,
     at_end: list[Callable[[], None]],
 ) -> LockstepDriver:
-    """The lockstep of one engine; what ends it is put into `at_end`.
+    """The lockstep of one engine; its cleanup functions are appended to `at_end`.
 
-    ConfigError where nobody could tell it who the others are.
+    Raises ConfigError without a coordinator, which is what forms the group.
     """
+    # Imported here: a runner alone needs no lockstep and no gRPC, which these import.
+    from engine_svc.data_parallel.driver import LockstepDriver
+    from engine_svc.data_parallel.wake_signal import WakeSignal, connect_signal_store
+    from engine_svc.data_parallel.wave import WaveMachine
+    from engine_svc.loop.mailbox import Call
+
     if config.coordinator is None:
-        raise ConfigError("--coordinator is unset, it has to be given where experts are divided over engines")
+        raise ConfigError("--coordinator is unset, it has to be set where experts are divided over engines")
 
     def post(work: Callable[[], None]) -> None:
         served.inbox.put(Call(work))
@@ -104,7 +98,7 @@ def build_driver(
         has_coordinator=lambda: served.is_member,
         clock=served.clock,
     )
-    # A step takes as long as the slowest rank's: each of them is watched between its exchanges.
+    # A step takes as long as that of the slowest rank: hangs are detected between exchanges.
     side.experts.exchange.subscribe(lambda: served.stats_snapshot.note_progress(served.clock.now()))
     driver.subscribe(lambda rank_status: wake_signal.move(rank_status, driver.meeting))
     wake_signal.start()
@@ -114,6 +108,16 @@ def build_driver(
 
 
 def parallel_config_hash(fingerprint: ModelFingerprint, group: str) -> str:
-    """Equal for engines that can step together, by the weights they were started with; lower-case hex."""
+    """Equal for engines that can step together, given their weights at start; lower-case hex."""
+    from engine_svc.data_parallel.wave import VOTE_INTERVAL
+
     parts = (fingerprint.digest, _EXPERT_RULE, str(VOTE_INTERVAL), group)
     return hashlib.sha256("".join(f"{len(part)}:{part}," for part in parts).encode()).hexdigest()
+
+
+def _reachable_host(config: EngineConfig) -> str:
+    """The host name at which the other engines reach this one."""
+    if config.advertise_address is not None:
+        host, _, port = config.advertise_address.rpartition(":")
+        return (host if port.isdigit() and host else config.advertise_address).strip("[]")
+    return socket.gethostname() if config.host in WILDCARD_HOSTS else config.host.strip("[]")

@@ -1,4 +1,4 @@
-"""From the configuration to objects: the only place that decides by it. Imported by `run` alone."""
+"""Builds the engine from its configuration. Imported by `process.run` alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_COMMANDS = 16_384
-# What a subscriber may be behind: about as much memory as a frontend's outbox.
+# How far a subscriber may be behind: about as much memory as a frontend's outbox.
 _MAX_KV_BATCHES = 4096
 _MAX_KV_BATCH_BLOCKS = 32_768
 _POLICY_ENTRY_POINTS = "triptych.policies"
@@ -69,13 +69,13 @@ _POLICY_ENTRY_POINTS = "triptych.policies"
 def build_served_engine(
     config: EngineConfig, origins: Mapping[str, str] = MappingProxyType({})
 ) -> ServedEngine:
-    """What there is of an engine before its model is loaded. ConfigError for what cannot be right.
+    """The engine before its model is loaded. Raises ConfigError.
 
-    origins: by option, where its value came from; what is not in it was chosen in code.
+    origins: origin of each option's value; an option that is missing was set in code.
     """
     _find_policy(config.scheduling_policy)
     identity = EngineIdentity(
-        # Stable where the port is: then the next process on it replaces this one at the coordinator.
+        # Stable if the port is fixed: the next process on it then replaces this one at the coordinator.
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
         # Never 0, which means "none" on the wire.
         engine_epoch=secrets.randbits(63) + 1,
@@ -104,7 +104,7 @@ def build_served_engine(
 
 
 def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer) -> list[Server]:
-    """The listener for frontends, then the one for operators."""
+    """The listener for frontends, then the admin listener."""
     admin = AdminServicer(
         "engine",
         f"engine-{config.index}",
@@ -136,7 +136,7 @@ def build_memberships(
     *,
     bound: str,
 ) -> list[Membership]:
-    """The membership at the coordinator, where there is one."""
+    """The membership at the coordinator, if one is configured."""
     if config.coordinator is None:
         return []
     endpoint = _endpoint(config, bound)
@@ -150,8 +150,8 @@ def build_engine(
     progress: Callable[[LoadProgress], None],
     defer: Callable[[Callable[[], None]], object],
 ) -> tuple[Engine, LoadedCore]:
-    """Load the model and put the engine together. ValueError, in words for people, where it cannot be."""
-    # Here and not above: these import torch, and a process should answer before that is done.
+    """Load the model and assemble the engine. Raises ValueError with a message for the operator."""
+    # Imported here: these import torch, and the process should answer before that is done.
     from engine_svc.build.runner import build_runner
 
     check_tokenizer(served.artifacts)
@@ -162,14 +162,14 @@ def build_engine(
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         from engine_svc.build.ranks import build_ranks
 
-        # An idle loop waits for its inbox alone.
+        # An idle engine loop waits for nothing but its inbox.
         side = build_ranks(config, report_progress, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
     else:
         side = build_runner(config, report_progress)
     try:
         return _put_together(config, served, side, defer)
     except BaseException:
-        # Ranks and threads would stay where the engine is a part of somebody else's process.
+        # Otherwise ranks and threads would remain if the engine is embedded in another process.
         side.executor.shutdown()
         raise
 
@@ -185,7 +185,7 @@ def _put_together(
     facts = _describe(config, served.artifacts, side)
     scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(
-        # The cache keeps one block as a placeholder, which no request can have.
+        # The cache reserves one block as a placeholder.
         num_blocks=side.num_kv_blocks + 1,
         groups=tuple(_attention_kind(config.block_size, window) for window in side.windows),
         enable_prefix_caching=config.enable_prefix_caching,
@@ -234,10 +234,10 @@ def _build_lockstep(
     facts: EngineFacts,
     at_end: list[Callable[[], None]],
 ) -> LockstepDriver | None:
-    """How the engine keeps step with those that hold the other experts of its model; None: it has all."""
+    """The lockstep with the engines that hold the other experts of the model; None: this engine has all."""
     if served.shares_experts != (side.lockstep is not None):
         raise ConfigError(
-            "--expert-parallel over several engines is for the mixtures of experts that run natively"
+            "--expert-parallel over several engines is for mixtures of experts with a native implementation"
         )
     if side.lockstep is None:
         return None
@@ -266,7 +266,7 @@ def _build_controls(
     from engine_svc.loop.controls import EngineControls
 
     def on_weights(folder: Path, digest: str) -> None:
-        # First of all: the new ones are in place, whatever can be read of their folder.
+        # Noted first: the new weights are in use even if reading their folder fails below.
         if lockstep is not None:
             lockstep.note_weights(digest)
         fingerprint = _fingerprint(folder, served.artifacts, side, digest)
@@ -287,7 +287,7 @@ def _build_controls(
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """What decides: it needs no model, no device and no wire."""
+    """The scheduling side of an engine, which needs no model, device or wire."""
 
     scheduler: Scheduler
     kv_cache: KVCache
@@ -302,7 +302,7 @@ def build_core(
     budgets: Sequence[Budget] = (),
     observers: Sequence[CacheObserver] = (),
 ) -> Core:
-    """The scheduler and its cache. ConfigError or ValueError, in words for people, where they cannot be."""
+    """The scheduler and its cache. Raises ConfigError or ValueError with a message for the operator."""
     kv_cache = KVCache(
         cache,
         max_model_len=scheduler.max_model_len,
@@ -313,7 +313,7 @@ def build_core(
 
 
 def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHook, ...]:
-    """Who logs each step, where that is asked for."""
+    """The hook that logs each step, if enabled."""
     if not config.log_steps:
         return ()
     from engine_svc.features.log_steps import LogSteps
@@ -322,7 +322,7 @@ def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHoo
 
 
 def _kv_events(served: ServedEngine) -> tuple[KVEvents, ...]:
-    """Who fills the log of the prefix cache, where there is one."""
+    """The hook that fills the log of KV cache events, if enabled."""
     if served.kv_event_log is None:
         return ()
     from engine_svc.features.kv_events import KVEvents
@@ -394,7 +394,7 @@ def _find_policy(name: str) -> PolicyFactory:
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:
-    """Where frontends dial this engine; never a wildcard, and with the port that was bound."""
+    """The address at which frontends reach this engine: with the bound port, never a wildcard host."""
     host, _, port = bound.rpartition(":")
     if config.advertise_address is not None:
         has_port = config.advertise_address.rpartition(":")[2].isdigit()

@@ -1,4 +1,4 @@
-"""What makes two engines interchangeable, read from a model folder. Knows no tensors and no wire."""
+"""Fingerprint of a model: engines with equal ones are interchangeable. Knows no tensors and no wire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_fingerprint(
     kernel_mode: str,
     max_model_len: int,
 ) -> ModelFingerprint:
-    """The fingerprint of the model as this engine runs it. `weights_digest` covers names and shapes."""
+    """The fingerprint of the model as this engine runs it. weights_digest: over tensor names and shapes."""
     tokenizer = [artifact.sha256 for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
     return ModelFingerprint(
         weights_sha256=_weights_sha256(folder, weights_digest),
@@ -40,7 +40,7 @@ def make_fingerprint(
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """What generation_config.json recommends; nothing where it is absent or samples greedily."""
+    """Defaults from generation_config.json; none if it is absent or samples greedily."""
     config = _read_json(folder / "generation_config.json")
     if not config.get("do_sample"):
         return SamplingDefaults()
@@ -53,7 +53,7 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
 
 
 def main_eos_first(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The model's end-of-sequence ids with the one that its configuration names first in front."""
+    """The model's end-of-sequence ids, starting with the first one in its configuration."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         main = value[0] if isinstance(value, list) and value else value
@@ -63,20 +63,20 @@ def main_eos_first(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, .
 
 
 def declares_experts(folder: Path) -> bool:
-    """Whether config.json describes a mixture of experts, before anything of the model is loaded."""
+    """Whether config.json describes a mixture of experts. Does not load the model."""
     try:
         config = _read_json(folder / "config.json")
     except ValueError:
-        # Loading says what is wrong with it.
+        # Loading reports the error.
         return False
     if any(_number(config, key) for key in _EXPERT_KEYS):
         return True
-    # What a family has by default need not be written down.
+    # A family's default number of experts may be missing in the file.
     return config.get("model_type") in _EXPERT_FAMILIES and not any(key in config for key in _EXPERT_KEYS)
 
 
 def _weights_sha256(folder: Path, weights_digest: str) -> str:
-    # Two fine-tunes of one model have the same names and shapes, so a sample of the values goes in as well.
+    # Fine-tunes of one model have equal names and shapes, so a sample of the values is included.
     digest = hashlib.sha256(weights_digest.encode())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""The process of one rank: loads its part of the model and runs plans until the engine has no more of them.
+"""Main of one rank's process: loads its part of the model and runs plans until the engine closes the channel.
 
 Knows no requests and no wire.
 """
@@ -42,16 +42,16 @@ from service_kit.plugins import load_plugins
 from service_kit.process import set_title
 from service_kit.stacks import write_when_asked
 
-# A GPU's rank looks for its next plan for a while before it sleeps: waking up takes longer than that.
+# A rank with a GPU polls for its next plan this long before it sleeps: waking up takes longer.
 _SPIN_S = 50e-6
 _PROGRESS_INTERVAL_S = 0.1
-# As good as for ever: the engine judges how long a step may take, and leaves out the time in which all were
-# stopped, as the clocks of gloo and NCCL do not.
+# Effectively unlimited: the engine decides how long a step may take, and excludes the time in which all
+# processes were stopped, which the timeouts of gloo and NCCL do not.
 _EXCHANGE_S = 7 * 86_400.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a rank. The only argument is the descriptor of its line, on which everything else is said."""
+    """Run a rank. The only argument is the file descriptor of its control pipe, which carries the rest."""
     connection = RankConnection(int(argv[0]))
     spec: dict[str, Any] = connection.receive()
     end_with_parent(spec["parent"])
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         load_plugins(config.plugins)
         _serve(_Rank(config, position, spec, connection, heartbeats))
     except EOFError:
-        # The engine ended before this rank was ready, and has its reasons.
+        # The engine ended before this rank was ready, and reports why.
         return 0
     except Exception as error:
         _send_failure(connection, error)
@@ -86,8 +86,6 @@ def _send_failure(connection: RankConnection, error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What this process is and whom it talks to."""
-
     config: EngineConfig
     position: RankPosition
     spec: dict[str, Any]
@@ -111,7 +109,7 @@ def _serve(rank: _Rank) -> None:
 
 
 def _prepare(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
-    """Get ready, or say why that cannot be where people can mend it."""
+    """Load the rank's part; errors that an operator can fix are sent to the engine as a refusal."""
     try:
         return _load(rank, parallel)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
@@ -123,12 +121,15 @@ def _prepare(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
 
 
 def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
-    """Load, say what there is, and make of it what the engine answers. Keeps no part of the model itself."""
+    """Load, report the facts, and build the loop with the sizes that the engine replies with.
+
+    Keeps no reference to the model.
+    """
     loaded = load_model(
         rank.config.model, load_options(rank.config), parallel=parallel, progress=_progress(rank)
     )
     rank.connection.send({"loaded": _describe(rank, loaded)})
-    sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # The engine says it so.
+    sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # Set by the engine.
     loaded = _with_groups(loaded, sizes)
     sizing = KVSizing(
         sizes["num_kv_blocks"], rank.config.block_size, bytes_per_block(loaded.facts, rank.config.block_size)
@@ -144,13 +145,13 @@ def _choose_device(rank: _Rank) -> torch.device:
     requested = rank.config.device
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    # The model is put on what is the current device from here on.
+    # The model is loaded onto the current device.
     torch.cuda.set_device(rank.position.rank)
     return torch.device("cuda", rank.position.rank)
 
 
 def _progress(rank: _Rank) -> Callable[[str, int, int], None]:
-    """Tells how far loading is: one rank for all of them, and not for every tensor."""
+    """Reports load progress: rank 0 for all ranks, at most once per interval."""
     reported_at = 0.0
 
     def report_progress(phase: str, done: int, total: int) -> None:
@@ -176,7 +177,7 @@ def _describe(rank: _Rank, loaded: LoadedModel) -> dict[str, object]:
 
 
 def _with_groups(loaded: LoadedModel, sizes: Mapping[str, Any]) -> LoadedModel:
-    """With block tables for the layer groups of the whole model, of which a stage has some layers."""
+    """With the layer groups of the whole model, of which a stage has some layers."""
     shapes = tuple(KVShape(**shape) for shape in sizes["kv_shapes"])
     first = sizes["first_layer"]
     groups = groups_of_stage(shapes, first, first + loaded.facts.num_layers)
@@ -212,7 +213,7 @@ def _part_of(rank: _Rank, runner: ModelRunner, *, on_gpu: bool) -> AfterStep:
 
 
 def _end_rank(connection: RankConnection, error: Exception) -> NoReturn:
-    """End this process from a thread: the main thread waits for plans, or for the device."""
+    """End this process from another thread: the main thread is waiting for plans or for the device."""
     _send_failure(connection, error)
     os._exit(1)
 

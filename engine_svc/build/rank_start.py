@@ -1,4 +1,4 @@
-"""How the process of a rank begins: bound to its parent before the slow imports, in which that may end."""
+"""Entry point of a rank's process: binds it to its parent, which may end during the slow imports."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine_svc.ranks.control_pipe import end_with_parent
 
 
 def main(argv: Sequence[str]) -> int:
-    """As `rank_main.main`, for a process that cannot outlive its parent."""
+    """Run `rank_main.main` in a process that cannot outlive its parent."""
     end_with_parent(os.getppid())
-    # Here and not above: it brings torch.
+    # Imported here: it imports torch.
     from engine_svc.build.rank_main import main as run
 
     return run(argv)

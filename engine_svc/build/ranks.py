@@ -1,4 +1,4 @@
-"""From the configuration to a model divided over processes. Imported by build.py late, and by it alone."""
+"""Builds a model that is divided over processes. Imported late, by `build.engine` alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RANK_MODULE = "engine_svc.build.rank_start"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank said of its part of the model."""
+    """What a rank reported about its part of the model."""
 
     facts: ModelFacts
     num_bytes: int
@@ -37,11 +37,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class RankedSide:
-    """The side that runs plans, and what each rank holds of the model."""
+    """The side that runs plans, and the size of each rank's part of the model."""
 
     side: RunnerSide
     group: ProcessGroup
-    num_bytes: tuple[int, ...]  # of each rank's parameters
+    num_bytes: tuple[int, ...]  # parameter bytes of each rank
 
 
 def build_ranks(
@@ -51,10 +51,10 @@ def build_ranks(
     limits: GroupLimits | None = None,
     on_lost: Callable[[RankLost], object] = lambda lost: None,
 ) -> RankedSide:
-    """Start the ranks, and size their caches by what the smallest of them has room for.
+    """Start the ranks, and size their caches by the one with the least room.
 
-    on_lost: told, in another thread, when a rank is lost, also where no step is under way.
-    Raises ValueError, in words for people, RankLost, or TimeoutError.
+    on_lost: called on another thread when a rank is lost, also between steps.
+    Raises ValueError with a message for the operator, RankLost, or TimeoutError.
     """
     positions = _rank_positions(config)
     _check_devices(config, len(positions))
@@ -99,7 +99,7 @@ def build_ranks(
         max_model_len=max_model_len,
         num_kv_blocks=num_kv_blocks,
         steps_in_flight=max(config.steps_in_flight, config.pipeline_parallel_size),
-        # Sums over ranks round otherwise than those of one; stages change nothing.
+        # Sums over tensor-parallel ranks round differently from those of one; pipeline stages change nothing.
         kernel_mode=f"{parts[0].kernel_mode}-tp{config.tensor_parallel_size}"
         + ("-ep" if config.expert_parallel else ""),
         rank_ids=tuple(group.process_ids),
@@ -121,7 +121,7 @@ def _check_devices(config: EngineConfig, num_ranks: int) -> None:
     if num_gpus < num_ranks:
         raise ConfigError(
             f"--tensor-parallel-size {config.tensor_parallel_size} times --pipeline-parallel-size "
-            f"{config.pipeline_parallel_size} need {num_ranks} GPUs, and there are {num_gpus}; lower them, "
+            f"{config.pipeline_parallel_size} need {num_ranks} GPUs, but there are {num_gpus}; lower them, "
             "or choose --device cpu"
         )
 
@@ -130,15 +130,15 @@ def _config_of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
     num_cpus = len(os.sched_getaffinity(0))
     return replace(
         config,
-        # Ranks compute at the same time, so they share the CPUs, of which the engine's own thread gets one.
+        # Ranks compute at the same time, so they share the CPUs; one is left to the engine's own thread.
         num_threads=config.num_threads or max(1, (num_cpus - 1) // num_ranks),
-        # What ranks say to each other between kernels is not recorded.
+        # Communication between ranks cannot be recorded in a CUDA graph.
         cuda_graphs=False,
     )
 
 
 def _environment() -> dict[str, str]:
-    """What ranks find around them: this process's modules, and each other on this machine alone."""
+    """Environment of the ranks: this process's module path, and gloo on the loopback interface."""
     environment = process_environment()
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -160,7 +160,7 @@ def _part(message: RankMessage) -> _Part:
 
 
 def _all_shapes(positions: list[RankPosition], parts: list[_Part]) -> tuple[KVShape, ...]:
-    """The layers of all stages, as one rank of each has them."""
+    """KV shapes of the layers of all stages, taken from one rank of each stage."""
     return tuple(
         shape
         for position, part in zip(positions, parts, strict=True)
@@ -170,7 +170,7 @@ def _all_shapes(positions: list[RankPosition], parts: list[_Part]) -> tuple[KVSh
 
 
 def _first_layer(position: RankPosition, positions: list[RankPosition], parts: list[_Part]) -> int:
-    """Which of the model's layers is the first of this rank's stage."""
+    """Index of the first layer of this rank's stage in the whole model."""
     return sum(
         part.facts.num_layers
         for other, part in zip(positions, parts, strict=True)
@@ -179,7 +179,7 @@ def _first_layer(position: RankPosition, positions: list[RankPosition], parts: l
 
 
 def _with_stage_groups(positions: list[RankPosition], parts: list[_Part]) -> list[_Part]:
-    """Each stage's layers in groups of the whole model's layers, which have block tables on every stage."""
+    """Put each stage's layers into the groups of the whole model, whose block tables every stage has."""
     shapes = _all_shapes(positions, parts)
     grouped = []
     for position, part in zip(positions, parts, strict=True):
@@ -190,11 +190,11 @@ def _with_stage_groups(positions: list[RankPosition], parts: list[_Part]) -> lis
 
 
 def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int]:
-    """The longest sequence, and as many blocks as every rank has room for."""
+    """Maximum model length, and the number of blocks that every rank has room for."""
     in_flight = max(config.steps_in_flight, config.pipeline_parallel_size)
     config = replace(config, steps_in_flight=in_flight)
     if parts[0].device == "cpu":
-        # They share one memory.
+        # The ranks share the host's memory.
         parts = [_with_share(part, len(parts)) for part in parts]
         if config.kv_cache_memory is not None:
             config = replace(config, kv_cache_memory=config.kv_cache_memory // len(parts))

@@ -1,4 +1,4 @@
-"""From the configuration to what runs on the device. Imports torch, so that build.py imports it late."""
+"""Builds the device side from the configuration. Imports torch: import it late."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GPU_IS_FULL = (
 
 @dataclass(frozen=True, slots=True)
 class RunnerSide:
-    """What the engine must know of the side that runs plans. Blocks are counted without the placeholder."""
+    """The side that runs plans, as the engine needs it. Blocks are counted without the placeholder."""
 
     executor: Executor
     control: RunnerControl
@@ -48,12 +48,12 @@ class RunnerSide:
     num_kv_blocks: int
     steps_in_flight: int
     kernel_mode: str
-    lockstep: LockstepSide | None = None  # where this engine holds a part of the experts
-    rank_ids: tuple[int, ...] = ()  # processes of the ranks, where there are some
+    lockstep: LockstepSide | None = None  # if this engine holds a shard of the experts
+    rank_ids: tuple[int, ...] = ()  # process ids of the ranks, if there are any
 
 
 def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
-    """Load the model, size its cache, start what runs plans. ValueError, in words for people, if not."""
+    """Load the model, size its cache, start its executor. Raises ValueError with a message for operators."""
     experts = build_experts(config)
     try:
         loaded = load_model(
@@ -74,7 +74,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     except torch.OutOfMemoryError as error:
         raise ConfigError(GPU_IS_FULL) from error
     calls = runner_calls(runner)
-    # A GPU works by itself, and a CPU needs a thread for it, if anybody has work to do meanwhile.
+    # A GPU runs asynchronously. On a CPU that needs a thread, if steps are to overlap with scheduling.
     is_beside = loaded.device.type == "cpu" and config.steps_in_flight > 1
     executor = ThreadExecutor(runner, calls) if is_beside else InlineExecutor(runner, calls)
     return RunnerSide(
@@ -85,15 +85,14 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         max_model_len=max_model_len,
         num_kv_blocks=sizing.num_blocks,
         steps_in_flight=config.steps_in_flight,
-        # How many engines share the experts is left out: sums over them differ in their last bits, and a
-        # request goes on where another engine of its group, whatever is left of that, takes it up.
+        # The number of engines that share the experts is left out, although sums over them differ in their
+        # last bits: a request may continue on another engine of a group that has shrunk.
         kernel_mode=kernel_mode(config, loaded) + ("" if experts is None else "-ep"),
         lockstep=None if experts is None else build_lockstep(config, experts, loaded.device),
     )
 
 
 def load_options(config: EngineConfig) -> LoadOptions:
-    """How the configuration wants its model."""
     return LoadOptions(
         dtype=config.dtype,
         device=config.device,
@@ -106,7 +105,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
 
 
 def kernel_mode(config: EngineConfig, loaded: LoadedModel) -> str:
-    """What decides the numbers that are told of a token: engines that differ in it are no equals."""
+    """Identifies everything that affects reported logprobs; engines that differ in it are not equal."""
     mode = LogprobsMode(config.logprobs_mode)
     suffix = () if mode is LogprobsMode.RAW_LOGPROBS else (mode.value,)
     return "-".join((loaded.implementation, loaded.ops.name, config.quantization, *suffix))
@@ -121,14 +120,14 @@ def make_runner(
     parallel: Parallel | None = None,
     experts: HeldExperts | None = None,
 ) -> ModelRunner:
-    """The runner of this rank, with its cache; `sizing` is without the placeholder block."""
+    """The runner of this rank, with its cache. sizing: without the placeholder block."""
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
     facts, ops = loaded.facts, loaded.ops
-    # Who says how much memory the cache has means it to have it.
+    # A configured cache size is allocated at once.
     is_stated = config.kv_cache_memory is not None and config.num_kv_blocks is None
     kv = KVTensors(facts, sizing, loaded.device, at_once=is_stated)
 
-    # Neither keeps `loaded`: what sleeps could not give up its weights.
+    # Neither function refers to `loaded`: it would keep the weights alive while the engine sleeps.
     def load(folder: Path) -> tuple[Model, ModelFacts]:
         share = None if experts is None else experts.share
         again = load_model(folder, load_options(config), parallel=parallel, share=share, ops=ops)
@@ -137,7 +136,7 @@ def make_runner(
         return again.model, again.facts
 
     def record(model: Model) -> DecodeGraphs | None:
-        # What engines say to each other between kernels is not recorded.
+        # Communication between engines cannot be recorded in a CUDA graph.
         if experts is not None:
             return None
         return _graphs(config, model, facts, kv, max_model_len)
@@ -160,7 +159,7 @@ def make_runner(
 def _graphs(
     config: EngineConfig, model: Model, facts: ModelFacts, kv: KVTensors, max_model_len: int
 ) -> DecodeGraphs | None:
-    # The models of transformers may wait for the device inside a forward, which cannot be recorded.
+    # Models of transformers may synchronize with the device inside a forward, which cannot be recorded.
     if kv.device.type != "cuda" or not config.cuda_graphs or not isinstance(model, NativeDecoder):
         return None
     return DecodeGraphs(
@@ -177,7 +176,7 @@ def _graphs(
 
 
 def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tuple[int, KVSizing]:
-    """The longest sequence and the KV cache for it; what nobody asked for is shortened to what fits."""
+    """Maximum model length and KV cache size. A length that is not configured is reduced to what fits."""
     if config.max_model_len is not None and config.max_model_len > facts.max_position:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {facts.max_position}")
     kv_options = KVCacheOptions(
@@ -192,7 +191,7 @@ def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tup
 
 
 def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:
-    """What this rank's device has left for the KV cache; of a GPU measured only where nobody has said it."""
+    """Memory of this rank's device for the KV cache; on a GPU measured only if no size is configured."""
     if loaded.device.type == "cpu":
         return free_host_memory()
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:

@@ -1,3 +1,3 @@
-"""Protos to domain objects and back, and nothing else: the only folder that knows both.
-Must not know streams or sessions.
+"""Converts protos to domain objects and back; the only folder that knows both.
+Must not import streams or sessions.
 """

@@ -1,4 +1,4 @@
-"""What a step tells of tokens besides their ids, as columns of the wire. NaN stands where nobody asked."""
+"""Logprobs of a step as proto columns. NaN in rows that requested none."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
 from engine_svc.loop.step_output import LogprobDeltas, StepOutput
 from triptych.engine.v1 import step_pb2
 
+_NAN = float("nan")
+
 
 def pack(values: array[int] | array[float]) -> bytes:
-    """The bytes of a column; `values` is not to be used any more."""
+    """Little-endian bytes of a column. May modify `values`: do not use it afterwards."""
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
 
 
-_NAN = float("nan")
-
-
 def add_logprobs(step: step_pb2.Step, output: StepOutput, token_logprobs: LogprobDeltas) -> None:
-    """Write into `step` what `token_logprobs` has for the rows of `output`."""
+    """Write the logprobs of the rows of `output` into `step`."""
     if token_logprobs.sampled:
         _add_sampled(step, output, token_logprobs.sampled)
     row_of = {handle: row for row, handle in enumerate(output.handles)}
@@ -38,7 +37,7 @@ def _add_sampled(step: step_pb2.Step, output: StepOutput, token_logprobs: dict[i
         part = token_logprobs.get(handle)
         if part is None:
             part = TokenLogprobs([_NAN] * num_tokens, [0] * num_tokens)
-        assert len(part.ranks) == num_tokens, "who asked is told of each of its tokens"
+        assert len(part.ranks) == num_tokens, "a requesting row has logprobs for each of its tokens"
         logprobs.extend(part.logprobs)
         ranks.extend(part.ranks)
         part = part.widened(k)
@@ -50,7 +49,7 @@ def _add_sampled(step: step_pb2.Step, output: StepOutput, token_logprobs: dict[i
 
 
 def _prompt(prompt: PromptTokenLogprobs) -> step_pb2.PromptLogprobs:
-    """The places; the first of all prompts is added, of which nothing can be told."""
+    """Logprobs of prompt positions. Adds position 0, which has none."""
     token_logprobs, first = prompt.token_logprobs, prompt.first_position
     if first == 1:
         nothing = TokenLogprobs(

@@ -1,6 +1,6 @@
-"""Between the wire and the engine: the only file that knows both the protos and `Request`.
+"""Converts between protos and `Request`; the only file that knows both.
 
-What arrives is checked here as if no frontend had looked at it. Knows no stream and no thread.
+Checks everything that arrives, without relying on the frontend's checks. Knows no stream and no thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REASONS = {
 }
 
 MIGRATED = "migrated"
-# Unset, and what a newer frontend may say, is the client's wish.
+# An unset or unknown reason counts as an abort by the client.
 _ABORT_CAUSES = {
     engine_pb2.ABORT_REASON_DEADLINE: "deadline",
     engine_pb2.ABORT_REASON_STOP_STRING: "stop_string",
@@ -53,9 +53,9 @@ def to_request(
     now: float,
     tensors: TensorSource | None = None,
 ) -> Request:
-    """The request an ADD asks for, with tensors from `tensors`; None: it may have none.
+    """Build the request of an ADD. tensors: source of its tensors; None: it may refer to none.
 
-    Raises InvalidArgument or Unimplemented, or what `tensors` raises, for that request alone.
+    Raises InvalidArgument or Unimplemented, or what `tensors` raises; they concern this request alone.
     """
     if len(entry.request_id) > _MAX_TEXT_CHARACTERS or len(entry.cache_salt) > _MAX_TEXT_CHARACTERS:
         raise InvalidArgument(
@@ -72,11 +72,11 @@ def to_request(
     if entry.WhichOneof("params") != "sampling":
         raise Unimplemented("this engine serves sampling alone, not pooling", reason="UNIMPLEMENTED_FIELD")
     if entry.tenant:
-        # Tenants share nothing in the prefix cache, whatever their salts.
+        # Tenants never share prefix cache entries, whatever their salts are.
         cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"
     else:
         cache_salt = entry.cache_salt
-    # By bytes, before anything is made of them: what is far too long must not cost more than this look.
+    # Checked by size before decoding: a prompt that is far too long must cost no more than this check.
     num_tokens = (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // 4
     if num_tokens >= facts.max_model_len:
         raise InvalidArgument(
@@ -90,13 +90,13 @@ def to_request(
         len(prompt) + len(output) < facts.max_model_len,
         "prompt_embeds",
         len(prompt) + len(output),
-        f"{facts.max_model_len - 1} places at most",
+        f"{facts.max_model_len - 1} positions at most",
     )
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
     check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
     request = Request(
-        # Readable in logs, and unique whatever a frontend sends.
+        # Readable in logs, and unique for anything a frontend may send.
         request_id=f"{entry.request_id}/{session_number}.{entry.handle}.{entry.attempt}",
         token_ids=prompt + output,
         num_prompt_tokens=len(prompt),
@@ -108,23 +108,23 @@ def to_request(
         spans=content.spans,
         prompt_embeds=content.embeds,
     )
-    # Its age counts for its turn; its time in this queue begins here.
+    # Its age counts for its order in the queue; its queue time here starts now.
     request.timeline.queued_at = now
     return request
 
 
 def to_deadline(entry: add_pb2.AddEntry, now: float) -> float | None:
-    """When the request has to end, on the engine's clock; None: never."""
+    """Deadline of the request on the engine's clock; None: it has none."""
     return now + entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
 
 
 def to_abort_cause(reason: engine_pb2.AbortReason) -> str:
-    """Why a frontend ends a request, as spans say it."""
+    """The cause of an abort as used in trace spans."""
     return _ABORT_CAUSES.get(reason, "client")
 
 
 def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> step_pb2.Step:
-    """The columns of a step. `stop_token_ids` are, by handle, those that requests themselves asked for."""
+    """The columns of a step. stop_token_ids: by handle, those that the requests themselves named."""
     step = step_pb2.Step(
         step_number=output.step_number,
         handles=pack(array("I", output.handles)),
@@ -133,13 +133,13 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
     try:
         step.num_tokens = bytes(output.num_tokens)
     except ValueError:
-        # A row of more than 255 tokens: from a reader that was far behind, and so seldom.
+        # A row of more than 255 tokens: merged for a reader that was far behind, which is rare.
         step.num_tokens_wide = pack(array("I", output.num_tokens))
     for row, counts in output.parts:
         step.parts.add(row=row, num_tokens=counts)
     for row, num_cached_tokens in output.first:
         step.first.add(row=row, num_cached_tokens=num_cached_tokens)
-    # Where each row's tokens end: most steps end nobody by a token, and do without.
+    # End offset of each row's tokens. In most steps no request stops at a token, and it is not needed.
     stops = any(finished.reason is FinishReason.STOP for finished in output.finished)
     ends = list(accumulate(output.num_tokens)) if stops else []
     for finished in output.finished:
@@ -155,7 +155,7 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
 
 
 def to_kv_batch(batch: KVEventBatch, engine_epoch: int) -> engine_pb2.SubscribeKvEventsResponse:
-    """What changed in the prefix cache, with the place behind it."""
+    """Changes of the prefix cache, with the cursor after them."""
     return engine_pb2.SubscribeKvEventsResponse(
         cursor=kv_pb2.KvCursor(engine_epoch=engine_epoch, seq=batch.seq),
         batch=kv_pb2.KvEventBatch(events=[_kv_event(event) for event in batch.events]),
@@ -165,7 +165,7 @@ def to_kv_batch(batch: KVEventBatch, engine_epoch: int) -> engine_pb2.SubscribeK
 def to_kv_snapshot(
     blocks: Iterable[StoredBlocks], end: kv_pb2.KvCursor | None
 ) -> engine_pb2.SubscribeKvEventsResponse:
-    """A part of what the prefix cache holds; the last one has the place behind the whole."""
+    """A chunk of the prefix cache's content. The last one has the cursor `end` after the whole snapshot."""
     chunk = kv_pb2.KvSnapshotChunk(blocks=[_kv_stored(block) for block in blocks], is_last=end is not None)
     return engine_pb2.SubscribeKvEventsResponse(cursor=end, snapshot=chunk)
 
@@ -177,7 +177,7 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
 
 
 def _refuse_unserved(entry: add_pb2.AddEntry) -> None:
-    # By name: a parameter that is ignored makes a wrong answer.
+    # Refused by name: ignoring a parameter would produce a wrong answer.
     for name, is_set in (
         ("adapter", entry.adapter),
         ("media", entry.media),

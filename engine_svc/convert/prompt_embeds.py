@@ -1,4 +1,4 @@
-"""The prompt of an ADD: its tokens, and embeddings where it has none. Knows no sampling."""
+"""The prompt of an ADD: token ids, and embeddings at positions without a token. Knows no sampling."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from service_kit.errors import InvalidArgument
 from service_kit.field_checks import to_token_ids, unserved
 from triptych.engine.v1 import add_pb2
 
-# Stands where an embedding counts. The prefix cache tells such places apart by their spans.
+# Placeholder at positions with an embedding. The prefix cache distinguishes them by their spans.
 _NO_TOKEN = 0
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """What a request begins with. `spans` are the places whose KV depends on more than `token_ids`."""
+    """The prompt of a request. `spans` are the positions whose KV depends on more than `token_ids`."""
 
     token_ids: list[int]
     embeds: PromptEmbeds | None = None
@@ -30,7 +30,7 @@ class PromptContent:
 
 
 def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource | None) -> PromptContent:
-    """The prompt of an ADD. InvalidArgument, Unimplemented, or an error of where its tensor was."""
+    """The prompt of an ADD. Raises InvalidArgument, Unimplemented, or an error of the tensor source."""
     if not entry.HasField("prompt_embeds"):
         if entry.is_token and set(entry.is_token) != {1}:
             raise InvalidArgument("is_token leaves out tokens, there is no prompt_embeds", field="is_token")
@@ -38,17 +38,17 @@ def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource
     if tensors is None or not facts.takes_prompt_embeds:
         raise unserved("prompt_embeds")
     shape = tuple(entry.prompt_embeds.shape)
-    # By its form, before anything is read: what is far too long must not cost more than this look.
+    # The shape is checked before anything is read: a prompt that is far too long must cost no more than that.
     if len(shape) != 2 or shape[1] != facts.hidden_size or not 0 < shape[0] < facts.max_model_len:
         raise InvalidArgument(
-            f"prompt_embeds.shape is {list(shape)[:8]}, it takes [places, {facts.hidden_size}] with 1 to "
-            f"{facts.max_model_len - 1} places",
+            f"prompt_embeds.shape is {list(shape)[:8]}, it takes [positions, {facts.hidden_size}] with 1 to "
+            f"{facts.max_model_len - 1} positions",
             field="prompt_embeds.shape",
         )
     token_ids, positions = _positions_of(entry, shape[0], facts)
     if entry.sampling.HasField("prompt_logprobs"):
         raise InvalidArgument(
-            "sampling.prompt_logprobs: a place without a token has no log probability",
+            "sampling.prompt_logprobs: a position without a token has no log probability",
             field="sampling.prompt_logprobs",
         )
     embeds = tensors.take(entry.prompt_embeds, "prompt_embeds")
@@ -60,7 +60,7 @@ def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource
     if not embeds.is_sound:
         raise InvalidArgument("prompt_embeds has elements that are not finite", field="prompt_embeds")
     if not embeds.is_moderate:
-        # Finite here and infinite in the model's type, they would make logits that are no numbers.
+        # Finite here but infinite in the model's dtype, they would make the logits NaN.
         raise InvalidArgument(f"prompt_embeds has elements beyond {MAX_MODERATE:g}", field="prompt_embeds")
     content = PromptEmbeds(embeds, positions)
     return PromptContent(token_ids, content, tuple(_spans(content, facts.block_size)))
@@ -69,7 +69,7 @@ def to_prompt(entry: add_pb2.AddEntry, facts: EngineFacts, tensors: TensorSource
 def _positions_of(
     entry: add_pb2.AddEntry, num_embeds: int, facts: EngineFacts
 ) -> tuple[list[int], tuple[int, ...]]:
-    """The token of each place of the prompt, and the places where an embedding counts instead."""
+    """The token id of each prompt position, and the positions that have an embedding instead."""
     if not entry.prompt_token_ids:
         if entry.is_token and entry.is_token != bytes(num_embeds):
             raise InvalidArgument("is_token names tokens, there are no prompt_token_ids", field="is_token")
@@ -78,13 +78,13 @@ def _positions_of(
     is_token = entry.is_token
     if len(is_token) != len(token_ids) or max(is_token, default=0) > 1:
         raise InvalidArgument(
-            f"is_token takes a 0 or 1 for each of {len(token_ids)} places, it has {len(is_token)} bytes",
+            f"is_token takes a 0 or 1 for each of {len(token_ids)} positions, it has {len(is_token)} bytes",
             field="is_token",
         )
     positions = tuple(compress(count(), (not flag for flag in is_token)))
     if len(positions) != num_embeds:
         raise InvalidArgument(
-            f"prompt_embeds has {num_embeds} rows, is_token has {len(positions)} places for them",
+            f"prompt_embeds has {num_embeds} rows, is_token has {len(positions)} positions for them",
             field="is_token",
         )
     for position in positions:
@@ -93,12 +93,12 @@ def _positions_of(
 
 
 def _spans(content: PromptEmbeds, block_size: int) -> list[ContentSpan]:
-    """A span for each stretch of embeddings inside of a block, so that equal beginnings have equal blocks."""
+    """A span for each run of embeddings within a block, so that equal prefixes have equal block hashes."""
     embeds = content.embeds
     row_bytes = embeds.shape[1] * ITEM_SIZES[embeds.dtype]
     spans, first = [], 0
     numbered = enumerate(content.positions)
-    # Consecutive places of one block have one difference to their index.
+    # Consecutive positions of one block have the same difference to their index.
     for _, stretch in groupby(numbered, lambda pair: (pair[1] - pair[0], pair[1] // block_size)):
         rows = list(stretch)
         end = first + len(rows)

@@ -1,4 +1,4 @@
-"""Sampling parameters of the wire, checked value by value as if no frontend had looked at them."""
+"""Converts sampling parameters of an ADD, and checks each without relying on the frontend's checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
 _MAX_STOP_TOKEN_IDS = 4096
-# By name: the least and the most, and both in words.
+# By name: minimum, maximum, and the range in words.
 _RANGES = {
     "temperature": (0.0, 2.0, "0 to 2"),
     "top_p": (math.ulp(0.0), 1.0, "above 0, at most 1"),
@@ -21,13 +21,13 @@ _RANGES = {
     "min_p": (0.0, 1.0, "0 to 1"),
     "presence_penalty": (-2.0, 2.0, "-2 to 2"),
     "frequency_penalty": (-2.0, 2.0, "-2 to 2"),
-    # Beyond these a logit times or over it might be no number any more.
+    # Outside this range, scaling a logit can overflow to inf or NaN.
     "repetition_penalty": (0.001, 1000.0, "0.001 to 1000"),
 }
 _MAX_LOGIT_BIASES = 300
 _MAX_BIAS = 100.0
 _MAX_LOGPROB_TOKEN_IDS = 128
-# Most likely tokens told of a whole prompt: they all go through memory and wire before the first token.
+# Logprob entries of a whole prompt: all of them are held in memory and sent before the first token.
 _MAX_PROMPT_CELLS = 200_000
 _MAX_PATTERN_SIZE = 256
 _MAX_PATTERN_COUNT = 64
@@ -36,13 +36,13 @@ _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_IDS = 64
 _MAX_MARKER_IDS = 16
 
-# Of bad words the frontend makes tokens, which come beside these parameters.
+# The frontend tokenizes bad words and sends them beside these parameters.
 _UNSERVED = ("bad_words", "structured_output")
 
 
 def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_tokens: int) -> SamplingParams:
-    """How the tokens of a request are chosen. Raises InvalidArgument or Unimplemented."""
-    # What is set and nothing else: most requests set little, and each look at a message has its price.
+    """Sampling parameters of a request. Raises InvalidArgument or Unimplemented."""
+    # Only the fields that are set: most requests set few, and each access to a message costs time.
     given = {descriptor.name: value for descriptor, value in entry.sampling.ListFields()}
     for name, value in given.items():
         if name in _RANGES:
@@ -70,7 +70,7 @@ def to_sampling(entry: add_pb2.AddEntry, facts: EngineFacts, *, num_prompt_token
         ignore_eos=ignore_eos,
         eos_token_id=facts.eos_token_ids[0] if facts.eos_token_ids else None,
         stop_token_ids=stop_token_ids,
-        # Nothing is told of places that are not computed.
+        # There are no logprobs of positions that are not computed.
         skip_reading_prefix_cache=entry.skip_reading_prefix_cache
         or given.get("skip_reading_prefix_cache", False)
         or "prompt_logprobs" in given,
@@ -99,7 +99,7 @@ def _max_tokens(given: Mapping[str, Any], most: int) -> int:
 
 
 def _ids(given: Mapping[str, Any], name: str, most: int, vocab_size: int) -> Sequence[int]:
-    """The ids of a list, checked; none where it is not set."""
+    """The checked ids of a list; empty if it is not set."""
     token_ids: Sequence[int] = given.get(name, ())
     _check_ids(token_ids, name, most, vocab_size)
     return token_ids

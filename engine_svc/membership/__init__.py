@@ -1,3 +1,3 @@
-"""The coordinator's stream: registration, load reports, commands, departure. asyncio side.
-Must not know frontends' sessions.
+"""The stream to the coordinator: registration, load reports, commands, departure. asyncio side.
+Must not import frontends' sessions.
 """

@@ -1,6 +1,6 @@
-"""What the coordinator tells an engine to do, each done once however often it is told. Knows no stream.
+"""Executes the coordinator's commands, each once even if it is repeated. Knows no stream.
 
-Belongs to the event loop. What changes how the engine steps is done in its thread.
+Runs on the event loop. Commands that change how the engine steps run on its thread.
 """
 
 from __future__ import annotations
@@ -29,38 +29,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A coordinator repeats what was not answered soon; what is older than so many others is not repeated.
+# A coordinator repeats commands that are not answered soon, but none that is older than this many others.
 _MAX_REMEMBERED = 256
 _MAX_RANKS = 4096
-# Ranks tell each other of waves and generations in signed numbers of 64 bits, and count on from them.
+# Ranks exchange wave and generation numbers as signed 64-bit integers and increment them.
 _MAX_NUMBER = 1 << 62
 
-# The exit code of an engine that can be no member of its group.
+# Exit code of an engine that does not match its group.
 EXIT_MISMATCH = 2
 
 
 class Reporter(Protocol):
-    """Who reports to the coordinator."""
-
-    def set_interval(self, interval_s: float) -> None:
-        """Report changes so often."""
-        ...
+    def set_interval(self, interval_s: float) -> None: ...
 
 
 class CommandHandler:
-    """Does the coordinator's commands for one engine."""
-
     def __init__(self, engine: ServedEngine, departure: Departure, reporter: Reporter) -> None:
         self._engine = engine
         self._departure = departure
         self._reporter = reporter
         self._known: OrderedDict[tuple[int, int], asyncio.Task[command_pb2.CommandResult]] = OrderedDict()
-        self._newest = 0  # generation that this engine was told to prepare
-        self._preparing: command_pb2.PrepareScale | None = None  # the order that is prepared, or was
+        self._newest = 0  # newest generation that this engine was asked to prepare
+        self._preparing: command_pb2.PrepareScale | None = None  # the order being prepared, or prepared last
         self._prepared: Prepared | None = None
         self._committed = 0
-        self._change: asyncio.Future[None] | None = None  # over when that generation is formed, or cannot be
-        # One at a time: they read from the same disk, and the last one counts.
+        self._change: asyncio.Future[None] | None = None  # done when that generation is formed or has failed
+        # One thread: loads read from the same disk, and only the last one counts.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="experts")
         self._handlers: dict[str, Callable[[command_pb2.Command], Awaitable[None]]] = {
             "start_wave": self._start_wave,
@@ -72,20 +66,20 @@ class CommandHandler:
         }
 
     def take(self, command: command_pb2.Command, epoch: int) -> asyncio.Task[command_pb2.CommandResult]:
-        """Begin to do a command of the coordinator of that epoch, or look for what became of it."""
+        """Start a command of the coordinator with this epoch, or return the task of its first delivery."""
         key = (epoch, command.command_id)
         task = self._known.get(key)
-        # An interval holds for one session, so that a repetition in the next one says it anew.
+        # An interval holds for one stream only, so it is applied again when repeated on the next one.
         if task is None or command.WhichOneof("command") == "update_interval":
             task = self._known[key] = asyncio.create_task(self._answer(command))
-            # What still runs stays: forgotten, it would be done again when it is repeated.
+            # Running commands are kept: a repetition of a forgotten one would run it again.
             done = (old for old, known in self._known.items() if known.done())
             for old in list(itertools.islice(done, max(0, len(self._known) - _MAX_REMEMBERED))):
                 del self._known[old]
         return task
 
     def forget_prepared(self) -> None:
-        """Another coordinator takes over: what the one before has prepared, and not committed, is void."""
+        """Roll back what the previous coordinator has prepared but not committed."""
         if self._preparing is not None and self._newest > self._committed:
             self._give_up()
 
@@ -108,7 +102,7 @@ class CommandHandler:
     async def _do(self, name: str, command: command_pb2.Command) -> None:
         handler = self._handlers.get(name)
         if handler is None:
-            raise Unimplemented(f"command {name} is not obeyed by this engine")
+            raise Unimplemented(f"command {name} is not implemented by this engine")
         await handler(command)
 
     async def _start_wave(self, command: command_pb2.Command) -> None:
@@ -131,7 +125,7 @@ class CommandHandler:
             return
         if order.generation <= self._newest and order != self._preparing:
             raise FailedPrecondition(
-                f"generation {order.generation} is too old: this engine was told of {self._newest}",
+                f"generation {order.generation} is too old: this engine has prepared {self._newest}",
                 reason="OLD_GENERATION",
             )
         meeting = None
@@ -147,7 +141,7 @@ class CommandHandler:
             self._departure.stay()
             await self._load(lambda: driver.prepare(meeting, may_release=may_release))
         if self._preparing != order:
-            raise FailedPrecondition(f"generation {order.generation} was given up", reason="GIVEN_UP")
+            raise FailedPrecondition(f"generation {order.generation} was aborted", reason="GIVEN_UP")
         self._prepared = Prepared(order.generation, meeting)
         logger.info(
             "generation prepared",
@@ -164,8 +158,8 @@ class CommandHandler:
         prepared = self._prepared
         if prepared is None or prepared.generation != generation:
             raise FailedPrecondition(
-                f"generation {generation} is not prepared here: the newest one is {self._newest}, the last "
-                f"one that was committed {self._committed}",
+                f"generation {generation} is not prepared here: the newest is {self._newest}, the last "
+                f"committed one is {self._committed}",
                 reason="NOT_PREPARED" if generation > self._newest else "OLD_GENERATION",
             )
         self._committed = generation
@@ -177,7 +171,7 @@ class CommandHandler:
         try:
             await asyncio.shield(self._change)
         except FailedPrecondition as error:
-            # Whoever waited for it would stand still with it: the others go on without this one.
+            # Engines that waited for this one would stop with it: it fails, so that the others continue.
             if error.reason == WEIGHTS_MISMATCH:
                 self._engine.fail(Failure(error.message, EXIT_MISMATCH))
             raise
@@ -189,7 +183,7 @@ class CommandHandler:
         generation = command.abort_scale.generation
         if generation <= self._committed:
             raise FailedPrecondition(
-                f"generation {generation} is committed already, and not taken back", reason="COMMITTED"
+                f"generation {generation} is already committed and cannot be aborted", reason="COMMITTED"
             )
         if generation == self._newest:
             self._give_up()
@@ -202,7 +196,7 @@ class CommandHandler:
 
     async def _drain(self, command: command_pb2.Command) -> None:
         deadline_ms = command.drain.deadline_ms
-        logger.info("coordinator asks to drain", extra={"deadline_ms": deadline_ms})
+        logger.info("drain requested by the coordinator", extra={"deadline_ms": deadline_ms})
         self._departure.drain(deadline_ms / 1000 if deadline_ms else None)
 
     async def _update_interval(self, command: command_pb2.Command) -> None:
@@ -212,20 +206,20 @@ class CommandHandler:
         core = self._engine.core
         if core is None or core.lockstep is None:
             raise Unimplemented(
-                f"command {name} is for engines that step together, and this one steps alone"
+                f"command {name} is for engines that step together, this one steps alone"
                 if core is not None
-                else f"command {name} cannot be obeyed before the model is loaded"
+                else f"command {name} cannot run before the model is loaded"
             )
         return core.lockstep
 
     async def _ask(self, work: Callable[[], T]) -> T:
-        """What `work` returns in the engine thread."""
+        """Run `work` on the engine thread and return its result."""
         answer: Future[T] = Future()
         self._engine.inbox.put(Call(lambda: give(answer, work)))
         return await asyncio.wrap_future(answer)
 
     async def _load(self, work: Callable[[], None]) -> None:
-        """Do it in the thread that loads experts; raises what people can mend as FailedPrecondition."""
+        """Run `work` on the expert loading thread; errors an operator can fix become FailedPrecondition."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._loader, work)
         except (ValueError, OSError) as error:
@@ -238,21 +232,22 @@ def _check_number(field: str, number: int) -> None:
 
 
 def _meeting(order: command_pb2.PrepareScale, driver: LockstepDriver) -> Meeting:
-    """Where and as which rank this engine is to meet the others. InvalidArgument where there is none."""
+    """The rendezvous and rank at which this engine meets the others. Raises InvalidArgument."""
     if not order.HasField("rendezvous"):
-        raise InvalidArgument("prepare_scale lacks its rendezvous", field="prepare_scale.rendezvous")
+        raise InvalidArgument("prepare_scale has no rendezvous", field="prepare_scale.rendezvous")
     if order.WhichOneof("place") != "rank":
-        raise InvalidArgument("prepare_scale says neither rank nor leave", field="prepare_scale.rank")
+        raise InvalidArgument("prepare_scale has neither rank nor leave", field="prepare_scale.rank")
     own_hash = driver.parallel_config_hash
     if order.rendezvous.parallel_config_hash not in ("", own_hash):
         raise FailedPrecondition(
-            f"parallel_config_hash of this engine is {own_hash!r}, that of the group "
+            f"parallel_config_hash of this engine is {own_hash!r}, that of the group is "
             f"{order.rendezvous.parallel_config_hash!r}",
             reason="PARALLEL_CONFIG_MISMATCH",
         )
     rank, size = order.rank, order.new_size
     if not 1 <= size <= _MAX_RANKS or rank >= size:
         raise InvalidArgument(
-            f"rank {rank} of {size} is none, the limit is {_MAX_RANKS} ranks", field="prepare_scale.new_size"
+            f"rank {rank} of {size} is invalid, the limit is {_MAX_RANKS} ranks",
+            field="prepare_scale.new_size",
         )
     return Meeting(order.generation, rank, size, order.rendezvous.master_address, order.rendezvous.store_port)

@@ -1,6 +1,6 @@
-"""How an engine goes: first without requests, then without its group, then without its process.
+"""Shutdown of an engine: it drains its requests, leaves its group, then ends its process.
 
-Belongs to the event loop. Knows no stream.
+Runs on the event loop. Knows no stream.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class Departure:
-    """The end of one engine.
+    """Drains one engine and ends it.
 
-    until_dry: refuses new requests, and returns when no running one can come to its end here any more.
+    until_dry: returns when no running request can finish here any more.
     stop_process: ends the process as its supervisor would, which calls `end`.
     """
 
@@ -33,8 +33,8 @@ class Departure:
         self._lifecycle = engine.lifecycle
         self._until_dry = until_dry
         self._stop_process = stop_process
-        self._is_leaving = False  # the group, which may be taken back
-        self._is_ending = False  # the process, which is not
+        self._is_leaving = False  # leaves its group, which can be cancelled
+        self._is_ending = False  # the process ends, which cannot
         self._ending: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._lifecycle.subscribe(lambda state: self._changed.set())
@@ -42,9 +42,9 @@ class Departure:
         engine.on_member.append(lambda is_member: self._changed.set())
 
     async def run_dry(self) -> None:
-        """Take no new requests, and return when the others have ended; the engine goes on to step.
+        """Refuse new requests, and return when the running ones have finished. The engine keeps stepping.
 
-        An engine that goes already is waited for as well, and cannot be kept.
+        Also waits if the engine is already draining for another reason; `stay` does not cancel that.
         """
         if self._lifecycle.state is EngineState.READY:
             self._is_leaving = True
@@ -53,21 +53,21 @@ class Departure:
             await self._until_dry()
 
     def stay(self) -> None:
-        """Take requests again, where nothing but a group was to be left."""
+        """Accept requests again if the engine was only draining to leave its group."""
         is_kept = self._is_leaving and self._ending is None and not self._is_ending
         if is_kept and self._lifecycle.state is EngineState.DRAINING:
             self._lifecycle.move_to(EngineState.READY)
         self._is_leaving = False
 
     def leave(self) -> None:
-        """The group goes on without this engine: its process ends."""
-        logger.info("left the group, the process ends")
+        """End the process: the group continues without this engine."""
+        logger.info("left the group, ending the process")
         self._stop()
 
     def drain(self, deadline_s: float | None) -> None:
-        """Let running requests end, for so long at most, then end the process. Once begun, it goes on.
+        """Wait at most `deadline_s` for running requests, then end the process. It cannot be cancelled.
 
-        Of several deadlines the latest holds; to say none takes no other back.
+        A later call replaces the deadline, unless its own is None.
         """
         if self._ending is not None:
             if deadline_s is None:
@@ -76,11 +76,10 @@ class Departure:
         self._ending = asyncio.create_task(self._drain(deadline_s))
 
     async def end(self, end_sessions: Callable[[], Awaitable[None]]) -> None:
-        """What an engine does that was told to end: run dry, leave its group in order, end its sessions.
+        """Shut down in order: finish running requests, leave the group, end the sessions.
 
-        Other ranks that step with it are let go on without it by the coordinator, so that they lose nothing;
-        where there is none, or where all stand still by an agreement, nobody could, and nobody is waited for.
-        To be cancelled where that takes too long.
+        The coordinator re-forms the group without this engine, so that its other ranks lose nothing. Does not
+        wait for that without a coordinator, or while all ranks are paused. Cancel it if it takes too long.
         """
         self._is_ending = True
         if self._lifecycle.state is EngineState.READY:
@@ -91,7 +90,7 @@ class Departure:
         await end_sessions()
 
     async def _until_released(self) -> None:
-        """Wait until no rank needs this engine, as nothing else would be left for it to do."""
+        """Wait until no other rank needs this engine."""
         while self._lifecycle.state is EngineState.DRAINING and self._engine.is_awaited:
             self._changed.clear()
             await self._changed.wait()
@@ -104,14 +103,14 @@ class Departure:
                 async with asyncio.timeout(deadline_s):
                     await self._until_dry()
             except TimeoutError:
-                logger.warning("drain cut short", extra={"deadline_s": deadline_s})
-                # Ends the sessions in words of their own; what is left runs elsewhere.
+                logger.warning("drain timeout", extra={"deadline_s": deadline_s})
+                # Ends the sessions with the status of a drained engine; remaining requests run elsewhere.
                 if self._lifecycle.state is EngineState.DRAINING:
                     self._lifecycle.move_to(EngineState.STOPPED)
         self._stop()
 
     def _stop(self) -> None:
-        """Have the process end; one that does already would take a second word for hurry."""
+        """End the process, once: it would take a second signal as a request to hurry."""
         if not self._is_ending:
             self._is_ending = True
             self._stop_process()

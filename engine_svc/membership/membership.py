@@ -1,6 +1,6 @@
-"""The engine's membership at the coordinator: registration and reports up, commands down, for ever.
+"""The engine's membership at the coordinator: sends registration and reports, receives commands.
 
-The engine works without it: a coordinator that is away costs one log line and is looked for again and again.
+The engine works without it: an unreachable coordinator costs one log message, and the engine keeps retrying.
 """
 
 from __future__ import annotations
@@ -28,80 +28,20 @@ from service_kit.clock import Clock
 from service_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
-_LEAST_INTERVAL_S = 0.1
-# An engine without work has little to tell, and idle processes should stay idle.
-_IDLE_INTERVAL_S = 0.5
-_RENEW_AFTER_S = 1.0  # until the coordinator names its own
-
-
-class ReportSchedule:
-    """How often one session reports. Another session begins with another one: what it may do it is told."""
-
-    def __init__(self) -> None:
-        self._interval_s = _LEAST_INTERVAL_S
-        self._renew_after_s = _RENEW_AFTER_S
-        self._renew_at = float("-inf")
-
-    def set_interval(self, interval_s: float) -> None:
-        """Leave so much time between two reports of changes, but never so much that the lease ends."""
-        self._interval_s = max(_LEAST_INTERVAL_S, interval_s)
-
-    def set_renewal(self, renew_after_s: float) -> None:
-        """Renew the lease so long after the last report at the latest."""
-        self._renew_after_s = renew_after_s
-
-    def must_renew(self, now: float) -> bool:
-        """Whether a report is due even if it says nothing new."""
-        return now >= self._renew_at
-
-    def note_report(self, now: float) -> None:
-        """A report is about to be sent."""
-        self._renew_at = now + self._renew_after_s
-
-    def wait_s(self, now: float, *, has_work: bool) -> float:
-        """How long to wait before it is looked again whether there is something to report."""
-        interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
-        return max(0.0, min(interval_s, self._renew_at - now))
-
-
-class Fence:
-    """The highest epoch of a coordinator that was heard of; one that is lower has to wait for a lease."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._epoch = 0
-        self._lease_s = 0.0
-        self._observed_at = 0.0
-
-    def observe(self, epoch: int, lease_s: float) -> bool:
-        """A coordinator of that epoch speaks, and grants such a lease. Whether it is to be obeyed."""
-        now = self._clock.now()
-        if epoch < self.least:
-            return False
-        self._epoch, self._lease_s, self._observed_at = epoch, lease_s, now
-        return True
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that was obeyed last; 0: none was heard yet."""
-        return self._epoch
-
-    @property
-    def least(self) -> int:
-        """The least epoch that is obeyed now; 0: any."""
-        return self._epoch if self._clock.now() < self._observed_at + self._lease_s else 0
-
-
 logger = logging.getLogger(__name__)
 
+_LEAST_INTERVAL_S = 0.1
+# An engine without work has little to report, and idle processes should stay idle.
+_IDLE_INTERVAL_S = 0.5
+_RENEW_AFTER_S = 1.0  # until the coordinator sends its own value
 _HANDSHAKE_S = 10.0
 _FIRST_RETRY_S = 0.1
 _MAX_RETRY_S = 1.0
 _GOODBYE_S = 1.0
 
-# What a coordinator answers who cannot step with the engines that it knows.
+# Reason in a coordinator's refusal of an engine that cannot step with those it knows.
 MISMATCH = "PARALLEL_CONFIG_MISMATCH"
-# Generations that were met in and lost again before anybody could be told; more than these follow no rule.
+# Generations that were formed and lost again before they could be reported.
 _MAX_UNREPORTED = 64
 
 _Request: TypeAlias = coordinator_pb2.EngineSessionRequest
@@ -110,7 +50,7 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[_Request, _Response]"
 
 
 class Membership:
-    """Keeps one engine registered, and has it do what the coordinator commands."""
+    """Keeps one engine registered at the coordinator, and executes the coordinator's commands."""
 
     def __init__(
         self, engine: ServedEngine, *, coordinator: str, endpoint: str, departure: Departure
@@ -121,25 +61,25 @@ class Membership:
         self._command_handler = CommandHandler(engine, departure, self)
         self._fence = Fence(engine.clock)
         self._lease_s = 0.0
-        self._epoch = 0  # of the coordinator of this session
+        self._epoch = 0  # epoch of the coordinator of this stream
         self._answering: set[asyncio.Task[None]] = set()
-        # Each generation is reported, even one that was lost again at once.
+        # Each generation is reported, also one that was lost again at once.
         self._unreported: deque[RankStatus] = deque(maxlen=_MAX_UNREPORTED)
         self._generation = 0
-        self._report_schedule = ReportSchedule()  # of this session
+        self._report_schedule = ReportSchedule()  # of this stream
         self._seq = 0
-        self._writing = asyncio.Lock()  # a stream takes one write at a time
+        self._writing = asyncio.Lock()  # gRPC allows one write at a time on a stream
         self._state_changed = asyncio.Event()
         engine.lifecycle.subscribe(lambda state: self._state_changed.set())
         engine.on_rank_status.append(self._on_rank_status)
 
     @property
     def is_member(self) -> bool:
-        """Whether a coordinator has taken the registration and its session stands."""
+        """Whether the engine is registered and the stream to the coordinator is open."""
         return self._engine.is_member
 
     def set_interval(self, interval_s: float) -> None:
-        """Report changes so often, but those of membership and waves at once."""
+        """Set the interval between load reports; changes of membership and waves are reported at once."""
         self._report_schedule.set_interval(interval_s)
 
     async def run(self) -> None:
@@ -153,20 +93,20 @@ class Membership:
                     await self._hold_session(stub)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
                     mismatch = _mismatch(error)
-                    # One that serves already is no worse for it: the coordinator may be another one's.
+                    # An engine that already serves keeps serving: this may be the wrong coordinator.
                     if mismatch is not None and self._engine.lifecycle.state is EngineState.LOADING:
                         self._engine.fail(Failure(mismatch, EXIT_MISMATCH))
                         return
-                    # Once, or an engine without its coordinator would fill the log.
+                    # Logged once: an engine without its coordinator would fill the log.
                     if self.is_member or not has_complained:
-                        logger.warning("no membership at the coordinator", extra={"cause": _cause(error)})
+                        logger.warning("coordinator unavailable", extra={"cause": _cause(error)})
                         has_complained = True
                 if self.is_member:
                     retry_s = _FIRST_RETRY_S
-                    # Until now it has been heard.
+                    # The coordinator was connected until now: its lease starts here.
                     self._fence.observe(self._epoch, self._lease_s)
                 self._engine.note_member(False)
-                # Jitter, so that a fleet does not come back as one.
+                # Jitter, so that the engines do not all reconnect at the same moment.
                 await self._pause(retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
@@ -174,7 +114,7 @@ class Membership:
         """Register and report until the stream breaks or the engine has ended."""
         call = stub.EngineSession()
         self._report_schedule = ReportSchedule()
-        # Who was not told of them goes by where the engine stands now.
+        # A new stream starts from the engine's present status.
         self._unreported.clear()
         try:
             await call.write(_Request(register=self._as_of_now(self._registration())))
@@ -189,7 +129,7 @@ class Membership:
                 await self._report_until_done(call, commands)
             finally:
                 commands.cancel()
-                # Its error may be what ends this session, and then this frame is in the traceback.
+                # The task's error may end this session, and its traceback would then keep this frame alive.
                 del commands
                 for answering in self._answering:
                     answering.cancel()
@@ -205,7 +145,7 @@ class Membership:
             if registration != registered:
                 await self._write(call, _Request(register=self._as_of_now(registration)))
                 registered = registration
-            # An end that comes while a report is sent is told by the next one.
+            # If the engine ends while a report is being sent, the next one reports that.
             has_ended = self._engine.lifecycle.has_ended
             rank_status = self._unreported.popleft() if self._unreported else self._rank_status()
             report = report_of(self._engine, rank_status)
@@ -226,7 +166,7 @@ class Membership:
         try:
             await commands
         finally:
-            # Or this frame, which is in the traceback of the task's error, would keep it and the call.
+            # The traceback of the task's error refers to this frame, which would keep the task and the call.
             del commands
 
     async def _send_goodbye(self, call: _Call, commands: asyncio.Task[None]) -> None:
@@ -234,7 +174,7 @@ class Membership:
             goodbye = coordinator_pb2.EngineGoodbye(reason="drained")
             await self._write(call, _Request(goodbye=goodbye))
         await call.done_writing()
-        # The coordinator ends the stream when it has read the last word.
+        # The coordinator ends the stream when it has read the goodbye.
         await asyncio.wait({commands}, timeout=_GOODBYE_S)
 
     async def _read_commands(self, call: _Call, responses: AsyncIterator[_Response]) -> None:
@@ -250,7 +190,7 @@ class Membership:
                     logger.info("unknown message ignored", extra={"kind": str(kind)})
 
     async def _pause(self, seconds: float, *others: asyncio.Task[None]) -> None:
-        """Wait, but no longer than until the engine's state changes or one of these tasks ends."""
+        """Wait until the time is over, the engine's state changes, or one of `others` ends."""
         changing = asyncio.ensure_future(self._state_changed.wait())
         try:
             await asyncio.wait({changing, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -263,7 +203,7 @@ class Membership:
             await call.write(message)
 
     async def _answer(self, call: _Call, command: command_pb2.Command) -> None:
-        """Have a command done, and say so when it is; a stream that broke meanwhile is told by the next."""
+        """Run a command and send its result. If the stream breaks meanwhile, the coordinator repeats it."""
         if self._fence.observe(self._epoch, self._lease_s):
             result = await asyncio.shield(self._command_handler.take(command, self._epoch))
         else:
@@ -272,7 +212,7 @@ class Membership:
             logger.warning("command of an older coordinator refused", extra={"command": kind})
             result = command_pb2.CommandResult(command_id=command.command_id)
             error = FailedPrecondition(
-                "a newer coordinator was heard within its lease, and only that one is obeyed", reason="FENCED"
+                "fenced: a newer coordinator holds the lease, only its commands are accepted", reason="FENCED"
             )
             result.nack.CopyFrom(messages.to_error_status(error))
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -301,11 +241,11 @@ class Membership:
         return None if core is None or core.lockstep is None else core.lockstep.rank_status
 
     def _registration(self) -> member_pb2.EngineRegistration:
-        """Who the engine is; what reports tell of as well is left out."""
+        """Identity and facts of the engine, without what reports contain."""
         return registration_of(self._engine, self._endpoint)
 
     def _as_of_now(self, registration: member_pb2.EngineRegistration) -> member_pb2.EngineRegistration:
-        """With what changes without being worth a registration of its own."""
+        """Add to `registration` the values whose change alone does not require a new registration."""
         rank_status = self._rank_status()
         as_of_now = member_pb2.EngineRegistration(highest_coordinator_epoch=self._fence.least)
         as_of_now.MergeFrom(registration)
@@ -314,8 +254,65 @@ class Membership:
         return as_of_now
 
 
+class ReportSchedule:
+    """When to send the next report on one stream. Each stream starts with the defaults."""
+
+    def __init__(self) -> None:
+        self._interval_s = _LEAST_INTERVAL_S
+        self._renew_after_s = _RENEW_AFTER_S
+        self._renew_at = float("-inf")
+
+    def set_interval(self, interval_s: float) -> None:
+        """Set the interval between reports of changes; the lease is renewed in time in any case."""
+        self._interval_s = max(_LEAST_INTERVAL_S, interval_s)
+
+    def set_renewal(self, renew_after_s: float) -> None:
+        """Renew the lease at the latest this long after the last report."""
+        self._renew_after_s = renew_after_s
+
+    def must_renew(self, now: float) -> bool:
+        """Whether a report is due even without a change."""
+        return now >= self._renew_at
+
+    def note_report(self, now: float) -> None:
+        self._renew_at = now + self._renew_after_s
+
+    def wait_s(self, now: float, *, has_work: bool) -> float:
+        """How long to wait before checking for changes again."""
+        interval_s = self._interval_s if has_work else max(self._interval_s, _IDLE_INTERVAL_S)
+        return max(0.0, min(interval_s, self._renew_at - now))
+
+
+class Fence:
+    """The highest coordinator epoch observed. Commands of a lower one are refused until its lease expires."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._epoch = 0
+        self._lease_s = 0.0
+        self._observed_at = 0.0
+
+    def observe(self, epoch: int, lease_s: float) -> bool:
+        """Record a message from the coordinator with `epoch`; returns whether its commands are accepted."""
+        now = self._clock.now()
+        if epoch < self.least:
+            return False
+        self._epoch, self._lease_s, self._observed_at = epoch, lease_s, now
+        return True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch accepted last; 0: none yet."""
+        return self._epoch
+
+    @property
+    def least(self) -> int:
+        """The lowest epoch that is accepted now; 0: any."""
+        return self._epoch if self._clock.now() < self._observed_at + self._lease_s else 0
+
+
 def _mismatch(error: Exception) -> str | None:
-    """Why this engine can never be a member as it is, in words for people; None where it can."""
+    """Error message if this engine can never be a member with its configuration, else None."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return None
     refusal = from_rpc_error(error)

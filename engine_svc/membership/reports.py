@@ -1,4 +1,4 @@
-"""What an engine tells the coordinator of itself, as messages of the wire. Pure; knows no stream."""
+"""Registration and reports to the coordinator as protobuf messages. Pure functions; knows no stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATES = {
 
 
 def registration_of(engine: ServedEngine, endpoint: str) -> member_pb2.EngineRegistration:
-    """Who the engine is, as far as that is known yet."""
+    """Identity and facts of the engine, as far as they are known yet."""
     identity, core = engine.identity, engine.core
     registration = member_pb2.EngineRegistration(
         engine_id=identity.engine_id,
@@ -46,7 +46,7 @@ def registration_of(engine: ServedEngine, endpoint: str) -> member_pb2.EngineReg
 
 
 def report_of(engine: ServedEngine, rank_status: RankStatus | None) -> coordinator_pb2.EngineReport:
-    """How the engine is, without a number. standing: among ranks that step together, None: it steps alone."""
+    """State and load of the engine, without a seq. rank_status: None for an engine that steps alone."""
     identity, stats = engine.identity, engine.stats_snapshot.read()
     report = coordinator_pb2.EngineReport(
         state=_STATES[engine.lifecycle.state], step_number=stats.step_number
@@ -66,6 +66,6 @@ def report_of(engine: ServedEngine, rank_status: RankStatus | None) -> coordinat
         report.start_wave_needed = rank_status.asks
         report.generation = rank_status.generation
         if engine.lifecycle.state is EngineState.LOADING:
-            # Nobody routes to it before its ranks have met; that they can, they have to be told.
+            # The coordinator forms the group when all its ranks have loaded their weights.
             report.scaling_notice.kind = command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY
     return report

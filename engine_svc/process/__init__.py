@@ -1,3 +1,3 @@
-"""The life of the process: start, engine thread, watchdog, exit codes.
-Must not know requests or messages.
+"""Lifetime of the process: start, engine thread, watchdog, exit codes.
+Must not import requests or messages.
 """

@@ -1,4 +1,4 @@
-"""The thread that loads the model, then runs the loop, and tells the event loop of both. Knows no wire."""
+"""The thread that loads the model, then runs the engine loop, and reports both to the event loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from service_kit.stacks import write_stacks, write_stacks_of
 
 logger = logging.getLogger(__name__)
 
-# As sysexits.h has it: an internal software error, and wrong usage.
+# 70 as in sysexits.h: internal software error. 2: wrong usage.
 EXIT_LOOP_FAILED = 70
 EXIT_CANNOT_LOAD = 2
 
 
 class EngineThread:
-    """Owns the engine. `load` builds it, in the thread, so that the process answers from its first second.
+    """Owns the engine. `load` builds it on the thread, so that the process can answer while it loads.
 
-    step_limit_s: a step that runs for longer, and than was announced, ends the process; None: none does.
+    step_limit_s: a step that runs longer than this and than its announced budget ends the process;
+    None: no limit.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class EngineThread:
                 limit_s=step_limit_s,
                 dump_stacks=self._write_stacks,
             )
-        # A daemon: loading cannot be interrupted, and must not hold up the end of the process.
+        # A daemon: loading cannot be interrupted and must not delay the end of the process.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start the thread, which loads first."""
         self._thread.start()
 
     async def stop(self, timeout_s: float) -> bool:
-        """End the loop. False when the thread is still busy after `timeout_s`."""
+        """End the loop. Returns False if the thread is still busy after `timeout_s`."""
         if self._thread.ident is None:
             return True
         self._served.inbox.put(Stop())
@@ -65,11 +66,11 @@ class EngineThread:
         try:
             engine, core = self._load()
         except (ValueError, OSError) as error:
-            # What people can mend: a wrong folder, a broken checkpoint, too little memory.
+            # What an operator can fix: a wrong folder, a broken checkpoint, too little memory.
             logger.debug("loading failed", exc_info=True)
             self._fail(Failure(str(error), EXIT_CANNOT_LOAD))
             return
-        except Exception as error:  # The thread's last line: whatever it is, somebody has to hear of it.
+        except Exception as error:  # Top level of the thread: any other error has to end the process.
             logger.exception("loading failed")
             self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
             return
@@ -82,7 +83,7 @@ class EngineThread:
             self._watchdog.start()
         try:
             engine.run()
-        except Exception as error:  # The same; what is no request's fault ends the engine.
+        except Exception as error:  # Errors that are not a request's fault end the engine.
             logger.exception("engine loop failed")
             self._fail(Failure(_described(error), EXIT_LOOP_FAILED))
         finally:
@@ -92,7 +93,7 @@ class EngineThread:
     def _write_stacks(self) -> None:
         write_stacks()
         if self._served.core is not None:
-            # What this process waits for is done there.
+            # This process may be waiting for its ranks.
             write_stacks_of(self._served.core.rank_ids)
 
     def _hangs(self, reason: str) -> None:
@@ -109,5 +110,5 @@ class EngineThread:
 def _described(error: Exception) -> str:
     if isinstance(error, RankLost):
         return f"rank {error.rank} {error.why}, see the engine's log"
-    # The text of an unknown error may hold paths or values; its type says enough to people elsewhere.
+    # The text of an unknown error may contain paths or values: clients get only its type.
     return f"internal error ({type(error).__name__}), see the engine's log"

@@ -1,4 +1,4 @@
-"""Shows people how loading gets on: a bar on a terminal, else a log line every tenth. Knows no model."""
+"""Shows the progress of loading: a bar on a terminal, else a log message every 10 %. Knows no model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from engine_svc.core.facts import LoadProgress
 from service_kit.clock import Clock
 
-# A model that is there at once needs no log of its coming.
+# A model that loads faster than this is not logged.
 _MIN_INTERVAL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
 
 class LoadDisplay:
-    """Takes every progress; called in the thread that loads."""
+    """Called on the thread that loads."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         self._bar: Progress | None = None
@@ -34,11 +34,11 @@ class LoadDisplay:
                 TextColumn("{task.percentage:>3.0f} %"),
                 TimeElapsedColumn(),
             )
-            # Refreshed by ourselves: its own thread would outlive an error in loading.
+            # Refreshed explicitly: rich's refresh thread would outlive an error in loading.
             self._bar = Progress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
 
     def show(self, progress: LoadProgress) -> None:
-        """Draw or log `progress`, where it is worth it."""
+        """Draw `progress`, or log it if it has advanced by a tenth."""
         is_new_phase = progress.phase != self._phase
         tenths = 10 * progress.done // progress.total if progress.total else 0
         if is_new_phase:
@@ -50,7 +50,7 @@ class LoadDisplay:
             logger.info("loading", extra={"phase": progress.phase, "percent": 10 * tenths})
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -36,25 +36,25 @@ from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
-# The loop's thread shares the interpreter with the event loop: neither may keep the other waiting for long.
+# The engine thread and the event loop share the interpreter: neither may block the other for long.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class _Patience:
-    """How long the parts of an engine get when its sessions are over, side by side."""
+    """How long the parts of an engine get to stop, in parallel, once its sessions are over."""
 
-    thread_s: float  # to end its step and to free the device
-    last_words_s: float  # to say goodbye to the coordinator
+    thread_s: float  # for the engine thread to end its step and free the device
+    last_words_s: float  # for the goodbye to the coordinator
 
 
 _PATIENT = _Patience(thread_s=1.0, last_words_s=0.5)
-# Whoever signals twice wants an end within a second.
+# A second signal means that the process should end within a second.
 _HURRIED = _Patience(thread_s=0.3, last_words_s=0.2)
 
 
 def run(loaded: Loaded[EngineConfig]) -> int:
-    """Serve until SIGTERM or the end of the loop. Returns the exit code."""
+    """Serve until SIGTERM or the end of the engine loop. Returns the exit code."""
     config = loaded.config
     mistake = _mistake_in(config)
     if mistake is not None:
@@ -75,16 +75,16 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     except (AddressError, ConfigError) as error:
         print(f"triptych engine: {error}", file=sys.stderr)
         exit_code = EXIT_CANNOT_LOAD
-    # What was kept from the collector may go with the rest.
+    # Undoes the freeze of `calm_collector`.
     gc.unfreeze()
     shutdown_telemetry()
-    # Taking apart an interpreter that has loaded a model takes a second of a core, and seconds on a busy
-    # machine; around a thread that is deep in a load or a step it could crash.
+    # Finalizing an interpreter that has loaded a model takes a second of a core, and seconds on a busy
+    # machine; it could crash while a thread is inside a load or a step.
     return leave_process(exit_code)
 
 
 def _mistake_in(config: EngineConfig) -> str | None:
-    """What can be seen to be wrong before anything is started, in words for people."""
+    """Error message for what can be checked before anything is started, or None."""
     folder = Path(config.model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         return f"{folder} is not a model folder: it has no config.json"
@@ -97,7 +97,7 @@ def _mistake_in(config: EngineConfig) -> str | None:
 
 
 def _with_folder(config: EngineConfig) -> EngineConfig:
-    """The configuration with a folder of this machine as its model, served under the name that was given."""
+    """The configuration with a local folder as its model, still served under the given name."""
     display = LoadDisplay(sys.stderr, MonotonicClock())
     try:
         folder = find_model(
@@ -127,7 +127,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
         nonlocal patience
         if cause is DrainCut.SIGNAL:
             patience = _HURRIED
-        # Ends the sessions, so that frontends move what still runs while the connections stand.
+        # Ends the sessions while the connections are still open, so that frontends can move running requests.
         _stop(engine)
         await servicer.drain()
 
@@ -157,7 +157,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
 
 
 def _background(engine: ServedEngine, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Run `work` beside everything else; an error in it is a bug and ends the engine like one in the loop."""
+    """Run `work` as a task. An error in it is a bug and ends the engine like one in the engine loop."""
 
     def look_at_end(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -171,7 +171,7 @@ def _background(engine: ServedEngine, work: Coroutine[None, None, None]) -> asyn
 
 
 def _stop(engine: ServedEngine) -> None:
-    """Bring the engine's life to its end, whatever still runs."""
+    """Move the engine's lifecycle to STOPPED, even if requests still run."""
     if engine.lifecycle.has_ended:
         return
     if engine.lifecycle.state is EngineState.READY:
@@ -182,7 +182,7 @@ def _stop(engine: ServedEngine) -> None:
 async def _leave(
     heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]], last_words_s: float
 ) -> None:
-    """Say goodbye to the coordinator, and end what runs beside the engine."""
+    """Wait for the goodbye to the coordinator, then cancel the background tasks."""
     if memberships:
         await asyncio.wait(memberships, timeout=last_words_s)
     for task in (heartbeats, *memberships):
@@ -230,7 +230,7 @@ def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:
 
 
 def _stop_process() -> None:
-    """End the process the way its supervisor would."""
+    """End the process the way a supervisor does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -250,11 +250,11 @@ def _announce(config: EngineConfig, addresses: list[str]) -> None:
 
 
 def calm_collector() -> None:
-    """Have the collector look at less, and less often. Called once, when the engine is built.
+    """Make garbage collections smaller and rarer. Called once, when the engine is built.
 
-    What is alive now lives as long as the process. What comes later dies by reference counts, all but errors'
-    tracebacks, while a full collection visits every token of every request: 10 to 20 ms at 1,024 requests, 30
-    times a step's scheduling.
+    Objects that are alive now live as long as the process. Later ones are freed by reference counting, except
+    tracebacks of errors, while a full collection visits every token of every request: 10 to 20 ms at 1,024
+    requests, 30 times the cost of scheduling a step.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Ends a process whose step hangs, and before that writes down where all threads stand. Knows no wire."""
+"""Ends the process if a step hangs, after writing the stacks of all threads to the log. Knows no wire."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from service_kit.stacks import write_beside, write_stacks
 
 logger = logging.getLogger(__name__)
 
-# As sysexits.h has it: an error of the system below, e.g. a device that does not answer.
+# As in sysexits.h: a system error, e.g. a device that does not respond.
 EXIT_HUNG = 71
 _TICK_S = 0.25
-# While nothing runs. What begins meanwhile is seen that much later, and an idle process stays idle.
+# Check interval in ticks while no step runs. A step is noticed that much later; an idle process stays idle.
 _IDLE_TICKS = 4
-# For the log and the stacks, before anybody is told: they should be there when the process ends in order.
+# Time for the log and the stacks before `on_hang` is called: they should be complete when the process ends.
 _WRITE_S = 1.0
-# For who is told to end the process in order; then it is ended at once. With the default limit of a step, and
-# the time to see that it is passed and to write, the process is gone within 10 s.
+# Time for `on_hang` to end the process in order; then it is ended at once. With the default step limit, and
+# the time to detect the hang and to write, the process is gone within 10 s.
 _GRACE_S = 3.0
 
 
 class StepWatch:
-    """Adds up how long the present step has been seen to run.
+    """Accumulates how long the present step has been observed to run.
 
-    It goes by its own looks and not by the step's start: while the process is stopped, nobody looks, and no
-    step runs.
+    Counts the time between its own checks instead of the time since the step's start: while the process is
+    stopped, neither the checks nor the step run.
     """
 
     def __init__(self, limit_s: float, tick_s: float = _TICK_S) -> None:
@@ -41,7 +41,7 @@ class StepWatch:
         self._seen_s = 0.0
 
     def look(self, stats: LoopStats, now: float) -> float | None:
-        """For how long the step has been running, where that is too long; else None."""
+        """How long the step has been running if that exceeds its limit, else None."""
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest_tick_s)
         self._looked_at = now
         step = (stats.step_number, stats.step_started_at)
@@ -53,9 +53,10 @@ class StepWatch:
 
 
 class Watchdog:
-    """Looks at the board from a thread of its own: neither the loop nor the event loop can hold it up.
+    """Checks the statistics on its own thread, which neither the engine loop nor the event loop can block.
 
-    on_hang: told the reason, in the watchdog's thread; it has to bring the process to its end, or this does.
+    on_hang: called with the reason on the watchdog's thread; has to end the process within `grace_s`, or the
+    watchdog does.
     """
 
     def __init__(
@@ -82,15 +83,14 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; may be called again, and before `start`."""
+        """May be called repeatedly, and before `start`."""
         self._is_over.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until it looks no more; False where it still does."""
+        """Wait for the thread; returns False if it still runs."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -107,13 +107,13 @@ class Watchdog:
     def _bite(self, stats: LoopStats, seen_s: float) -> None:
         what = f"step {stats.step_number}"
         if stats.is_in_call:
-            what = f"a call behind {what}"
+            what = f"a call after {what}"
         try:
-            # What hangs may be who reads it.
+            # In another thread: the reader of this process's output may be what hangs.
             write_beside(partial(self._write_down, stats, seen_s), _WRITE_S)
             self._on_hang(f"{what} has been running for {seen_s:.1f} s: it hangs")
         finally:
-            # Whatever could not be done: the process ends.
+            # The process ends even if the above failed.
             if not self._is_over.wait(self._grace_s):
                 self._end_process(EXIT_HUNG)
 

@@ -1,3 +1,3 @@
 """A frontend's connection: servicer, session, replay, admission of its requests. asyncio side.
-Must not know tensors or scheduling.
+Must not import tensors or the scheduler.
 """

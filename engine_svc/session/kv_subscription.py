@@ -1,6 +1,6 @@
-"""One subscriber of the prefix cache: a snapshot or a place to go on from, then batches as they come.
+"""One subscriber of KV cache events: a snapshot or a cursor to resume from, then batches as they arrive.
 
-Belongs to the event loop. Knows no gRPC call: `servicer.py` moves the messages.
+Runs on the event loop. Knows no gRPC call: `servicer.py` moves the messages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from triptych.engine.v1 import engine_pb2, kv_pb2
 
 _MAX_CHUNK_BLOCKS = 1024
 _MAX_BATCHES_AT_ONCE = 64
-# Heartbeats that a stream which has to end may take for its last messages: 2 s.
+# Heartbeats that an ending stream may take to send its last messages: 2 s.
 _MAX_ENDING_BEATS = 4
 
 
 class KVSubscription:
-    """What one subscriber is sent, at its own pace. It is cut off when the log drops the place it is at."""
+    """Messages for one subscriber, at its own pace. It is cut off when the log drops its position."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class KVSubscription:
             self._reader, self._snapshot = log.open_with_snapshot(self._wake)
 
     async def responses(self) -> AsyncGenerator[engine_pb2.SubscribeKvEventsResponse, None]:
-        """The snapshot, where one was asked for, then every batch behind it, until the engine ends."""
+        """The snapshot, if one was requested, then every later batch, until the engine ends."""
         epoch, lifecycle = self._engine.identity.engine_epoch, self._engine.lifecycle
         if self._snapshot is not None:
             end = kv_pb2.KvCursor(engine_epoch=epoch, seq=self._reader.seq)
@@ -61,7 +61,9 @@ class KVSubscription:
             has_ended = lifecycle.has_ended
             batches = self._log.take(self._reader, _MAX_BATCHES_AT_ONCE)
             if batches is None:
-                raise DataLoss("subscriber leaves its batches unread", reason="SLOW_READER")
+                raise DataLoss(
+                    "slow consumer: the subscriber does not read its batches", reason="SLOW_READER"
+                )
             for batch in batches:
                 yield messages.to_kv_batch(batch, epoch)
             if batches:
@@ -74,32 +76,32 @@ class KVSubscription:
             raise Unavailable(f"engine failed: {failure.reason}", reason="ENGINE_DEAD")
 
     def beat(self) -> None:
-        """Give up a subscriber that has to be cut off, and lives and does not read."""
+        """Abandon a subscriber that has to be cut off and is connected but does not read."""
         if self._engine.lifecycle.has_ended or self._log.has_lost(self._reader):
             self._num_ending_beats += 1
             if self._num_ending_beats > _MAX_ENDING_BEATS:
-                # Its writer waits for it: nothing else wakes it.
+                # Its writer is blocked in a write, which nothing else interrupts.
                 self._abandon()
 
     def on_state(self) -> None:
-        """Look whether the engine has ended."""
+        """Called on each change of the engine's state."""
         self._changed.set()
 
     def close(self) -> None:
-        """Follow the log no more."""
         self._log.close(self._reader)
 
     def _resume(self, cursor: kv_pb2.KvCursor) -> KVEventReader:
         epoch = self._engine.identity.engine_epoch
         if cursor.engine_epoch != epoch:
             raise OutOfRange(
-                f"cursor is of engine epoch {cursor.engine_epoch}, this one is {epoch}: begin without cursor",
+                f"cursor is of engine epoch {cursor.engine_epoch}, this engine has {epoch}: "
+                "subscribe without a cursor",
                 reason="CURSOR_GONE",
             )
         reader = self._log.open(cursor.seq, self._wake)
         if reader is None:
             raise OutOfRange(
-                f"batches behind {cursor.seq} are not kept any more: begin without cursor",
+                f"batches after {cursor.seq} are no longer kept: subscribe without a cursor",
                 reason="CURSOR_GONE",
             )
         return reader
@@ -110,7 +112,7 @@ class KVSubscription:
 
 
 def parents_first(blocks: Iterable[StoredBlocks]) -> Iterator[StoredBlocks]:
-    """Single blocks in an order in which each comes behind the one before it, where that is there at all."""
+    """Order single blocks so that each follows its parent, where the parent is among them."""
     waiting = {(block.block_hashes[0], block.group): block for block in blocks}
     for key in list(waiting):
         chain = []

@@ -1,6 +1,6 @@
-"""The messages of a session that its frontend has not acknowledged: sent again where its stream broke.
+"""The messages of a session that its frontend has not acknowledged, for replay after a reconnect.
 
-Belongs to the event loop. Knows no stream and no request.
+Runs on the event loop. Knows no stream and no request.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from engine_svc.admin.announce import MAX_REPLAY_BYTES
 
 
 class ReplayBuffer:
-    """Numbered messages from the first that is not acknowledged to the newest, without gaps."""
+    """Numbered messages from the first unacknowledged one to the newest, without gaps.
 
-    def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES) -> None:
-        self.size_bytes = 0  # of everything that is kept
+    keeps: False for a session that cannot be resumed; its messages count as acknowledged at once.
+    """
+
+    def __init__(self, *, max_bytes: int = MAX_REPLAY_BYTES, keeps: bool = True) -> None:
+        self.size_bytes = 0  # sum of all kept messages
+        self._keeps = keeps
         self._max_bytes = max_bytes
         self._kept: deque[bytes] = deque()
         self._acknowledged = 0
@@ -22,8 +26,13 @@ class ReplayBuffer:
 
     @property
     def acknowledged(self) -> int:
-        """The highest seq that the frontend has processed, as far as it has said so."""
+        """The highest seq that the frontend has acknowledged."""
         return self._acknowledged
+
+    @property
+    def newest_seq(self) -> int:
+        """The seq of the last message."""
+        return self._newest_seq
 
     @property
     def is_full(self) -> bool:
@@ -31,23 +40,26 @@ class ReplayBuffer:
         return self.size_bytes > self._max_bytes
 
     def keep(self, seq: int, message: bytes) -> None:
-        """Remember a serialized message, whose `seq` follows that of the one before."""
+        """Keep a serialized message; its `seq` is the previous one plus 1."""
         assert seq == self._newest_seq + 1, "messages of a session are numbered without gaps"
         self._newest_seq = seq
+        if not self._keeps:
+            self._acknowledged = seq
+            return
         self.size_bytes += len(message)
         self._kept.append(message)
 
     def acknowledge(self, last_seq: int) -> None:
-        """Forget what the frontend has processed. What was not sent yet cannot be acknowledged."""
+        """Drop messages up to `last_seq`, which is clipped to the newest one sent."""
         kept, last_seq = self._kept, min(last_seq, self._newest_seq)
         while self._acknowledged < last_seq:
             self._acknowledged += 1
             self.size_bytes -= len(kept.popleft())
 
     def covers(self, last_seq: int) -> bool:
-        """Whether everything behind `last_seq` is still here."""
+        """Whether every message after `last_seq` is still kept."""
         return self._acknowledged <= last_seq <= self._newest_seq
 
     def messages(self) -> list[bytes]:
-        """Everything that is kept, oldest first."""
+        """All kept messages, oldest first."""
         return list(self._kept)

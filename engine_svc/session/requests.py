@@ -1,13 +1,14 @@
-"""The requests of one session: their way in, the handles they run under, and what becomes of them at its end.
+"""The requests of one session: admission, adoption, abort, and the handles they run under.
 
-Belongs to the event loop. Knows no stream: what there is to answer goes to `send`.
+Runs on the event loop. Knows no stream: replies go to `send`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.orphaned_requests import MAX_GRACE_S, OrphanedRequest
@@ -15,7 +16,6 @@ from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.convert import messages
 from engine_svc.core.request import Request
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Outbox
-from engine_svc.session.handles import Handles, InFlight
 from engine_svc.tensors.source import TensorSource
 from service_kit.errors import (
     AlreadyExists,
@@ -35,10 +35,11 @@ MAX_INFLIGHT_ADDS = 4096
 SESSION_LIVES = "SESSION_LIVES"
 _RETRY_AFTER_MS = 1000
 _MAX_LOGGED_CHARACTERS = 64
+_MAX_SETTLED = 8192
 
 
 class SessionRequests:
-    """From ADD, or from their adoption, to their finished row. Each handle gets exactly one end."""
+    """Requests from their ADD or adoption to their final output. Each handle ends exactly once."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class SessionRequests:
         tensors: TensorSource,
         send: Callable[[engine_pb2.ConnectResponse], None],
     ) -> None:
-        self.handles = Handles()
+        self._handles = Handles()
         self._engine = engine
         self._number = number
         self._is_resumable = is_resumable
@@ -58,24 +59,37 @@ class SessionRequests:
         self._tensors = tensors
         self._send = send
 
+    @property
+    def num_in_flight(self) -> int:
+        """Requests whose final output has not been written yet."""
+        return len(self._handles)
+
+    def handles(self) -> list[int]:
+        """Handles of the requests in flight."""
+        return list(self._handles)
+
+    def stop_token_ids(self, handles: Iterable[int]) -> dict[int, frozenset[int]]:
+        """The client's stop token ids of requests in flight, by handle."""
+        return {handle: self._handles[handle].stop_token_ids for handle in handles}
+
     def add(self, entry: add_pb2.AddEntry) -> None:
-        """Run what `entry` asks for, or say why not."""
+        """Admit the request of `entry`, or send its rejection."""
         entry_id = (entry.request_id, entry.attempt)
-        if self._is_resumable and self.handles.has_seen(entry.handle, entry_id):
-            # Whoever resumes cannot know which ADDs came before the break, so it sends them again.
+        if self._is_resumable and self._handles.has_seen(entry.handle, entry_id):
+            # A frontend that resumes cannot know which ADDs arrived before the break, so it repeats them.
             return
         try:
             self._accept(entry)
         except ServiceError as error:
             self._reject(entry.handle, entry_id, error)
         except Exception:
-            # A bug of ours that this request has met: it is no reason to end all others of the session.
+            # A bug in the engine that this request triggers must not end the session's other requests.
             logger.exception("add failed", extra={"request_id": entry.request_id[:_MAX_LOGGED_CHARACTERS]})
             self._reject(entry.handle, entry_id, Internal("internal error: the request was not taken"))
 
     def adopt(self, entry: engine_pb2.AdoptEntry) -> None:
-        """Take over a request whose session is lost, or say why not."""
-        if self._is_resumable and self.handles.has_seen_request(entry.handle, entry.request_id):
+        """Take over a request whose session is lost, or send its rejection."""
+        if self._is_resumable and self._handles.has_seen_request(entry.handle, entry.request_id):
             return
         try:
             orphan = self._take_over(entry)
@@ -83,8 +97,8 @@ class SessionRequests:
             self._reject(entry.handle, (entry.request_id, 0), error)
             return
         entry_id = (orphan.wire_id, orphan.attempt)
-        self.handles.begin(entry.handle, InFlight(orphan.request_id, entry_id, orphan.stop_token_ids))
-        # Queued before the engine thread hears of it, so that it comes before any output.
+        self._handles.begin(entry.handle, InFlight(orphan.request_id, entry_id, orphan.stop_token_ids))
+        # Queued before the engine thread gets the command, so that it is sent before any output.
         adopted = engine_pb2.Adopted(
             handle=entry.handle,
             attempt=orphan.attempt,
@@ -95,31 +109,34 @@ class SessionRequests:
         self._engine.inbox.put(Adopt(orphan.request_id, self._outbox, entry.handle))
 
     async def abort(self, abort: engine_pb2.Abort) -> None:
-        """End requests; those whose end was told before are named."""
+        """Abort requests; replies with the handles that had already finished."""
         for first in range(0, len(abort.handles), MAX_INFLIGHT_ADDS):
             if first:
-                # More than can be in flight: such a message does not let other sessions wait.
+                # More handles than can be in flight: other sessions must not wait for such a message.
                 await asyncio.sleep(0)
             self._abort_from(abort, first)
 
     def end(self, handles: Iterable[int]) -> None:
-        """What ran under `handles` has had its end."""
+        """Record that the requests of `handles` have finished."""
         for handle in handles:
-            entry = self.handles[handle]
+            entry = self._handles[handle]
             orphan = self._find_orphan(entry)
             if orphan is not None and orphan.owner == self._number:
                 self._engine.orphaned_requests.end(orphan.wire_id)
-            self.handles.end([handle])
+            self._handles.end([handle])
 
     def close(self) -> int:
-        """Abort what runs, except what somebody else may adopt or has; returns how many were aborted."""
+        """Abort what is in flight, except requests that another session may adopt or has adopted.
+
+        Returns how many were aborted.
+        """
         num_aborted = 0
-        for entry in self.handles.clear():
+        for entry in self._handles.clear():
             if self._find_orphan(entry) is None:
                 self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
                 num_aborted += 1
-        # It is the session's, which has this: a cycle that only a full collection would free.
-        self._send = _send_nothing
+        # `send` belongs to the session that owns this object: only a full collection would free the cycle.
+        self._send = lambda message: None
         return num_aborted
 
     def _accept(self, entry: add_pb2.AddEntry) -> None:
@@ -143,16 +160,16 @@ class SessionRequests:
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         stop_token_ids = frozenset(entry.sampling.stop_token_ids)
         entry_id = (entry.request_id, entry.attempt)
-        self.handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
+        self._handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
         if keeps_outputs:
             self._engine.orphaned_requests.add(self._orphaned_request(entry, request, stop_token_ids))
 
     def _abort_from(self, abort: engine_pb2.Abort, first: int) -> None:
         late, cause = [], messages.to_abort_cause(abort.reason)
         for index, handle in enumerate(abort.handles[first : first + MAX_INFLIGHT_ADDS], start=first):
-            entry = self.handles.get(handle)
+            entry = self._handles.get(handle)
             if entry is None:
-                if self.handles.is_settled(handle):
+                if self._handles.is_settled(handle):
                     late.append(handle)
             elif not entry.is_aborted and (
                 index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
@@ -198,11 +215,11 @@ class SessionRequests:
         )
 
     def _check_handle(self, handle: int) -> None:
-        if handle in self.handles:
+        if handle in self._handles:
             raise AlreadyExists(f"handle {handle} is in use", reason="HANDLE_IN_USE")
-        if len(self.handles) >= MAX_INFLIGHT_ADDS:
+        if len(self._handles) >= MAX_INFLIGHT_ADDS:
             raise ResourceExhausted(
-                f"session has {len(self.handles)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
+                f"session has {len(self._handles)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
 
@@ -215,8 +232,8 @@ class SessionRequests:
         )
 
     def _reject(self, handle: int, entry_id: tuple[str, int], error: ServiceError) -> None:
-        if handle not in self.handles:
-            self.handles.settle(handle, entry_id)
+        if handle not in self._handles:
+            self._handles.settle(handle, entry_id)
         rejected = engine_pb2.AddRejected(
             handle=handle,
             attempt=entry_id[1],
@@ -226,15 +243,84 @@ class SessionRequests:
         self._send(engine_pb2.ConnectResponse(add_rejected=rejected))
 
     def _find_orphan(self, entry: InFlight) -> OrphanedRequest | None:
-        """The request as another session may adopt it, or has; None where none may."""
+        """The request's orphan record, if another session may adopt it or has adopted it."""
         orphan = self._engine.orphaned_requests.get(entry.entry_id[0])
         return orphan if orphan is not None and orphan.request_id == entry.request_id else None
 
     def _is_elsewhere(self, entry: InFlight) -> bool:
-        """Whether another session has adopted it: nothing that is said here counts for it any more."""
+        """Whether another session has adopted the request, so that this session's aborts no longer apply."""
         orphan = self._find_orphan(entry)
         return orphan is not None and orphan.owner != self._number
 
 
-def _send_nothing(message: engine_pb2.ConnectResponse) -> None:
-    """Nobody is there any more who would hear it."""
+@dataclass(slots=True)
+class InFlight:
+    """One request whose final output is not written yet. `entry_id` is (request id, attempt) of its ADD."""
+
+    request_id: str
+    entry_id: tuple[str, int]
+    stop_token_ids: frozenset[int]
+    is_aborted: bool = False
+
+    @property
+    def attempt(self) -> int:
+        return self.entry_id[1]
+
+
+class Handles:
+    """Requests in flight by handle, and a bounded record of the handles that were settled last."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, InFlight] = {}
+        self._settled: dict[int, tuple[str, int]] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._in_flight)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._in_flight
+
+    def __getitem__(self, handle: int) -> InFlight:
+        return self._in_flight[handle]
+
+    def get(self, handle: int) -> InFlight | None:
+        return self._in_flight.get(handle)
+
+    def begin(self, handle: int, request: InFlight) -> None:
+        self._in_flight[handle] = request
+
+    def end(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.settle(handle, self._in_flight.pop(handle).entry_id)
+
+    def settle(self, handle: int, entry_id: tuple[str, int]) -> None:
+        """Remember that this ADD was rejected or has finished."""
+        # Keeps the newest last, also where a handle is reused.
+        self._settled.pop(handle, None)
+        self._settled[handle] = entry_id
+        if len(self._settled) > _MAX_SETTLED:
+            del self._settled[next(iter(self._settled))]
+
+    def is_settled(self, handle: int) -> bool:
+        """Whether an ADD of `handle` was settled; False once it has been forgotten."""
+        return handle in self._settled
+
+    def has_seen(self, handle: int, entry_id: tuple[str, int]) -> bool:
+        """Whether exactly this ADD was received before."""
+        running = self._in_flight.get(handle)
+        return entry_id == (self._settled.get(handle) if running is None else running.entry_id)
+
+    def has_seen_request(self, handle: int, wire_id: str) -> bool:
+        """Whether `handle` was used for this request id before, with any attempt."""
+        running = self._in_flight.get(handle)
+        seen = self._settled.get(handle) if running is None else running.entry_id
+        return seen is not None and seen[0] == wire_id
+
+    def clear(self) -> list[InFlight]:
+        """Remove and return what is in flight."""
+        requests = list(self._in_flight.values())
+        self._in_flight.clear()
+        return requests

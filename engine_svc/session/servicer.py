@@ -15,8 +15,7 @@ from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.core.facts import SCHEMA_REVISION
 from engine_svc.loop.pause import RunState
 from engine_svc.session.kv_subscription import KVSubscription
-from engine_svc.session.session import MAX_OUTBOX_BYTES, Session
-from engine_svc.session.stream import SessionStream
+from engine_svc.session.session import MAX_OUTBOX_BYTES, Session, SessionStream
 from service_kit.errors import (
     Aborted,
     DeadlineExceeded,
@@ -34,14 +33,14 @@ _HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
 _MAX_ID_CHARACTERS = 128
 _MAX_KV_SUBSCRIPTIONS = 16
-# Frontends whose stream broke; of more than these the one that lost it first is given up.
+# Sessions without a stream. Beyond this limit the one that lost its stream first is ended.
 _MAX_PARKED_SESSIONS = 64
-# What is held here never ends, and an engine that drains is not resumed: others have to run it.
+# Requests held in these states never finish here, and a draining engine is not resumed.
 _HELD = frozenset({RunState.PAUSED, RunState.ASLEEP})
 
 
 class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
-    """One engine, any number of frontends. RPCs that are not here answer UNIMPLEMENTED."""
+    """One engine, any number of frontends. RPCs not defined here answer UNIMPLEMENTED."""
 
     def __init__(
         self,
@@ -55,32 +54,31 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._max_replay_bytes = max_replay_bytes
         self._sessions: set[Session] = set()
         self._kv_subscriptions: set[KVSubscription] = set()
-        self._windows: dict[Session, asyncio.TimerHandle] = {}  # of sessions that have no stream
+        self._windows: dict[Session, asyncio.TimerHandle] = {}  # replay windows of sessions without a stream
         self._numbers = itertools.count(1)
         self._progressed = asyncio.Event()  # a request, a session or a subscription has ended
         engine.lifecycle.subscribe(self._on_state)
 
     @property
     def num_sessions(self) -> int:
-        """Frontends with a stream now."""
+        """Sessions that have a stream."""
         return len(self._sessions) - len(self._windows)
 
     @property
     def num_parked_sessions(self) -> int:
-        """Frontends whose stream broke and who may come back."""
+        """Sessions whose stream broke and that may be resumed."""
         return len(self._windows)
 
     @property
     def num_kv_subscriptions(self) -> int:
-        """Who follows the prefix cache now."""
         return len(self._kv_subscriptions)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve this engine there. What `Connect` writes is serialized already, once for wire and replay."""
+        """Register the service. `Connect` writes messages that are serialized once, for wire and replay."""
         connect = grpc.stream_stream_rpc_method_handler(
             self.Connect, request_deserializer=engine_pb2.ConnectRequest.FromString, response_serializer=None
         )
-        # The first handler of a method is the one that is used.
+        # gRPC uses the first handler registered for a method.
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(FULL_NAME, {"Connect": connect}),)
         )
@@ -91,9 +89,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request_iterator: AsyncIterator[engine_pb2.ConnectRequest],
         context: grpc.aio.ServicerContext[engine_pb2.ConnectRequest, bytes],
     ) -> None:
-        """A frontend's session, until one side ends it. Where its stream breaks, it waits for another.
+        """A frontend's session, until one side ends it. If its stream breaks, it waits for another.
 
-        Writes serialized responses: see `add_to`.
+        Writes serialized responses, see `add_to`.
         """
         requests = aiter(request_iterator)
         call = asyncio.current_task()
@@ -106,19 +104,19 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         try:
             await session.write_messages(stream, is_resumed=is_resumed)
             if reader.done():
-                # An error of the stream, e.g. a message that cannot be parsed, is this call's error.
+                # An error of the stream, e.g. a message that cannot be parsed, ends this call.
                 reader.result()
             if not session.is_over:
                 raise (
                     Aborted("the stream was closed without goodbye", reason="NO_GOODBYE")
                     if session.is_parked
-                    else Aborted("another stream carries the session now", reason="SUPERSEDED")
+                    else Aborted("the session has moved to another stream", reason="SUPERSEDED")
                 )
         finally:
             reader.cancel()
             stream.writer.close()
             self._detach(session, stream)
-            # Its error may be this call's, and then this frame is in the traceback.
+            # The reader's error may be this call's, and its traceback would then keep this frame alive.
             del reader
 
     async def GetArtifacts(
@@ -126,7 +124,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request: engine_pb2.GetArtifactsRequest,
         context: grpc.aio.ServicerContext[engine_pb2.GetArtifactsRequest, engine_pb2.GetArtifactsResponse],
     ) -> AsyncGenerator[engine_pb2.GetArtifactsResponse, None]:
-        """The files asked for that the caller does not hold yet, in chunks."""
+        """The requested files that the caller does not have yet, in chunks."""
         for artifact in self._engine.artifacts:
             record = announce.artifact_record(artifact)
             if (request.kinds and record.kind not in request.kinds) or record.sha256 in request.known_sha256:
@@ -139,7 +137,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request_iterator: AsyncIterator[engine_pb2.UploadBlobRequest],
         context: grpc.aio.ServicerContext[engine_pb2.UploadBlobRequest, engine_pb2.UploadBlobResponse],
     ) -> engine_pb2.UploadBlobResponse:
-        """Bytes that later ADDs refer to by their digest."""
+        """Receive bytes that later ADDs refer to by their digest."""
         return await self._engine.tensors.upload(request_iterator)
 
     async def GetEngineInfo(
@@ -147,7 +145,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request: engine_pb2.GetEngineInfoRequest,
         context: grpc.aio.ServicerContext[engine_pb2.GetEngineInfoRequest, engine_pb2.GetEngineInfoResponse],
     ) -> engine_pb2.GetEngineInfoResponse:
-        """What the engine is, as far as that is known yet."""
+        """The engine's facts, as far as they are known yet."""
         return announce.engine_info(self._engine)
 
     async def GetLoad(
@@ -155,7 +153,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request: engine_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[engine_pb2.GetLoadRequest, engine_pb2.GetLoadResponse],
     ) -> engine_pb2.GetLoadResponse:
-        """How loaded it is now."""
+        """The engine's present load."""
         return engine_pb2.GetLoadResponse(
             state=announce.state(self._engine),
             stats=announce.stats(self._engine.stats_snapshot.read()),
@@ -169,16 +167,16 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             engine_pb2.SubscribeKvEventsRequest, engine_pb2.SubscribeKvEventsResponse
         ],
     ) -> AsyncGenerator[engine_pb2.SubscribeKvEventsResponse, None]:
-        """What the prefix cache holds, then how that changes, until one side ends it."""
+        """The content of the prefix cache, then its changes, until one side ends the stream."""
         log = self._engine.kv_event_log
         if log is None:
             raise FailedPrecondition(
-                "this engine tells nobody of its cache: start it with --enable-kv-events",
+                "KV cache events are disabled: start the engine with --enable-kv-events",
                 reason="KV_EVENTS_DISABLED",
             )
         if len(self._kv_subscriptions) >= _MAX_KV_SUBSCRIPTIONS:
             raise ResourceExhausted(
-                f"engine has {_MAX_KV_SUBSCRIPTIONS} subscribers of its cache, the limit is "
+                f"engine has {_MAX_KV_SUBSCRIPTIONS} KV event subscribers, the limit is "
                 f"{_MAX_KV_SUBSCRIPTIONS}"
             )
         call = asyncio.current_task()
@@ -194,26 +192,26 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             self._progressed.set()
 
     async def beat_forever(self) -> None:
-        """Send every session its heartbeats, whatever the loop does."""
+        """Send heartbeats to every session, also while the engine loop is blocked."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             self.beat()
 
     def beat(self) -> None:
-        """Send every session one heartbeat, and look after subscribers that have to be cut off."""
+        """Send every session one heartbeat, and cut off slow subscribers."""
         for session in self._sessions:
             session.beat()
         for subscription in self._kv_subscriptions:
             subscription.beat()
         self._engine.tensors.beat()
-        # The engine may have come to a standstill since.
+        # The engine may have been paused since the last heartbeat.
         self._progressed.set()
 
     async def drain(self) -> None:
-        """Refuse new requests, wait for the end of the running ones, then end all sessions.
+        """Refuse new requests, wait for the running ones to finish, then end all sessions.
 
-        A session that has lost its stream is waited for as long as it may come back. Nothing is waited for
-        while the engine stands still.
+        A session without a stream is waited for until its replay window is over. A paused engine waits for
+        no request.
         """
         lifecycle = self._engine.lifecycle
         if lifecycle.state is EngineState.READY:
@@ -226,22 +224,22 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             await self._progressed.wait()
 
     async def until_dry(self) -> None:
-        """Wait until no request is left that can come to its end here, or until the engine drains no more."""
+        """Wait until no request is left that can finish here, or until the engine stops draining."""
         while self._engine.lifecycle.state is EngineState.DRAINING and self._can_progress():
             self._progressed.clear()
             await self._progressed.wait()
 
     def _can_progress(self) -> bool:
-        """Whether a request may still come to its end here, or its end to its frontend."""
+        """Whether a request may still finish here, or a final output still has to reach its frontend."""
         return self._engine.run_state not in _HELD and any(session.is_open for session in self._sessions)
 
     def _enter(self, hello: session_pb2.Hello, stream: SessionStream) -> tuple[Session, bool]:
-        """The session that `hello` resumes, or a new one in place of what the frontend had before."""
+        """The session that `hello` resumes, or a new one that replaces the frontend's previous session."""
         resumed = self._resumed_by(hello)
         for session in list(self._sessions):
             is_same_frontend = session.frontend_id == hello.frontend_id
             is_older = is_same_frontend and session.frontend_epoch != hello.frontend_epoch
-            # Who names the session of another frontend ends nothing by it.
+            # A hello that names another frontend's session ends nothing.
             is_left = is_same_frontend and (session.is_parked or session.session_id == hello.session_id)
             if session is not resumed and (is_older or is_left):
                 self._engine.orphaned_requests.drop(session.number)
@@ -288,12 +286,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                     return
                 await session.take(message)
         finally:
-            # A session that is over still has something to say; one that is not has lost its stream.
+            # A session that is over still has messages to write; one that is not has lost its stream.
             if not session.is_over:
                 self._detach(session, stream)
 
     def _detach(self, session: Session, stream: SessionStream) -> None:
-        """`stream` is gone: what it carried is over, or waits for another."""
+        """Handle the end of `stream`: close its session, or park it until it is resumed."""
         if not session.detach(stream):
             return
         window_s = self._engine.replay_window_s
@@ -302,7 +300,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             for other in self._sessions
         )
         if session.is_over or has_successor:
-            # What is ended on purpose leaves behind what it says, and else nothing that anybody may come for.
+            # A session that ends on purpose leaves orphaned requests only if its goodbye says so.
             if session.leaves_orphans:
                 self._engine.orphaned_requests.mark_lost(session.number)
             else:
@@ -317,7 +315,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             next(iter(self._windows)).end()
         loop = asyncio.get_running_loop()
         self._windows[session] = loop.call_later(window_s, session.end)
-        # Behind it: nothing of a session ends before the session.
+        # After the session's own timer: no request of a session ends before the session does.
         self._engine.orphaned_requests.mark_lost(session.number, at_least_s=window_s)
         self._log(session, "session lost its stream")
         self._progressed.set()
@@ -332,7 +330,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         logger.info("session closed", extra={"frontend_id": session.frontend_id, "num_aborted": num_aborted})
 
     def _on_end(self, session: Session) -> None:
-        """A session with a stream still says so there; one without has nobody to tell."""
+        """Close a session that ends without a stream; one with a stream first writes its last messages."""
         if session.is_parked and session in self._sessions:
             self._close(session)
 
@@ -358,7 +356,7 @@ async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> ses
     if first.WhichOneof("message") != "hello":
         came = first.WhichOneof("message") or "a message of a newer contract"
         raise FailedPrecondition(
-            f"the first message of a stream is hello, {came} came: the peer has told no contract revision, "
+            f"the first message of a stream is hello, {came} came: the peer sent no contract revision, "
             f"this engine has {SCHEMA_REVISION}",
             reason="NO_HELLO",
         )
@@ -381,6 +379,6 @@ async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> ses
 
 
 def _look_at_error(reader: asyncio.Task[None]) -> None:
-    # Where the call has ended by something else first, this error has no listener left.
+    # Retrieves the error: if the call ended for another reason first, nothing else would.
     if not reader.cancelled():
         reader.exception()

@@ -1,1 +1,1 @@
-"""From the columns of a step message to the deltas of each request."""
+"""Turns the columns of step messages into the output deltas of each request."""

@@ -1,4 +1,4 @@
-"""Between the one producer of a request's outputs and its one reader. Knows no engine and no text rules."""
+"""Buffer between the producer of a request's outputs and its reader. Knows no engine and no text rules."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from enum import Enum
 from frontend_svc.output.logprobs import Logprobs
 from service_kit.errors import ResourceExhausted, ServiceError
 
-# What is told of a token, and each of its alternatives, takes of the memory while it waits for its reader.
+# Memory of the logprobs of one token, and of each of its alternatives, while they wait for the reader.
 _LOGPROBS_BYTES = 320
 _ALTERNATIVE_BYTES = 16
-# So many times its limit nobody may leave unread, not even for a moment.
+# Hard cap, as a multiple of the reader's limit; exceeding it ends the request at once.
 _MAX_LIMITS = 4
 
 
 class OutputKind(Enum):
-    """What a reader gets: each piece, all so far each time, or all of it once at the end."""
+    """Whether a reader gets deltas, all output so far each time, or all output once at the end."""
 
     DELTA = 1
     CUMULATIVE = 2
@@ -26,8 +26,6 @@ class OutputKind(Enum):
 
 
 class EndReason(Enum):
-    """Why an output ended."""
-
     STOP = 1
     LENGTH = 2
     ABORT = 3
@@ -37,7 +35,7 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an output ended. At most one of three matches is set, and only for STOP; a message for ERROR."""
+    """How an output ended. For STOP, at most one of the three matches is set; `message` is for ERROR."""
 
     reason: EndReason
     stop_token_id: int | None = None
@@ -47,14 +45,14 @@ class Ending:
 
     @property
     def is_by_token(self) -> bool:
-        """True when the last token ended the output, and is therefore no part of its text."""
+        """Whether the last token ended the output, and is therefore not part of its text."""
         return self.stop_token_id is not None or self.eos_token_id is not None
 
 
-# Not frozen, like `Output`: one is made for each token, which takes a frozen one four times as long.
+# Not frozen, like `Output`: one is created per token, and a frozen one would take four times as long.
 @dataclass(slots=True)
 class OutputPiece:
-    """What is new of one output, or all of it. `num_output_tokens` counts from its start."""
+    """New output of one sample, or all of it. `num_output_tokens` counts from its start."""
 
     index: int
     text: str
@@ -67,7 +65,7 @@ class OutputPiece:
 
 @dataclass(slots=True)
 class Output:
-    """What a reader takes at once: pieces in order of their outputs. After the last nothing comes."""
+    """The result of one read: pieces ordered by output index. Nothing follows the last one."""
 
     pieces: list[OutputPiece]
     num_cached_tokens: int
@@ -77,7 +75,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimit:
-    """How much may wait for a reader, and how long it may stay that much."""
+    """How much output may be unread, and for how long it may exceed that."""
 
     max_tokens: int = 1024
     max_bytes: int = 256 * 1024
@@ -85,7 +83,7 @@ class ReaderLimit:
 
 
 class _Slot:
-    """What waits of one output."""
+    """The unread part of one output."""
 
     __slots__ = (
         "cumulative_logprob",
@@ -111,7 +109,7 @@ class _Slot:
         self.is_delivered = False
 
     def take(self, index: int, *, keeps: bool) -> OutputPiece:
-        """What is there, which stays there with `keeps`."""
+        """The unread part, which is removed unless `keeps`."""
         text = "".join(self.text)
         piece = OutputPiece(
             index, text, self.token_ids, self.logprobs, self.num_output, self.cumulative_logprob, self.ending
@@ -126,17 +124,16 @@ class _Slot:
         return piece
 
     def clear(self) -> None:
-        """Forget what waits."""
         self.text, self.token_ids, self.logprobs, self.num_unread = [], [], None, 0
 
 
 class Collector:
-    """A slot for each of n outputs: what is not read yet merges, nobody waits to write, an error overtakes.
+    """A slot for each of n outputs. Unread output is merged, writing never waits, an error is read first.
 
-    A reader that leaves more than its limit unread for the grace time, or four times as much at all, is ended
-    with ResourceExhausted; `on_slow` is then called once, so that the owner can stop the production. With
-    `awaits_prompt` nothing is to be had before output 0 has begun, because what is told of the prompt comes
-    with it.
+    A slow reader, which leaves more than its limit unread for the grace time or four times the limit at any
+    moment, is ended with ResourceExhausted; `on_slow` is then called once, so that the owner can abort the
+    requests. With `awaits_prompt` nothing can be read before output 0 has begun, because the prompt's
+    logprobs are delivered with it.
     """
 
     __slots__ = (
@@ -182,7 +179,7 @@ class Collector:
         logprobs: Logprobs | None = None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """Add newly produced output of one output, and with the last of it how it ended."""
+        """Add new tokens of one output; `ending` with the last of them."""
         if self._error is not None:
             return
         slot = self._slots[index]
@@ -211,38 +208,37 @@ class Collector:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How much of the prompt came from the prefix cache, as far as told."""
+        """Prompt tokens from the prefix cache, as far as reported."""
         return self._num_cached
 
     @property
     def has_ended(self) -> bool:
-        """True once nothing more is put in."""
+        """Whether nothing more will be added."""
         return not self._num_open or self._error is not None
 
     def note_cached(self, num_cached_tokens: int) -> None:
-        """Remember how much of the prompt came from the prefix cache."""
         self._num_cached = max(self._num_cached, num_cached_tokens)
 
     def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Add what is told of the next places of the prompt."""
+        """Add the logprobs of the next prompt positions."""
         if self._prompt_logprobs is None:
             self._prompt_logprobs = logprobs
         else:
             self._prompt_logprobs.extend(logprobs)
 
     def fail(self, error: ServiceError) -> None:
-        """End with `error`: it is read next, whatever else waits. The first error counts."""
+        """End with `error`, which is read before anything unread. The first error counts."""
         if self._error is None:
             self._error = error
             self.close()
             self._wake()
 
     async def get(self) -> Output:
-        """What was produced since the last call; waits for it. Raises what `fail` was given."""
+        """Wait for output and return all since the last call. Raises the error of `fail`."""
         if not self._is_ready:
             await self._wait()
         if self._error is not None:
-            # It stays ready: a reader that asks again after the end is answered the same.
+            # Stays ready: further calls raise the same error.
             raise self._error
         self._is_ready = False
         keeps = self._kind is OutputKind.CUMULATIVE
@@ -258,14 +254,14 @@ class Collector:
         return Output(pieces, self._num_cached, prompt_logprobs, is_last)
 
     def close(self) -> None:
-        """Forget everything: the reader is gone."""
+        """Drop everything: the reader is gone."""
         for slot in self._slots:
             slot.clear()
         self._prompt_logprobs = None
         self._num_bytes = self._num_unread = 0
         self._stop_timer()
-        # Its owner holds this object, and neither is to wait for a full collection.
-        self._on_slow = _do_nothing
+        # `on_slow` refers to the owner of this object: only a full collection would free the cycle.
+        self._on_slow = lambda: None
 
     def _add_logprobs(self, slot: _Slot, logprobs: Logprobs, cumulative: float | None) -> None:
         slot.cumulative_logprob = cumulative
@@ -289,7 +285,7 @@ class Collector:
             self._reader.set_result(None)
 
     async def _wait(self) -> None:
-        # A future of one's own costs a third of an asyncio.Event, and there is one reader.
+        # A plain future costs a third of an asyncio.Event, and there is only one reader.
         self._reader = asyncio.get_running_loop().create_future()
         try:
             await self._reader
@@ -301,7 +297,7 @@ class Collector:
         return self._num_unread > most * self._max_tokens or self._num_bytes > most * self._max_bytes
 
     def _give_grace(self, *, was_ready: bool) -> None:
-        # However much comes at once: only who had something to read before has left it unread.
+        # However much arrives at once, a reader is slow only if there was something to read before.
         if was_ready and self._is_over_all_limits():
             self._end_slow_reader()
         elif self._timer is None:
@@ -313,8 +309,8 @@ class Collector:
         times, grace = ("", f" for {limit.grace_s:g} s") if is_late else (f"{_MAX_LIMITS} times ", "")
         self.fail(
             ResourceExhausted(
-                f"the client left more than {times}{limit.max_tokens} tokens or {limit.max_bytes} bytes an "
-                f"output unread{grace}",
+                f"slow consumer: the client left more than {times}{limit.max_tokens} tokens or "
+                f"{limit.max_bytes} bytes an output unread{grace}",
                 reason="SLOW_READER",
             )
         )
@@ -324,10 +320,6 @@ class Collector:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _copy(logprobs: Logprobs) -> Logprobs:

@@ -1,4 +1,4 @@
-"""The states of a sampling group: one for each of the n outputs of a prompt, over one collector."""
+"""Creates the request states of a sampling group: one for each of the n outputs, with a shared collector."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def make_states(
     markers: frozenset[str],
     num_leading_positions: int = 0,
 ) -> list[RequestState]:
-    """What each output needs to become what the client asked for with `sampling`.
+    """One state for each of `n` outputs, set up for `sampling`.
 
-    The special tokens `markers` are in the text also where the others are left out. The output's text goes on
-    from the tokens of the prompt that stand behind `num_leading_positions`, among which some are none.
+    markers: special tokens that stay in the text even if the others are skipped.
+    num_leading_positions: prompt positions that are not all tokens; the text's context is the tokens after.
     """
     context = prompt_token_ids[num_leading_positions:]
     skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True

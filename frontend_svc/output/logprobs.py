@@ -1,4 +1,4 @@
-"""Log probabilities of a request's tokens, with their texts. Knows no wire and no collector."""
+"""Logprobs of a request's tokens, with their texts. Knows no wire and no collector."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from frontend_svc.text.tokenize.token_text import MAX_CONTEXT_TOKENS, TokenTexts
 
 @dataclass(slots=True)
 class Logprobs:
-    """Consecutive places as parallel columns; `top_*` have a sequence for each place, best first, or none.
+    """Logprobs of consecutive positions as parallel columns; `top_*` have a list per position, best first.
 
-    NaN and rank 0 stand where there is nothing to tell: at the first place of a prompt, and at tokens of an
-    engine that died before the frontend did that knew more of them. The texts are empty lists where the
-    request wants no text. Packed where there are many: they may wait for a reader.
+    NaN and rank 0 mark positions without a value: the first one of a prompt, and tokens whose engine and
+    frontend were both lost. The texts are empty lists if the request wants no text. Large columns are packed
+    arrays, as they may wait for a reader.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -31,7 +31,6 @@ class Logprobs:
         return len(self.token_ids)
 
     def extend(self, more: Logprobs) -> None:
-        """Append the places of `more`."""
         self.token_ids += more.token_ids
         self.logprobs += more.logprobs
         self.ranks += more.ranks
@@ -41,22 +40,22 @@ class Logprobs:
         self.top_texts += more.top_texts
 
     def after(self, num_positions: int) -> Logprobs:
-        """The places behind the first `num_positions`."""
-        behind = slice(num_positions, None)
+        """The positions after the first `num_positions`."""
+        rest = slice(num_positions, None)
         return Logprobs(
-            self.token_ids[behind],
-            self.logprobs[behind],
-            self.ranks[behind],
-            self.top_ids[behind],
-            self.top_logprobs[behind],
-            self.texts[behind],
-            self.top_texts[behind],
+            self.token_ids[rest],
+            self.logprobs[rest],
+            self.ranks[rest],
+            self.top_ids[rest],
+            self.top_logprobs[rest],
+            self.texts[rest],
+            self.top_texts[rest],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """What a step tells of consecutive places: `k` entries of the top columns belong to each of them."""
+    """A step's logprobs of consecutive positions; the top columns have `k` entries per position."""
 
     logprobs: array[float]
     ranks: array[int]
@@ -65,7 +64,7 @@ class LogprobColumns:
     top_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
     def part(self, start: int, end: int) -> LogprobColumns:
-        """The places from `start` to before `end`."""
+        """The positions `start:end`."""
         top = slice(start * self.k, end * self.k)
         return LogprobColumns(
             self.logprobs[start:end], self.ranks[start:end], self.k, self.top_ids[top], self.top_logprobs[top]
@@ -73,10 +72,10 @@ class LogprobColumns:
 
 
 class LogprobReader:
-    """Turns the columns of one request into what its client gets, and sums them up.
+    """Converts the columns of one request to the client's logprobs, and accumulates their sum.
 
-    `has_top`: the request asked for others beside the chosen; each place has a sequence of them then.
-    `context` is the end of the tokens before the first place, so that a text is what a token adds to it.
+    has_top: the request asked for alternatives beside the chosen token; each position then has a list.
+    context: the last tokens before the first position, for the text that a token adds to them.
     """
 
     __slots__ = ("_context", "_has_top", "_sum", "_texts")
@@ -89,11 +88,11 @@ class LogprobReader:
 
     @property
     def cumulative(self) -> float | None:
-        """The sum of all that was read; None once a place without a value was, as it cannot be known then."""
+        """The sum of all values read; None, as it is unknown, once a position without a value was read."""
         return None if math.isnan(self._sum) else self._sum
 
     def read(self, token_ids: Sequence[int], columns: LogprobColumns) -> Logprobs:
-        """The places of `token_ids`, which come after those that were read before."""
+        """Logprobs of `token_ids`, which follow those of the previous call."""
         read = Logprobs(list(token_ids), list(columns.logprobs), list(columns.ranks))
         self._sum += sum(read.logprobs)
         if self._has_top:
@@ -111,7 +110,7 @@ class LogprobReader:
 
 
 def _add_top(read: Logprobs, columns: LogprobColumns) -> None:
-    """One sequence a place; the columns are as wide as the widest request of the step wants."""
+    """One list per position. The columns are as wide as the step's widest request: NaN padding is removed."""
     for index in range(len(read)):
         start = index * columns.k
         values = columns.top_logprobs[start : start + columns.k]

@@ -1,4 +1,4 @@
-"""How an engine lost requests of ours, for those who send them on. Knows no stream and no request."""
+"""Why the requests on an engine were lost, for failover. Knows no stream and no request."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ RETRY_AFTER_MS = 1000
 
 
 class LossKind(Enum):
-    """What is known of the engine that had the requests."""
+    """State of the engine that had the requests."""
 
-    DEATH = "death"  # its process is gone, or has said that it fails, or its loop hangs
-    SILENCE = "silence"  # nothing is heard of it: it may still run what it has
-    LEFT = "left"  # it ended on purpose: what it had is to go on elsewhere
-    DISMISSAL = "dismissal"  # it lives, and has given up the session with all that it had
-    REFUSED = "refused"  # it goes on without them: it takes no requests for now
+    DEATH = "death"  # its process is gone, it reported a failure, or its loop hangs
+    SILENCE = "silence"  # no messages arrive: it may still run the requests
+    LEFT = "left"  # it ended on purpose: its requests continue elsewhere
+    DISMISSAL = "dismissal"  # it is alive, but has ended the session with all its requests
+    REFUSED = "refused"  # it is alive, but takes no requests for now
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One engine's stream is over, and what it had of this frontend's requests is not going on there."""
+    """An engine's stream has ended, and this frontend's requests do not continue there."""
 
     address: str
     kind: LossKind
     reason: str  # for people
 
     def error(self) -> Unavailable:
-        """What the client of a request is told that cannot go on elsewhere."""
+        """The client's error for a request that cannot continue elsewhere."""
         return Unavailable(
             f"the engine at {self.address} was lost: {self.reason}",
             reason=ENGINE_LOST,
@@ -40,14 +40,14 @@ class Loss:
 
 
 def refusal_of_begun(address: str, error: ServiceError) -> ServiceError:
-    """What the client of a request that another engine had begun is told, where nobody goes on with it.
+    """The client's error for a request that a lost engine had begun and no engine continues.
 
-    `error` is what the engine at `address` says, which has other limits: it was no mistake of the client's.
+    error: the refusal of the engine at `address`, which has other limits: it is not the client's mistake.
     """
     if isinstance(error, Unavailable | ResourceExhausted):
         return error
     return Unavailable(
-        f"the engine at {address} does not go on with what another began: {error.message}",
+        f"the engine at {address} does not continue a request begun on another engine: {error.message}",
         reason=NOT_CONTINUED,
         retry_after_ms=RETRY_AFTER_MS,
     )

@@ -1,4 +1,4 @@
-"""One pooling request in flight: waits for its result as others wait for tokens. Knows no engine."""
+"""The state of a pooling request in flight, the counterpart of `RequestState`. Knows no engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from triptych.common.v1 import tensor_pb2
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What became of one prompt."""
+    """The result for one prompt."""
 
     tensor: tensor_pb2.Tensor
     num_cached_tokens: int
 
 
 class PoolingState:
-    """Takes what steps say of a pooling request. Made in the event loop; its one reader awaits `result`.
+    """Receives the outputs of a pooling request. Created on the event loop; one reader awaits `result`.
 
-    `on_lost` is called when its engine is lost, or refuses it where another may not: it can be sent again.
+    on_lost: called if its engine is lost, or refuses it and another may not: the request can be sent again.
     """
 
     __slots__ = ("_num_cached", "_result", "_tensor", "on_lost")
@@ -38,24 +38,22 @@ class PoolingState:
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
 
     async def result(self) -> Pooled:
-        """The result, once it is here. Raises what ended the request instead."""
+        """Wait for the result. Raises the error that ended the request."""
         return await self._result
 
     def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
-        """Take the result, which counts when the request has ended."""
+        """Store the result, which is delivered when the request has ended."""
         self._tensor = tensor
 
     def note_cached(self, num_cached_tokens: int) -> None:
-        """Remember how much of the prompt came from the prefix cache."""
         self._num_cached = num_cached_tokens
 
     def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        """Pass over log probabilities: nobody asked for any."""
+        """Ignored: pooling requests have no logprobs."""
 
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None:
-        """Take the end; returns it."""
         if ending is None or self._result.done():
             return ending
         if ending.reason is EndReason.ABORT:
@@ -67,20 +65,20 @@ class PoolingState:
         return ending
 
     def lose(self, loss: Loss) -> None:
-        """Go on elsewhere, or end with the loss's error."""
+        """The engine is lost: retry elsewhere, or end with the loss's error."""
         if self.on_lost is None:
             self.end_with(loss.error())
         else:
             self.on_lost(loss.kind, loss.error())
 
     def fail(self, error: ServiceError) -> None:
-        """End with `error`, or go on elsewhere where that may help."""
+        """End with `error`, or retry elsewhere if that may help."""
         if self.on_lost is not None and isinstance(error, Unavailable):
             self.on_lost(LossKind.REFUSED, error)
         else:
             self.end_with(error)
 
     def end_with(self, error: ServiceError) -> None:
-        """End with `error`, whatever may help."""
+        """End with `error`, without a retry."""
         if not self._result.done():
             self._result.set_exception(error)

@@ -1,4 +1,4 @@
-"""The one pass over a step message: columns in, deltas into each request's collector. Knows no stream."""
+"""Processes step messages in one pass: passes each row's columns to its request. Knows no stream."""
 
 from __future__ import annotations
 
@@ -20,47 +20,34 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Receiver(Protocol):
-    """One request in flight, as steps see it."""
+    """One request in flight. `advance` returns how it ended, if it did; see `RequestState`."""
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether it takes what a step tells of its tokens."""
-        ...
+    def wants_logprobs(self) -> bool: ...
 
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
-    ) -> Ending | None:
-        """Take a step's tokens and the end the engine tells; returns how it ended, if it did."""
-        ...
+    ) -> Ending | None: ...
 
-    def note_cached(self, num_cached_tokens: int) -> None:
-        """Take how much of the prompt came from the prefix cache."""
-        ...
+    def note_cached(self, num_cached_tokens: int) -> None: ...
 
-    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        """Take what a step tells of the prompt's places."""
-        ...
+    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None: ...
 
-    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
-        """Take the result of pooling."""
-        ...
+    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None: ...
 
-    def fail(self, error: ServiceError) -> None:
-        """End with `error`."""
-        ...
+    def fail(self, error: ServiceError) -> None: ...
 
-    def lose(self, loss: Loss) -> None:
-        """No more comes from the engine that had it: go on elsewhere, or end with the loss's error."""
-        ...
+    def lose(self, loss: Loss) -> None: ...
 
 
-# Not frozen: pieces are made several times a step, and a frozen dataclass takes three times as long to make.
+# Not frozen: slices are created several times a step, and a frozen dataclass takes three times as long.
 @dataclass(slots=True)
 class StepColumns:
-    """One step's outputs as parallel columns; mappings are by row, where there is something. Never changed.
+    """One step's outputs as parallel columns. Mappings are keyed by row and sparse. Never modified.
 
-    `logprobs` has a place for each of `token_ids`, `prompts` the places of prompts by their first position.
-    `parts` are the tokens of each step, of rows that were merged from several.
+    logprobs: one entry per entry of `token_ids`.
+    prompts: prompt logprobs as (first position, columns).
+    parts: number of tokens per step, for rows merged from several steps.
     """
 
     handles: Sequence[int]
@@ -74,10 +61,10 @@ class StepColumns:
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def slices(self, max_rows: int) -> Iterator[StepColumns]:
-        """The same in pieces of at most `max_rows` consecutive rows, each of which is whole by itself.
+        """Slices of at most `max_rows` consecutive rows, each a complete `StepColumns`.
 
-        The first piece begins with the first request that begins, and what stands before that one comes last:
-        a client waits for its first token longer than for any other.
+        The first slice starts at the first row with a first token, and the rows before that come last: a
+        client waits longer for its first token than for any other.
         """
         num_rows = len(self.handles)
         if num_rows <= max_rows and not self.cached:
@@ -92,7 +79,7 @@ class StepColumns:
             yield self._piece(first, stop, ends[first], ends[stop])
 
     def _piece(self, first: int, stop: int, start: int, end: int) -> StepColumns:
-        """The rows from `first` to `stop`, whose tokens are those from `start` to `end`."""
+        """The rows `first:stop`, with the tokens `start:end`."""
         piece = StepColumns(
             self.handles[first:stop],
             self.num_tokens[first:stop],
@@ -115,9 +102,9 @@ class StepColumns:
 
 
 class OutputProcessor:
-    """The requests in flight on one engine stream, by handle, and what a step does to them.
+    """The requests in flight on one engine stream, by handle.
 
-    `on_end` gets the handle of each request once, when no more output of it can come, whatever the cause.
+    on_end: called once with each request's handle, when it can produce no more output, for any reason.
     """
 
     def __init__(self, *, on_end: Callable[[int], None]) -> None:
@@ -131,19 +118,19 @@ class OutputProcessor:
         return handle in self._states
 
     def register(self, handle: int, state: Receiver) -> None:
-        """Expect output for `handle`. Done before the request is sent, so that none can come too early."""
+        """Register a request. Called before it is sent, so that no output can arrive too early."""
         assert handle not in self._states, "a handle is in use once"
         self._states[handle] = state
 
     def hand_over(self, handle: int, state: Receiver) -> None:
-        """Let `state` have what is still to come for `handle`, if anything is."""
+        """Replace the receiver of `handle`, if the request is still in flight."""
         if handle in self._states:
             self._states[handle] = state
 
     def process(self, step: StepColumns) -> list[int]:
-        """Hand each row to its request; returns the handles that ended here and not in the engine.
+        """Pass each row to its request; returns the handles that ended here but not in the engine.
 
-        Rows of handles that are not known (any more) are dropped: an abort and an output may cross.
+        Rows of unknown handles are dropped: an abort and an output may cross.
         """
         self._add_prompt_logprobs(step)
         if step.logprobs is None and not step.endings and not step.parts:
@@ -166,13 +153,13 @@ class OutputProcessor:
                 )
             else:
                 ending = state.advance(token_ids[start:end], engine_ending, columns)
-            # A reader that is too slow has its request aborted, and so forgotten, from within.
+            # `advance` may abort, and thereby forget, the request of a slow reader.
             if ending is not None and self.forget(handle) and engine_ending is None:
                 to_abort.append(handle)
         return to_abort
 
     def _process_tokens(self, step: StepColumns) -> list[int]:
-        """The same for a step, as most are, that has tokens and nothing else."""
+        """Like `process`, for the common case of a step with nothing but tokens."""
         to_abort: list[int] = []
         get_state, token_ids = self._states.get, step.token_ids
         end = 0
@@ -187,14 +174,14 @@ class OutputProcessor:
         return to_abort
 
     def forget(self, handle: int) -> bool:
-        """Drop a request without telling its reader; returns whether it was in flight."""
+        """Drop a request without notifying its reader; returns whether it was in flight."""
         if self._states.pop(handle, None) is None:
             return False
         self._on_end(handle)
         return True
 
     def end(self, handle: int, ending: Ending) -> bool:
-        """End one request as the engine might have; returns whether it was in flight."""
+        """End one request with `ending`; returns whether it was in flight."""
         state = self._states.get(handle)
         if state is None:
             return False
@@ -212,14 +199,14 @@ class OutputProcessor:
         return True
 
     def lose_all(self, loss: Loss) -> list[int]:
-        """Tell every request that its engine is lost, and forget it here; returns their handles."""
+        """Notify every request that its engine is lost, and forget it; returns their handles."""
         handles = list(self._states)
         for handle in handles:
             state = self._states.get(handle)
             if state is None:
-                # Ended by what was told of it just now.
+                # Ended as a consequence of an earlier notification.
                 continue
-            # Forgotten first: who hears of the loss may send the request on at once.
+            # Forgotten first: the receiver may send the request to another engine at once.
             self.forget(handle)
             state.lose(loss)
         return handles
@@ -250,7 +237,7 @@ class OutputProcessor:
         engine_ending: Ending | None,
         columns: LogprobColumns | None,
     ) -> Ending | None:
-        """Take each step's tokens by themselves: what a stop string leaves must not depend on merging."""
+        """Add each step's tokens separately: where a stop string ends must not depend on merging."""
         end = 0
         for index, count in enumerate(counts):
             start, end = end, end + count
@@ -264,7 +251,7 @@ class OutputProcessor:
 
 
 def _of_rows(by_row: Mapping[int, _Value], rows: range) -> Mapping[int, _Value]:
-    """What is there of `rows`, by the place of a row among them."""
+    """The entries of `rows`, keyed by index within `rows`."""
     if not by_row:
         return by_row
     if len(by_row) > len(rows):

@@ -1,4 +1,4 @@
-"""Everything one request needs to turn its token ids into text: detokenizer, stop strings, logprobs."""
+"""The state of a request in flight: turns token ids into text, with stop strings and logprobs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from triptych.common.v1 import tensor_pb2
 
 
 class RequestState:
-    """One request in flight, the output `index` of its collector.
+    """One request in flight, output `index` of its collector.
 
-    Owned by the `OutputProcessor` it is registered with, until it ends or its engine is lost. Then `on_lost`
-    is called, as it is for a refusal that another engine may not have, and the state can go on with what it
-    has. `on_output` is called at the next output, once.
+    Owned by the `OutputProcessor` it is registered with, until it ends or its engine is lost.
+
+    on_lost: called if its engine is lost, or refuses it and another may not; the state can then continue.
+    on_output: called once, at the next output.
     """
 
     __slots__ = (
@@ -52,10 +53,10 @@ class RequestState:
         self._logprobs = logprobs
         self._prompt = prompt_logprobs
         self._prompt_token_ids = prompt_token_ids or []
-        self.num_prompt_reported = 0  # places of the prompt whose log probabilities are told
+        self.num_prompt_reported = 0  # prompt positions with logprobs already passed on
         self.output_token_ids = array("I")
         self.has_ended = False
-        self.is_continued = False  # whether its group has begun in an engine that was lost
+        self.is_continued = False  # whether its group began on an engine that was lost
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
         self.detokenize_ns = 0
@@ -64,26 +65,25 @@ class RequestState:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether it takes what a step tells of its tokens."""
         return self._logprobs is not None
 
     @property
     def has_begun(self) -> bool:
-        """True once there was output."""
+        """Whether there was any output."""
         return len(self.output_token_ids) > 0
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens so far, read or not."""
+        """Tokens so far, whether read or not."""
         return len(self.output_token_ids)
 
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None:
-        """Take one step's tokens and the end the engine tells; returns how the output ended, if it did.
+        """Add one step's tokens and the engine's ending; returns how the output ended, if it did.
 
-        A stop string ends it although the engine has not, or had another reason for the same tokens. All
-        tokens of the step stay in the output, for they were produced.
+        A stop string ends the output even if the engine has not ended it, or for another reason. All tokens
+        of the step stay in the output, as they were produced.
         """
         started_at_ns = perf_counter_ns()
         text = ""
@@ -109,14 +109,13 @@ class RequestState:
         return ending
 
     def note_cached(self, num_cached_tokens: int) -> None:
-        """Take how much of the prompt came from the prefix cache."""
-        # Once it was told, it stays what the first engine said.
+        # For a request that was moved, the value of the first engine is kept.
         if not self.is_continued:
             self.collector.note_cached(num_cached_tokens)
 
     def fail(self, error: ServiceError) -> None:
-        """End with `error`, which the reader gets next, or go on elsewhere where that may help."""
-        # One engine took it already: another that does not has other limits, or has reached them.
+        """End with `error`, which the reader gets next, or continue elsewhere if that may help."""
+        # One engine has accepted it already: one that refuses it has other limits, or has reached them.
         may_go_on = isinstance(error, Unavailable) or self.is_continued
         if self.on_lost is not None and may_go_on:
             self.on_lost(LossKind.REFUSED, error)
@@ -124,19 +123,19 @@ class RequestState:
             self.collector.fail(error)
 
     def lose(self, loss: Loss) -> None:
-        """Go on elsewhere, or end with the loss's error."""
+        """The engine is lost: continue elsewhere, or end with the loss's error."""
         if self.on_lost is None:
             self.collector.fail(loss.error())
         else:
             self.on_lost(loss.kind, loss.error())
 
     def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
-        """Pass over a result of pooling: nobody asked for one."""
+        """Ignored: this is no pooling request."""
 
     def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        """Take what a step tells of the prompt's places from `first_position` on.
+        """Add logprobs of prompt positions from `first_position` on.
 
-        Places that another engine has told before it was lost are passed over.
+        Positions that a lost engine has already reported are skipped.
         """
         num_positions = len(columns.ranks)
         num_reported = max(0, self.num_prompt_reported - first_position)

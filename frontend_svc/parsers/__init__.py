@@ -1,1 +1,1 @@
-"""What a model's text means: content, reasoning and tool calls, as it was trained to write them."""
+"""Parsers of a model's output text: content, reasoning and tool calls, in the format of each model family."""

@@ -1,4 +1,4 @@
-"""A tool call that is a JSON object with a name and arguments. Knows no markers around it."""
+"""Parses a tool call that is a JSON object with a name and arguments. Knows no markers around it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontend_svc.parsers.reader import Reader, Waits, read_one_of, read_run, sk
 from frontend_svc.parsers.writer import CallWriter
 
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-# Keys and names are short words without escapes, so that any other object is soon known to be no call.
+# Keys and names are short and have no escapes, so that any other object is soon rejected as a call.
 _PLAIN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _MAX_STRING_CHARS = 256
 
@@ -17,10 +17,10 @@ _MAX_STRING_CHARS = 256
 def read_call(
     reader: Reader, calls: CallWriter, *, other_keys: frozenset[str] | None, needs_arguments: bool
 ) -> Waits[bool]:
-    """Take `{"name": ..., "arguments": {...}}` in any order; True when it is a whole call.
+    """Take `{"name": ..., "arguments": {...}}` in any order; True if it is a complete call.
 
-    The arguments may be called parameters. Further keys are passed over: those of `other_keys`, or any
-    when it is None. Nothing is committed and nothing abandoned here.
+    "parameters" is accepted for "arguments". Further keys are ignored if they are in `other_keys`, or if
+    that is None. Neither commits nor abandons the call.
     """
     if not (yield from read_one_of(reader, "{")):
         return False
@@ -50,7 +50,7 @@ def read_call(
 
 
 def read_arguments(reader: Reader, calls: CallWriter) -> Waits[bool]:
-    """Take the JSON object that is a call's arguments, telling it as it comes."""
+    """Take the JSON object of a call's arguments, and emit it as it arrives."""
     if (yield from reader.peek()) != "{":
         return False
     return (yield from read_json(reader, calls.arguments))
@@ -62,7 +62,7 @@ def _read_member(reader: Reader, calls: CallWriter, key: str) -> Waits[bool]:
     if key == "name":
         name = yield from _read_string(reader)
         return name is not None and calls.name(name)
-    return (yield from read_json(reader, _ignore))
+    return (yield from read_json(reader, lambda text: None))
 
 
 def _read_string(reader: Reader) -> Waits[str | None]:
@@ -70,7 +70,3 @@ def _read_string(reader: Reader) -> Waits[str | None]:
         return None
     text = yield from read_run(reader, _PLAIN_STRING, _MAX_STRING_CHARS)
     return text if (yield from read_one_of(reader, '"')) else None
-
-
-def _ignore(text: str) -> None:
-    """Passed over: the value says nothing that a client is told."""

@@ -44,7 +44,7 @@ def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
 
 
 def _read_call(reader: Reader, calls: CallWriter) -> Waits[bool]:
-    """Take `name<sep>{...}` as V3.1 writes it, or V3's `function<sep>name` and the arguments in a fence."""
+    """Take `name<sep>{...}` (V3.1), or `function<sep>name` and the arguments in a code fence (V3)."""
     name = yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
     if not (yield from read_one_of(reader, (_SEPARATOR,))):
         return False

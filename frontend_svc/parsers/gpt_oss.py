@@ -1,4 +1,4 @@
-"""The channels of gpt-oss: reasoning, answer and tool calls, each a message of its own with a header."""
+"""The channels of gpt-oss: reasoning, answer and tool calls, each a separate message with a header."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Header:
 
 
 class _Channels:
-    """Messages of one kind are joined by a line break: nothing else says where one ends."""
+    """Joins messages of one kind by a line break, as nothing else separates them."""
 
     __slots__ = ("_calls", "_emitted", "_is_new")
 
@@ -82,8 +82,8 @@ def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
 
 
 def _read_header(reader: Reader, marker: str) -> Waits[_Header | None]:
-    """Take `assistant<|channel|>name to=recipient <|constrain|>json<|message|>`, begun by its `marker`."""
-    # The parts before and behind the channel's marker, and behind the constraint's.
+    """Take `assistant<|channel|>name to=recipient <|constrain|>json<|message|>`, whose `marker` was taken."""
+    # The text before the channel marker, after it, and after the constraint marker.
     parts = {_START: "", _CHANNEL: "", _CONSTRAIN: ""}
     num_left = _MAX_HEADER_CHARS
     while marker != _MESSAGE:
@@ -123,7 +123,7 @@ GPT_OSS = ToolGrammar(
 
 @dataclass(frozen=True, slots=True)
 class GptOssReasoning:
-    """The channels without tools: see `ReasoningFormat`. Calls stay text."""
+    """The channels without tools, see `ReasoningFormat`. Calls stay text."""
 
     name: str = "gpt_oss"
     markers: frozenset[str] = _MARKERS
@@ -131,15 +131,14 @@ class GptOssReasoning:
 
     @property
     def block(self) -> tuple[str, str]:
-        """The header of the channel for analysis, and the end of a message."""
+        """The header of the analysis channel, and the end of a message."""
         return f"{_CHANNEL}analysis{_MESSAGE}", _END
 
     def closing(self, prompt: str) -> str:
-        """Nothing: each message has a header, and no prompt opens one of reasoning."""
+        """Empty: each message has a header, and no prompt opens a reasoning message."""
         return ""
 
     def open(self, prompt: str) -> ReasoningParser:
-        """A parser for the message that follows `prompt`."""
         return GPT_OSS.open(CallRules(frozenset()))
 
 

@@ -1,4 +1,4 @@
-"""Parsers that run a grammar over growing text. Knows no format."""
+"""Parsers that run a grammar over text that arrives in pieces. Knows no format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CallGrammar: TypeAlias = Callable[[Reader, CallWriter], Waits[None]]
 
 
 class GrammarParser:
-    """Feeds a grammar of content and reasoning, and hands on what it wrote."""
+    """Runs a grammar of content and reasoning; see `PieceParser`."""
 
     __slots__ = ("_grammar", "_pieces", "_reader")
 
@@ -24,20 +24,18 @@ class GrammarParser:
         self._pieces = pieces
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain with `text`, in order."""
         self._reader.push(text)
         next(self._grammar, None)
         return self._pieces.take()
 
     def finish(self) -> list[Piece]:
-        """What was held back, once it is known that no more text comes."""
         self._reader.end()
         next(self._grammar, None)
         return self._pieces.take()
 
 
 class CallGrammarParser:
-    """Feeds a grammar of calls, and hands on what it wrote."""
+    """Runs a grammar of calls; see `ToolParser`."""
 
     __slots__ = ("_calls", "_parser")
 
@@ -47,15 +45,12 @@ class CallGrammarParser:
 
     @property
     def num_calls(self) -> int:
-        """How many calls were told and are whole."""
         return self._calls.num_calls
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain with `text`, in order."""
         return self._parser.feed(text)
 
     def finish(self) -> list[Piece]:
-        """What was held back, once it is known that no more text comes."""
         pieces = self._parser.finish()
         self._calls.finish()
         return pieces + self._calls.pieces.take()
@@ -63,10 +58,10 @@ class CallGrammarParser:
 
 @dataclass(frozen=True, slots=True)
 class ToolGrammar:
-    """A format of tool calls that is a grammar: see `ToolParserFormat`.
+    """A format of tool calls defined by a grammar, see `ToolParserFormat`.
 
-    `named_prefix` opens a call, with `{name}` where its tool's name goes; `any_prefix` leaves the name to the
-    model. White space around calls is dropped unless `trims_space` is false.
+    `named_prefix` opens a call, with `{name}` as placeholder of its tool's name; `any_prefix` leaves the name
+    to the model. White space around calls is dropped unless `trims_space` is false.
     """
 
     name: str
@@ -80,15 +75,12 @@ class ToolGrammar:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the text must be detokenized with the `markers` shown."""
         return bool(self.markers)
 
     def forced_prefix(self, tool_name: str | None) -> str:
-        """What opens a call of this tool, or of any, where the prompt ends."""
         return self.any_prefix if tool_name is None else self.named_prefix.replace("{name}", tool_name)
 
     def open(self, rules: CallRules, *, forced_prefix: str = "") -> ToolParser:
-        """A parser for one message. `forced_prefix` is what the prompt's end has already opened."""
         reader = Reader(forced_prefix)
         calls = CallWriter(reader, rules, self.new_id, trims_space=self.trims_space)
         return CallGrammarParser(reader, self.grammar(reader, calls), calls)

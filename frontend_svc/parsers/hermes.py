@@ -29,7 +29,7 @@ def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
 
 
 def _read_calls(reader: Reader, calls: CallWriter) -> Waits[bool]:
-    """Take the calls of one pair of tags, which ought to be one; False when there was none."""
+    """Take the calls between one pair of tags, normally one; False if there was none."""
     yield from skip_space(reader)
     num_read = 0
     while (yield from reader.peek()) == "{":

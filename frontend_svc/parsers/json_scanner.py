@@ -1,4 +1,4 @@
-"""JSON (RFC 8259) checked as it grows, without building values. Knows no tool calls."""
+"""Incremental checker for JSON (RFC 8259) that builds no values. Knows no tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from frontend_svc.parsers.reader import SPACE, Reader, Waits
 
-# What clients parse the arguments with recurses, and so must not be led deeper than this.
+# Clients parse arguments with recursive parsers, which must not exceed their recursion limit.
 _MAX_DEPTH = 128
 
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -17,7 +17,7 @@ _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 _DIGITS = dict.fromkeys("0123456789", "int")
-# Which characters may follow in a number, by what it ends with so far.
+# State machine of numbers: by state, the next state for each character that may follow.
 _NUMBER: dict[str, dict[str, str]] = {
     "minus": {**_DIGITS, "0": "zero"},
     "zero": {".": "dot", "e": "e", "E": "e"},
@@ -33,7 +33,7 @@ _NUMBER_STARTS = {**_DIGITS, "0": "zero", "-": "minus"}
 
 
 class JsonScanner:
-    """Follows one value: `is_whole` once it is complete, `is_broken` at a character that cannot follow."""
+    """Scans one value: `is_whole` once it is complete, `is_broken` at a character that cannot follow."""
 
     __slots__ = ("_is_key", "_number", "_open", "_rest", "_state", "is_broken", "is_whole")
 
@@ -47,7 +47,7 @@ class JsonScanner:
         self.is_broken = False
 
     def scan(self, text: str, at: int) -> int:
-        """Follow `text` from the index `at`; returns the index of the first character not taken."""
+        """Scan `text` from index `at`; returns the index of the first character not taken."""
         while at < len(text) and not self.is_whole and not self.is_broken:
             at = self._state(self, text, at)
         return at
@@ -77,7 +77,7 @@ _State: TypeAlias = Callable[[JsonScanner, str, int], int]
 
 
 def read_json(reader: Reader, sink: Callable[[str], None]) -> Waits[bool]:
-    """Give `sink` a JSON value as it comes; False at the character that breaks it, which is not taken."""
+    """Pass a JSON value to `sink` as it arrives; False at an invalid character, which is not taken."""
     scanner = JsonScanner()
     while (yield from reader.has_more()):
         end = scanner.scan(reader.text, reader.at)

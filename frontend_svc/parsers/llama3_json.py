@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3: bare JSON objects, or behind a tag; several are separated by semicolons."""
+"""Tool calls of Llama 3: JSON objects, bare or after a tag; several are separated by semicolons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontend_svc.parsers.writer import CallWriter
 
 _TAG = "<|python_tag|>"
 _STARTS = Markers("{", _TAG)
-# An object without a tag before it is a call only if it has nothing that a call has not.
+# An object is a call only if it has no keys other than those of a call and these.
 _OTHER_KEYS = frozenset({"type", "id"})
 
 

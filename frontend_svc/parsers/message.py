@@ -1,4 +1,4 @@
-"""One assistant's message taken apart: reasoning first, tool calls in what remains. Knows no format."""
+"""Parser of one assistant message: separates the reasoning, then finds tool calls. Knows no format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frontend_svc.parsers.parser import (
 
 
 class MessageParser:
-    """Takes the text of one answer apart as it grows. None stands for a parser that is not wanted."""
+    """Parses the text of one message incrementally. None: that parser is not used."""
 
     __slots__ = ("_reasoning", "_tools")
 
@@ -24,17 +24,17 @@ class MessageParser:
 
     @property
     def num_calls(self) -> int:
-        """How many calls were told and are whole."""
+        """Number of complete calls."""
         return 0 if self._tools is None else self._tools.num_calls
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain with `text`, in order."""
+        """Add `text`; returns the pieces that became certain, in order."""
         if self._reasoning is None:
             return self._find_calls([ContentPiece(text)] if text else [])
         return self._find_calls(self._reasoning.feed(text))
 
     def finish(self) -> list[Piece]:
-        """What was held back, once it is known that no more text comes. To be called once."""
+        """The pieces held back, once no more text comes. Called once."""
         pieces = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
         return pieces if self._tools is None else pieces + self._tools.finish()
 
@@ -57,8 +57,8 @@ def open_message(
 ) -> MessageParser:
     """A parser for the message that follows `prompt`.
 
-    Without tool names in `rules` no calls are looked for, and their text is content. `forced_prefix` is what
-    was put at the end of the prompt to open a call, behind `reasoning.closing`: there is no reasoning then.
+    Without tool names in `rules` no calls are searched for, and their text is content. `forced_prefix` is
+    text appended to the prompt, after `reasoning.closing`, to open a call: there is no reasoning then.
     """
     finds_calls = tools is not None and bool(rules.tool_names)
     tool_parser = (

@@ -1,4 +1,4 @@
-"""Tool calls of Mistral's models: a JSON array behind a marker, or since 2025 a marker for each call."""
+"""Tool calls of Mistral's models: a JSON array after a marker, or since 2025 a marker before each call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _read_array(reader: Reader, calls: CallWriter) -> Waits[None]:
 
 
 def _read_named(reader: Reader, calls: CallWriter) -> Waits[bool]:
-    """Take `name[ARGS]{...}`; older ones have `[CALL_ID]` and an id before the arguments, some no marker."""
+    """Take `name[ARGS]{...}`; older models write `[CALL_ID]` and an id before `[ARGS]`, some no marker."""
     name = yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
     if not calls.name(name):
         return False

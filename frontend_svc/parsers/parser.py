@@ -1,4 +1,4 @@
-"""The pieces a model's text is taken apart into, and what a format says of itself. Knows no format."""
+"""The pieces of a parsed model output, and the protocols of parsers and formats. Knows no format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """A call, or more of its arguments: `id` and `name` come with its first piece and are empty afterwards.
+    """A call, or more of its arguments: `id` and `name` are set in its first piece and empty afterwards.
 
     The `arguments_json` of all pieces of one `index`, joined, are the arguments as the model wrote them.
     """
@@ -43,14 +43,15 @@ Piece: TypeAlias = ContentPiece | ReasoningPiece | ToolCallPiece
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which calls are taken, and how they are told.
+    """Which calls are accepted, and how they are emitted.
 
     A call of a name that is not in `tool_names` is text. Without `is_parallel` only the first call of a
-    message is told, and further ones are dropped. `new_id` makes the id of a call; None: the format's way.
+    message is emitted, and further ones are dropped. `new_id` creates the id of a call; None: the format's
+    own function.
 
-    With `streams_arguments` a call is told as soon as its arguments begin, so that one which turns out to
-    be malformed later cannot be taken back: what was told stays, and the rest is content. Without, a call is
-    told once it is whole, and a malformed one is content from its first character.
+    With `streams_arguments` a call is emitted as soon as its arguments begin. If it turns out to be malformed
+    later, the emitted part stays and the rest is content. Without it, a call is emitted once it is complete,
+    and a malformed one is content from its first character.
     """
 
     tool_names: frozenset[str]
@@ -60,84 +61,83 @@ class CallRules:
 
 
 class PieceParser(Protocol):
-    """Takes a text apart as it grows. The pieces do not depend on how the text was cut, once joined."""
+    """Parses text incrementally. The joined pieces do not depend on how the text was split.
 
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that became certain with `text`, in order."""
+    feed: adds text; returns the pieces that became certain, in order.
+    finish: returns the pieces held back, once no more text comes. Called once.
+    """
 
-    def finish(self) -> list[Piece]:
-        """What was held back, once it is known that no more text comes. To be called once."""
+    def feed(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]: ...
 
 
 class ToolParser(PieceParser, Protocol):
     """Finds the calls in a text; everything else is content."""
 
     @property
-    def num_calls(self) -> int:
-        """How many calls were told and are whole."""
+    def num_calls(self) -> int: ...  # complete calls so far
 
 
 class ReasoningParser(PieceParser, Protocol):
-    """Tells the reasoning in a text from the rest, which is content."""
+    """Separates the reasoning in a text from the rest, which is content."""
 
 
-class ToolParserFormat(Protocol):
-    """How one family of models writes tool calls."""
+class Format(Protocol):
+    """How one family of models marks parts of its text.
 
-    @property
-    def name(self) -> str:
-        """What the format is called in options."""
-
-    @property
-    def markers(self) -> frozenset[str]:
-        """Texts that may be special tokens, which the parser must see."""
+    name: its name in options.
+    markers: texts that may be special tokens and that the parser must see.
+    needs_special_tokens: whether text must be detokenized with the `markers` shown.
+    """
 
     @property
-    def needs_special_tokens(self) -> bool:
-        """Whether the text must be detokenized with the `markers` shown."""
+    def name(self) -> str: ...
 
     @property
-    def includes_reasoning(self) -> bool:
-        """Whether its parser tells the reasoning as well, so that no other comes before it."""
-
-    def forced_prefix(self, tool_name: str | None) -> str:
-        """What opens a call of this tool, or of any, where the prompt ends."""
-
-    def open(self, rules: CallRules, *, forced_prefix: str = "") -> ToolParser:
-        """A parser for one message. `forced_prefix` is what the prompt's end has already opened."""
-
-
-class ReasoningFormat(Protocol):
-    """How one family of models writes its reasoning."""
+    def markers(self) -> frozenset[str]: ...
 
     @property
-    def name(self) -> str:
-        """What the format is called in options."""
+    def needs_special_tokens(self) -> bool: ...
+
+
+class ToolParserFormat(Format, Protocol):
+    """The format in which one family of models writes tool calls.
+
+    includes_reasoning: whether its parser also finds the reasoning, so that no reasoning parser is used.
+    forced_prefix: text at the end of the prompt that opens a call of this tool, or of any tool.
+    open: a parser for one message; its `forced_prefix` is the one at the end of the prompt.
+    """
 
     @property
-    def markers(self) -> frozenset[str]:
-        """Texts that may be special tokens, which the parser must see."""
+    def includes_reasoning(self) -> bool: ...
+
+    def forced_prefix(self, tool_name: str | None) -> str: ...
+
+    def open(self, rules: CallRules, *, forced_prefix: str = "") -> ToolParser: ...
+
+
+class ReasoningFormat(Format, Protocol):
+    """The format in which one family of models writes its reasoning.
+
+    block: the texts that open and close a block of reasoning, for the thinking budget.
+    closing: text that ends the reasoning opened by `prompt`, to precede a forced call; may be empty.
+    open: a parser for the message that follows `prompt`; only the end of `prompt` matters.
+    """
 
     @property
-    def needs_special_tokens(self) -> bool:
-        """Whether the text must be detokenized with the `markers` shown."""
+    def block(self) -> tuple[str, str]: ...
 
-    @property
-    def block(self) -> tuple[str, str]:
-        """The texts that open and close a block of reasoning, for a budget of tokens within."""
+    def closing(self, prompt: str) -> str: ...
 
-    def closing(self, prompt: str) -> str:
-        """What ends the reasoning that `prompt` has opened, to stand before a forced call; empty: nothing."""
-
-    def open(self, prompt: str) -> ReasoningParser:
-        """A parser for the message that follows `prompt`, of which only the end is looked at."""
+    def open(self, prompt: str) -> ReasoningParser: ...
 
 
 def new_call_id() -> str:
-    """A random id as most clients expect it."""
+    """A random id in the form that most clients expect."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def new_short_call_id() -> str:
-    """A random id as the templates of Mistral's models demand it: nine letters and digits."""
+    """A random id in the form that the templates of Mistral's models require: nine letters and digits."""
     return "".join(secrets.choice(_MISTRAL_ID_LETTERS) for _ in range(9))

@@ -1,4 +1,4 @@
-"""Python calls with literal arguments, as names and JSON. Runs nothing, and knows no stream."""
+"""Converts Python calls with literal arguments to names and JSON. Runs no code, and knows no stream."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TypeAlias
 
 _Literal: TypeAlias = "str | int | float | bool | list[_Literal] | dict[str, _Literal] | None"
 
-# JSON's own words, which models mix in.
+# JSON literals, which models mix in.
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtv0123xNuU")
-# Longer whole numbers take time that grows with the square of their length.
+# Converting longer integers takes time that grows with the square of their length.
 _MAX_INT_BITS = 4096
 
 
 class _NotLiteral(ValueError):
-    """An expression that is no call with literal arguments."""
+    """An expression is no call with literal arguments."""
 
 
 def read_python_calls(source: str) -> list[tuple[str, str]]:
-    """The names and arguments of a list of calls; empty when `source` is anything else.
+    """The names and JSON arguments of a list of calls; empty if `source` is anything else.
 
     Arguments must be named, and be strings, numbers, None, True, False, or lists, tuples and dicts of these.
     """
@@ -37,7 +37,7 @@ def read_python_calls(source: str) -> list[tuple[str, str]]:
 
 
 def _keep_unknown_escape(found: re.Match[str]) -> str:
-    # Python keeps the backslash as well, but warns.
+    # Python would keep the backslash as well, but with a warning.
     return found.group() if found.group(1) in _KNOWN_ESCAPES else "\\" + found.group()
 
 
@@ -97,7 +97,7 @@ def _constant(value: object) -> _Literal:
 
 def _json(value: _Literal) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    # Half a surrogate pair can be written in Python's escapes, but is no text that can be sent.
+    # Python escapes can produce a lone surrogate, which cannot be encoded and thus not sent.
     return text if _is_text(text) else json.dumps(value)
 
 

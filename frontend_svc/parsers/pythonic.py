@@ -1,4 +1,4 @@
-"""Tool calls that are a Python list of calls with literal arguments, as Llama 3.2 and 4 write them."""
+"""Tool calls of Llama 3.2 and 4: a Python list of calls with literal arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 _OUTSIDE = Markers("[", _START)
 _NAME = re.compile(r"[\w.]*")
 _MAX_NAME_CHARS = 256
-# The tree of a text takes some hundred times its size.
+# The syntax tree of a text takes about a hundred times its size.
 _MAX_CHARS = 64 * 1024
 _MAX_DEPTH = 32
 _PLAIN = re.compile(r"[^\[\](){}'\"]*")
@@ -41,9 +41,9 @@ def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
 
 
 def _read_list(reader: Reader, calls: CallWriter) -> Waits[str | None]:
-    """Take `[name(...), ...]` up to the bracket that closes it; None as soon as it cannot be one.
+    """Take `[name(...), ...]` up to its closing bracket; None as soon as it cannot be a list of calls.
 
-    The name is looked at first, so that brackets in a text are held back for a word only.
+    The name is checked first, so that other text in brackets is held back only for one word.
     """
     if not (yield from read_one_of(reader, "[")):
         return None
@@ -57,7 +57,7 @@ def _read_list(reader: Reader, calls: CallWriter) -> Waits[str | None]:
 
 
 class _Source:
-    """What of a list was taken; no more than the limit."""
+    """The part of a list that was taken, up to the limit."""
 
     __slots__ = ("num_left", "parts")
 
@@ -79,7 +79,7 @@ class _Source:
 
 
 def _read_brackets(reader: Reader) -> Waits[str | None]:
-    """Take all up to the bracket that closes the list; None when brackets do not pair, or at a limit."""
+    """Take all up to the closing bracket of the list; None if brackets do not match, or at a limit."""
     source, expected = _Source(), ["]"]
     while expected:
         yield from source.take_run(reader, _PLAIN)
@@ -101,7 +101,7 @@ def _read_brackets(reader: Reader) -> Waits[str | None]:
 
 
 def _read_string(reader: Reader, source: _Source, quote: str) -> Waits[bool]:
-    """Take a string from its first quote to its last, of which there may be three."""
+    """Take a string from its opening to its closing quotes, of which there may be three each."""
     source.take_char(reader)
     num_closing = 1
     if (yield from reader.peek()) == quote:
@@ -115,7 +115,7 @@ def _read_string(reader: Reader, source: _Source, quote: str) -> Waits[bool]:
         if (yield from source.take_run(reader, _IN_STRING[quote])):
             num_quotes = 0
         char = yield from reader.peek()
-        # A backslash takes another character with it.
+        # A backslash is taken together with the character after it.
         if not char or source.num_left < 2:
             return False
         source.take_char(reader)

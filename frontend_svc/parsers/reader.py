@@ -1,7 +1,7 @@
-"""Text that grows in pieces, read by generators that wait where there is none yet. Knows no format.
+"""Reads text that arrives in pieces, by generators that suspend until there is more. Knows no format.
 
 A grammar is a generator that yields whenever it needs more text. Every function here takes the same
-characters however the text was cut, and looks at each of them a fixed number of times.
+characters regardless of how the text was split, and examines each of them a fixed number of times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPACE_RUN = re.compile(f"[{SPACE}]*")
 
 
 class Markers:
-    """Texts to look for. None may be part of another: which came first would depend on the cutting."""
+    """Texts to search for. None may contain another: which is found first would depend on the splitting."""
 
     __slots__ = ("_max_held", "_pattern", "_starts", "texts")
 
@@ -29,11 +29,10 @@ class Markers:
         self._starts = frozenset(text[:end] for text in texts for end in range(1, len(text)))
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first marker at or after `at`."""
         return self._pattern.search(text, at)
 
     def num_held(self, text: str, at: int) -> int:
-        """How many of the last characters may be the beginning of a marker."""
+        """Number of characters at the end of `text` that may be the beginning of a marker."""
         for num_chars in range(min(self._max_held, len(text) - at), 0, -1):
             if text[-num_chars:] in self._starts:
                 return num_chars
@@ -41,9 +40,9 @@ class Markers:
 
 
 class Reader:
-    """The unread text is `text[at:]`. What is taken can be recorded, to be given back word for word.
+    """The unread text is `text[at:]`. Taken text can be recorded, so that it can be emitted unchanged.
 
-    `prefix` is text that the prompt's end already holds: it is read like any other, and never recorded.
+    prefix: text at the end of the prompt; it is read like any other but never recorded.
     """
 
     __slots__ = ("_num_unrecorded", "_record", "at", "is_ended", "text")
@@ -56,21 +55,21 @@ class Reader:
         self._num_unrecorded = len(prefix)
 
     def push(self, text: str) -> None:
-        """Add text behind what is unread."""
+        """Append to the unread text."""
         self.text = self.text[self.at :] + text
         self.at = 0
 
     def push_back(self, text: str) -> None:
-        """Put text that was taken before what is unread."""
+        """Put taken text back before the unread text."""
         self.text = text + self.text[self.at :]
         self.at = 0
 
     def end(self) -> None:
-        """Say that no more text comes."""
+        """Signal that no more text comes."""
         self.is_ended = True
 
     def take(self, end: int) -> str:
-        """Read up to the index `end` of `text`."""
+        """Take the text up to index `end`."""
         taken = self.text[self.at : end]
         self.at += len(taken)
         num_unrecorded = min(self._num_unrecorded, len(taken))
@@ -80,17 +79,17 @@ class Reader:
         return taken
 
     def begin_record(self) -> None:
-        """Remember what is taken from here on, and nothing before."""
+        """Start a new record of the text taken from now on."""
         self._record = []
 
     def end_record(self) -> str:
-        """What was taken since the record began."""
+        """Stop recording; returns the text taken since the record began."""
         recorded = "".join(self._record or ())
         self._record = None
         return recorded
 
     def has_more(self) -> Waits[bool]:
-        """Wait for unread text; False when the text has ended."""
+        """Wait for unread text; False if the text has ended."""
         while self.at == len(self.text):
             if self.is_ended:
                 return False
@@ -98,12 +97,12 @@ class Reader:
         return True
 
     def peek(self) -> Waits[str]:
-        """The next character, not taken; empty when the text has ended."""
+        """The next character, not taken; empty if the text has ended."""
         return self.text[self.at] if (yield from self.has_more()) else ""
 
 
 def read_until(reader: Reader, markers: Markers, sink: Callable[[str], None]) -> Waits[str | None]:
-    """Give `sink` the text before the first marker; returns that marker, not taken, or None at the end."""
+    """Pass the text before the first marker to `sink`; returns that marker, not taken, or None at the end."""
     while True:
         found = markers.find(reader.text, reader.at)
         if found is not None:
@@ -119,7 +118,7 @@ def read_until(reader: Reader, markers: Markers, sink: Callable[[str], None]) ->
 
 
 def read_run(reader: Reader, run: re.Pattern[str], max_chars: int) -> Waits[str]:
-    """Take the characters that come next and match `run`, which matches any number of one class."""
+    """Take the next characters that match `run`, a pattern of any number of one character class."""
     parts: list[str] = []
     num_left = max_chars
     while num_left and (yield from reader.has_more()):
@@ -132,7 +131,7 @@ def read_run(reader: Reader, run: re.Pattern[str], max_chars: int) -> Waits[str]
 
 
 def skip_space(reader: Reader) -> Waits[None]:
-    """Take the white space that comes next."""
+    """Take white space."""
     while (yield from reader.has_more()):
         found = _SPACE_RUN.match(reader.text, reader.at)
         if found is None or not found.group():
@@ -141,21 +140,21 @@ def skip_space(reader: Reader) -> Waits[None]:
 
 
 def read_one_of(reader: Reader, texts: Iterable[str]) -> Waits[str]:
-    """Take the one of `texts` that comes next. Empty when none does; what fitted so far is taken then."""
-    fitting, num_read = list(texts), 0
+    """Take the one of `texts` that comes next. Empty if none does; a matching prefix is taken then."""
+    matching, num_read = list(texts), 0
     while True:
         char = yield from reader.peek()
-        fitting = [text for text in fitting if char and text[num_read] == char]
-        if not fitting:
+        matching = [text for text in matching if char and text[num_read] == char]
+        if not matching:
             return ""
         reader.take(reader.at + 1)
         num_read += 1
-        for text in fitting:
+        for text in matching:
             if len(text) == num_read:
                 return text
 
 
 def read_all(reader: Reader, sink: Callable[[str], None]) -> Waits[None]:
-    """Give `sink` all text until it ends."""
+    """Pass all text to `sink` until it ends."""
     while (yield from reader.has_more()):
         sink(reader.take(len(reader.text)))

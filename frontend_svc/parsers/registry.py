@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a chat template asks its model for."""
+"""The formats by name, and the detection of a model's format from its chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frontend_svc.parsers.parser import ReasoningFormat, ToolParserFormat
 from frontend_svc.parsers.pythonic import PYTHONIC
 from frontend_svc.parsers.think import MISTRAL_THINK, THINK
 
-# In options: no parser at all, and the one that fits the model's chat template.
+# Values of options: no parser, and the one that fits the model's chat template.
 NONE = "none"
 AUTO = "auto"
 
@@ -39,7 +39,7 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """Which parsers read the answers of a model. Raises ValueError for a name that no format has."""
+    """Names of the parsers for a model's output. Raises ValueError for an unknown name."""
 
     tool: str = AUTO
     reasoning: str = AUTO
@@ -51,7 +51,7 @@ class ParserNames:
             reasoning_parser(self.reasoning)
 
     def resolved(self, chat_template: str, vocabulary_has: Callable[[str], bool]) -> ParserNames:
-        """The same with the names that fit `chat_template` in place of "auto"."""
+        """A copy with "auto" replaced by the names that fit `chat_template`."""
         tool, reasoning = detect(chat_template, vocabulary_has)
         return ParserNames(
             (tool or NONE) if self.tool == AUTO else self.tool,
@@ -60,7 +60,7 @@ class ParserNames:
 
 
 def tool_parser(name: str) -> ToolParserFormat | None:
-    """The format of tool calls of this name; None for "none". Raises ValueError for an unknown name."""
+    """The tool call format with this name; None for "none". Raises ValueError for an unknown name."""
     if name == NONE:
         return None
     if name not in TOOL_PARSERS:
@@ -69,7 +69,7 @@ def tool_parser(name: str) -> ToolParserFormat | None:
 
 
 def reasoning_parser(name: str) -> ReasoningFormat | None:
-    """The format of reasoning of this name; None for "none". Raises ValueError for an unknown name."""
+    """The reasoning format with this name; None for "none". Raises ValueError for an unknown name."""
     if name == NONE:
         return None
     if name not in REASONING_PARSERS:
@@ -79,9 +79,9 @@ def reasoning_parser(name: str) -> ReasoningFormat | None:
 
 
 def detect(chat_template: str, vocabulary_has: Callable[[str], bool]) -> tuple[str | None, str | None]:
-    """The names of the tool parser and of the reasoning parser that fit a template; None where none is known.
+    """The names of the tool parser and the reasoning parser that fit a template; None if none is known.
 
-    `vocabulary_has` tells whether a text is one token, which the markers of some formats always are.
+    vocabulary_has: whether a text is a single token, which the markers of some formats always are.
     """
     return _detect_tools(chat_template, vocabulary_has), _detect_reasoning(chat_template, vocabulary_has)
 
@@ -90,7 +90,7 @@ def _detect_tools(template: str, vocabulary_has: Callable[[str], bool]) -> str |
     if "<|channel|>" in template and vocabulary_has("<|channel|>"):
         return GPT_OSS.name
     if "<｜tool▁calls▁begin｜>" in template:
-        # V3 and R1 put the arguments in a fence.
+        # V3 and R1 put the arguments into a code fence.
         return DEEPSEEK.name if "```json" in template else DEEPSEEK_V31.name
     if "[TOOL_CALLS]" in template and vocabulary_has("[TOOL_CALLS]"):
         return MISTRAL_ARGS.name if "[ARGS]" in template else MISTRAL.name

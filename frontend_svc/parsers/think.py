@@ -1,4 +1,4 @@
-"""Reasoning between tags at the beginning of a message: opened by the model, by the prompt, or not at all."""
+"""Reasoning between tags at the beginning of a message, opened by the model or by the prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_LINES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ThinkTags:
-    """Reasoning between `opening` and `closing_tag`: see `ReasoningFormat`.
+    """Reasoning between `opening` and `closing_tag`, see `ReasoningFormat`.
 
     Only tags at the beginning of the message count; later ones are text. Line breaks beside a tag belong to
     the format and are dropped. Reasoning that is never closed is reasoning to the end.
@@ -38,36 +38,31 @@ class ThinkTags:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that may be special tokens, which the parser must see."""
         return frozenset({self.opening, self.closing_tag})
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the text must be detokenized with the `markers` shown."""
         return True
 
     @property
     def block(self) -> tuple[str, str]:
-        """The tags."""
         return self.opening, self.closing_tag
 
     def closing(self, prompt: str) -> str:
-        """What ends the reasoning that `prompt` has opened, to stand before a forced call; empty: nothing."""
         return f"\n{self.closing_tag}\n\n" if self._is_opened_by(prompt) else ""
 
     def open(self, prompt: str) -> ReasoningParser:
-        """A parser for the message that follows `prompt`, of which only the end is looked at."""
         reader, pieces = Reader(), PieceWriter()
         return GrammarParser(reader, self._parse(reader, pieces, self._is_opened_by(prompt)), pieces)
 
     def _is_opened_by(self, prompt: str) -> bool:
-        # A tag further up is a word of the conversation, perhaps the user's.
+        # A tag further up is part of the conversation, perhaps written by the user.
         return prompt.rstrip(SPACE).endswith(self.opening)
 
     def _parse(self, reader: Reader, pieces: PieceWriter, is_opened: bool) -> Waits[None]:
         reader.begin_record()
         yield from skip_space(reader)
-        # Some models open it once more behind a prompt that has.
+        # Some models write the opening tag again after a prompt that ends with it.
         opening = yield from read_one_of(reader, (self.opening,))
         beginning = reader.end_record()
         if opening:
@@ -82,7 +77,7 @@ class ThinkTags:
 
     def _read_reasoning(self, reader: Reader, pieces: PieceWriter, beginning: str) -> Waits[None]:
         reasoning = _Reasoning(pieces)
-        # What was taken to look for a second opening tag may hold the beginning of the closing one.
+        # Text taken while looking for a second opening tag may contain the beginning of the closing one.
         reader.push_back(beginning)
         if not beginning:
             yield from read_run(reader, _LINES, _MAX_LINES)

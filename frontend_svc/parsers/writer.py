@@ -1,4 +1,4 @@
-"""Where grammars put what they find: pieces, joined as far as they can be. Knows no format."""
+"""Writers that collect what grammars find, as joined pieces. Knows no format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from frontend_svc.parsers.reader import SPACE, Reader
 
 @dataclass(slots=True)
 class _Run:
-    """Texts of one kind that follow each other, and so become one piece; `call` is the head of a call's."""
+    """Consecutive texts of one kind, which become one piece; `call` has the fields of a call's piece."""
 
     is_reasoning: bool
     call: ToolCallPiece | None
@@ -25,7 +25,7 @@ class _Run:
 
 
 class PieceWriter:
-    """The pieces since they were last taken."""
+    """Collects pieces until they are taken."""
 
     __slots__ = ("_runs",)
 
@@ -33,21 +33,18 @@ class PieceWriter:
         self._runs: list[_Run] = []
 
     def content(self, text: str) -> None:
-        """More text of the answer."""
         if text:
             self._run(is_reasoning=False).append(text)
 
     def reasoning(self, text: str) -> None:
-        """More text of the reasoning."""
         if text:
             self._run(is_reasoning=True).append(text)
 
     def open_call(self, index: int, call_id: str, name: str) -> None:
-        """A new call, without arguments so far."""
         self._runs.append(_Run(False, ToolCallPiece(index, call_id, name, "")))
 
     def arguments(self, index: int, text: str) -> None:
-        """More arguments of the call that was opened last."""
+        """Add arguments of the call that was opened last."""
         last = self._runs[-1] if self._runs else None
         if last is None or last.call is None or last.call.index != index:
             last = _Run(False, ToolCallPiece(index, "", "", ""))
@@ -55,7 +52,7 @@ class PieceWriter:
         last.parts.append(text)
 
     def take(self) -> list[Piece]:
-        """The pieces in order; afterwards there are none."""
+        """Remove and return the pieces, in order."""
         runs, self._runs = self._runs, []
         return [run.piece() for run in runs]
 
@@ -68,10 +65,10 @@ class PieceWriter:
 
 
 class CallWriter:
-    """Content and calls. A call is a candidate until `commit`; `abandon` makes content of its text.
+    """Writes content and calls. A call is a candidate until `commit`; `abandon` turns its text into content.
 
-    White space before a call, between calls and behind the last one belongs to the format and is dropped
-    where `trims_space` is true; elsewhere it is content like any other text.
+    If `trims_space`, white space before, between and after calls belongs to the format and is dropped;
+    otherwise it is content like any other text.
     """
 
     __slots__ = (
@@ -106,7 +103,7 @@ class CallWriter:
         self.pieces = PieceWriter()
 
     def content(self, text: str) -> None:
-        """Text that is no call; white space at its end waits for what follows."""
+        """Add text that is no call; trailing white space is held back until more text follows."""
         if not self._trims_space:
             self.pieces.content(text)
             return
@@ -119,15 +116,14 @@ class CallWriter:
             self._space.append(text[len(kept) :])
 
     def begin(self) -> None:
-        """A candidate begins with the next character that is taken."""
+        """Begin a candidate at the next character that is taken."""
         self._reader.begin_record()
 
     def knows(self, name: str) -> bool:
-        """Whether there is a tool of this name."""
         return name in self._rules.tool_names
 
     def name(self, name: str) -> bool:
-        """The candidate's name, once. False: a second one, or no such tool."""
+        """Set the candidate's name. False if it has one already, or there is no such tool."""
         if self._name is not None or not self.knows(name):
             return False
         self._name = name
@@ -136,7 +132,7 @@ class CallWriter:
         return True
 
     def arguments(self, text: str) -> None:
-        """More of the candidate's arguments, just taken from the reader."""
+        """Add to the candidate's arguments; `text` was just taken from the reader."""
         if self._is_open:
             self._emit(text)
             return
@@ -145,7 +141,7 @@ class CallWriter:
             self._open()
 
     def commit(self) -> None:
-        """The candidate is a whole call."""
+        """The candidate is a complete call."""
         if not self._is_open and not self._is_dropped():
             self._arguments = self._arguments or ["{}"]
             self._open()
@@ -156,21 +152,20 @@ class CallWriter:
         self._is_behind_call = True
 
     def abandon(self) -> None:
-        """The candidate is none: what of it was not told as a call yet is content, word for word."""
+        """The candidate is no call: the part not emitted yet becomes content, unchanged."""
         recorded = self._reader.end_record()
         self._reset()
         self.content(recorded)
 
     def drop_space(self) -> None:
-        """Forget the white space that was taken last: it stands beside a marker."""
+        """Drop the white space taken last: it is next to a marker."""
         self._space.clear()
 
     def drop_record(self) -> None:
-        """Forget what was taken since `begin`: it was a part of the format."""
+        """Drop what was taken since `begin`: it is part of the format."""
         self._reader.end_record()
 
     def finish(self) -> None:
-        """No more text comes."""
         if not self._is_behind_call:
             self.pieces.content("".join(self._space))
         self._space.clear()

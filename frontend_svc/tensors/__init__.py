@@ -1,1 +1,1 @@
-"""Tensors on their way to engines, as bytes that nobody here looks into."""
+"""Sends tensors of requests to engines, as opaque bytes."""

@@ -1,4 +1,4 @@
-"""How the tensors of requests get to one engine: in the ADD, by shared memory, or uploaded before it."""
+"""Sends the tensors of requests to one engine: inline in the ADD, by shared memory, or uploaded before it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES = 256 * 1024
 MAX_SHARED_BYTES = 256 * 1024 * 1024
 _SECRET_BYTES = 32
-# How long memory may stay that an engine has taken already.
+# Interval at which segments that the engine has taken are freed.
 _REAP_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
 class _Lent:
-    """A segment, and the requests that it was sent for and that have not ended."""
+    """A segment, and the handles of the requests in flight that refer to it."""
 
     segment: shared_memory.Segment
     handles: set[int]
 
 
 class TensorSender:
-    """Sends ADDs that have tensors, to one engine. Those without pass through.
+    """Sends ADDs with tensors to one engine. ADDs without tensors pass through.
 
-    `send` gets the ADDs as they are to go over the wire: at once, or when their tensors were uploaded. `fail`
-    gets the handle of a request whose tensor cannot be sent.
+    send: gets the final ADDs, at once or when their tensors have been uploaded.
+    fail: gets the handle of a request whose tensor cannot be sent, and the error.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class TensorSender:
         self._lent: list[_Lent] = []
         self._reaper: asyncio.TimerHandle | None = None
         self._uploads = Uploads()
-        # Each with the requests that wait for it and have not ended.
+        # Each upload task with the handles of the requests in flight that wait for it.
         self._uploading: dict[asyncio.Task[None], set[int]] = {}
 
     def greet(
         self, ack: session_pb2.HelloAck, session_id: str, is_resumed: bool
     ) -> engine_pb2.ConnectRequest | None:
-        """What to answer an engine that asks whether it shares this host; None where it does not."""
+        """Answer the engine's probe for a shared host; None if it is on another host or did not probe."""
         self._is_neighbour = self._is_neighbour and is_resumed
         if not ack.host_probe:
             return None
@@ -80,7 +80,7 @@ class TensorSender:
         tensors: Collection[WireTensor],
         stub: engine_pb2_grpc.EngineCoreServiceStub,
     ) -> None:
-        """Send requests together, with `tensors`, to which they refer by digest."""
+        """Send requests together with `tensors`, to which they refer by digest."""
         if not tensors:
             self._send(entries)
             return
@@ -101,11 +101,11 @@ class TensorSender:
         task.add_done_callback(self._uploading.pop)
 
     def go_on(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
-        """The session goes on over another connection, and so do the uploads that the end of the last cut."""
+        """The session has another connection: uploads that were cut off continue over it."""
         self._uploads.go_on(stub)
 
     def forget(self, handle: int) -> None:
-        """A request has ended: nobody takes its tensors any more."""
+        """A request has ended: its tensors are no longer needed."""
         for lent in self._lent:
             lent.handles.discard(handle)
         self._reap()
@@ -115,12 +115,12 @@ class TensorSender:
             handles.discard(handle)
 
     def stop(self) -> None:
-        """The engine is lost: give up what is on its way."""
+        """The engine is lost: cancel the uploads."""
         for task in self._uploading:
             task.cancel()
 
     def _put_in_entry(self, tensor: WireTensor, entries: Sequence[add_pb2.AddEntry]) -> bool:
-        """Put a tensor where the engine finds it; False where it has to be uploaded."""
+        """Put a tensor into the ADDs or into shared memory; False if it has to be uploaded."""
         mine = [entry for entry in entries if entry.prompt_embeds.blob.sha256 == tensor.digest]
         if len(tensor.data) <= INLINE_BYTES:
             for entry in mine:
@@ -145,7 +145,7 @@ class TensorSender:
         try:
             segment = shared_memory.create(name, data)
         except OSError as error:
-            # There is another way. Containers often have very little of this memory.
+            # The tensor is uploaded instead. Containers often have very little shared memory.
             logger.info(
                 "no shared memory for a tensor", extra={"reason": str(error), "size_bytes": len(data)}
             )
@@ -161,7 +161,7 @@ class TensorSender:
             self._reaper = asyncio.get_running_loop().call_later(_REAP_S, self._reap_again)
 
     def _reap(self) -> None:
-        """Free what the engine has taken, and what nobody will take."""
+        """Free segments that the engine has taken or that no request needs any more."""
         done = [lent for lent in self._lent if not lent.handles or lent.segment.is_taken]
         for lent in done:
             lent.segment.close()
@@ -181,9 +181,9 @@ class TensorSender:
 
 
 def _take(entries: Sequence[add_pb2.AddEntry], handles: set[int]) -> list[add_pb2.AddEntry]:
-    """Those of `entries` that are among `handles`, where nothing is left.
+    """Remove all `handles` and return the `entries` that were among them.
 
-    A request that is failed is forgotten at once, which would cancel the task that fails it.
+    Failing a request calls `forget`, which would cancel the running task if the handle were still there.
     """
     taken = [entry for entry in entries if entry.handle in handles]
     handles.clear()

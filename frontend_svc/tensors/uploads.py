@@ -1,4 +1,4 @@
-"""Uploads to one engine: a few at once, and again where that helps. Knows no request."""
+"""Uploads tensors to one engine, a few at once, with retries. Knows no request."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from service_kit.errors import (
 )
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
-# Half of what an engine takes at once: other frontends upload too.
+# Half of what an engine accepts at once: other frontends upload too.
 MAX_UPLOADS = 4
 MAX_TRIES = 10
 _CHUNK_BYTES = 1024 * 1024
 _DEADLINE_S = 30.0
 _MAX_DELAY_S = 5.0
-# A connection that is not replaced for so long is lost, and its engine with it.
+# If a connection is not replaced for this long, the engine is considered lost.
 RECONNECT_S = 2.0
-# For so long an upload that is tried again waits behind its header for what the engine says to that.
+# A retried upload waits this long after its header, in case the engine refuses it.
 _HEADER_PAUSE_S = 0.1
-# All that gRPC tells of a call which the engine answered while a chunk was being written.
+# gRPC's only message for a call that the engine answered while a chunk was being written.
 _ANSWER_LOST = "Internal error from Core"
 
 
 class Uploads:
-    """The way of tensors to one engine beside its stream, over whatever connection that has at the moment."""
+    """Uploads to one engine beside its stream, over the connection that the stream has at the moment."""
 
     def __init__(self, *, reconnect_s: float = RECONNECT_S) -> None:
         self._reconnect_s = reconnect_s
@@ -44,18 +44,18 @@ class Uploads:
         self._replaced = asyncio.Event()
 
     def use(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
-        """Upload over the connection of `stub` from here on."""
+        """Upload over the connection of `stub` from now on."""
         self._stub = stub
 
     def go_on(self, stub: engine_pb2_grpc.EngineCoreServiceStub) -> None:
-        """The connection was replaced by that of `stub`: what was cut is uploaded over this one."""
+        """The connection was replaced by that of `stub`: retry uploads that were cut off over it."""
         self._stub = stub
         self._num_replaced += 1
         self._replaced.set()
         self._replaced.clear()
 
     async def upload(self, tensor: WireTensor) -> None:
-        """Return when the engine has the bytes; raises the ServiceError with which it does not take them."""
+        """Return when the engine has the bytes; raises the ServiceError with which it refuses them."""
         num_tries = 0
         while True:
             num_replaced, num_tries = self._num_replaced, num_tries + 1
@@ -65,7 +65,7 @@ class Uploads:
                 return
             except DeadlineExceeded as error:
                 # The limit is ours or the engine's: a client may have no deadline at all.
-                raise Unavailable(f"a tensor did not get to its engine in time: {error.message}") from error
+                raise Unavailable(f"upload of a tensor timed out: {error.message}") from error
             except ServiceError as error:
                 if num_tries == MAX_TRIES or not await self._may_try_again(error, num_replaced):
                     raise
@@ -82,22 +82,22 @@ class Uploads:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # The call alone was cancelled, with its channel.
+            # Only the call was cancelled, with its channel.
             raise Unavailable("the connection was closed during an upload") from error
 
     async def _may_try_again(self, error: ServiceError, num_replaced: int) -> bool:
-        """Wait until another try may have another end; False where it will not."""
+        """Wait until a retry may succeed; returns False if it cannot."""
         if isinstance(error, Unavailable):
             return await self._is_replaced(num_replaced)
         if isinstance(error, ResourceExhausted) and error.retry_after_ms is not None:
             delay_s = min(error.retry_after_ms / 1000, _MAX_DELAY_S)
-            # Not together with all others that were refused.
+            # With jitter: not at the same time as all others that were refused.
             await asyncio.sleep(delay_s * random.uniform(1.0, 1.5))
             return True
         return isinstance(error, Internal) and error.message == _ANSWER_LOST
 
     async def _is_replaced(self, num_replaced: int) -> bool:
-        """Whether the connection is another than after `num_replaced` changes, now or within its time."""
+        """Wait up to the reconnect time for a newer connection than number `num_replaced`."""
         try:
             async with asyncio.timeout(self._reconnect_s):
                 while self._num_replaced == num_replaced:

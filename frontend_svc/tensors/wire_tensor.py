@@ -1,4 +1,4 @@
-"""A tensor of a request: what it is, and its bytes once, however many outputs and attempts it is sent for."""
+"""A tensor of a request, with its bytes held once for all outputs and attempts that it is sent for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ITEM_SIZES = {
 
 
 def num_bytes(dtype: tensor_pb2.DType, shape: Sequence[int]) -> int:
-    """The bytes of a tensor of a known type."""
+    """Size in bytes of a tensor of a known dtype."""
     return math.prod(shape) * ITEM_SIZES[dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WireTensor:
-    """`reference` names the bytes by their digest: an ADD keeps that until it is known where it goes."""
+    """`reference` refers to the bytes by their digest: ADDs contain it until their engine is known."""
 
     reference: tensor_pb2.Tensor
     data: bytes
@@ -41,6 +41,6 @@ class WireTensor:
 
     @classmethod
     def of(cls, dtype: tensor_pb2.DType, shape: Sequence[int], data: bytes) -> WireTensor:
-        """A tensor of these bytes. Takes a millisecond a megabyte or so, in any thread."""
+        """Hash the bytes, which takes about a millisecond per megabyte. Thread-safe."""
         blob = tensor_pb2.BlobReference(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
         return cls(tensor_pb2.Tensor(dtype=dtype, shape=shape, blob=blob), data)

@@ -1,1 +1,1 @@
-"""Between words and token ids: validating, tokenizing, detokenizing, stop strings."""
+"""From text to token ids and back: validation, tokenizing, chat templates, detokenizing, stop strings."""

@@ -1,4 +1,4 @@
-"""The text of one request's output, grown token by token. Knows no stop strings and no wire."""
+"""Incremental detokenizer for one request's output. Knows no stop strings and no wire."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_TOKENS = 4
-# A character has at most four bytes, so eight tokens without a whole one are not the start of a character.
+# A character has at most four bytes, so eight tokens without a complete one are not the start of a character.
 _MAX_HELD_TOKENS = 8
 # Enough tokens for the longest incomplete character and for the spacing rules of every decoder in use.
 _CONTEXT_TOKENS = 8
@@ -17,15 +17,15 @@ _MAX_WINDOW_TOKENS = 64
 
 
 class Detokenizer:
-    """Yields text as soon as it is certain; all of it together equals one decode of all ids.
+    """Emits text as soon as it is certain; all of it together equals one decode of all ids.
 
-    `DecodeStream` does the ordinary case. It has two gaps, both closed here by decoding a small window
-    instead until the text is whole again: it holds back everything while the newest text is not valid
-    UTF-8, at a cost that grows with the square of what it holds, and it raises when a decoder with byte
-    tokens revises text that is already out. What is still incomplete at the end comes from `flush`.
+    `DecodeStream` handles the ordinary case. It has two gaps, and both are handled by decoding a small window
+    until the text is complete again: it holds back everything while the newest text is not valid UTF-8, at a
+    cost that grows with the square of what it holds, and it raises when a decoder with byte tokens revises
+    text that was already emitted. Text that is still incomplete at the end is returned by `flush`.
 
-    Special tokens are left out with `skip_special_tokens`, except for `marker_ids`. Those of `joined_ids`
-    stand beside each other without the space that some decoders write between any two tokens.
+    Special tokens are left out with `skip_special_tokens`, except for `marker_ids`. Adjacent tokens of
+    `joined_ids` are joined without the space that some decoders write between any two tokens.
 
     The prompt's last tokens seed the stream, so that decoders which strip a leading space do so at the
     start of the prompt and not at the start of the output.
@@ -47,7 +47,7 @@ class Detokenizer:
         joined_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        # With markers the library leaves nothing out: which of the special tokens are shown is decided here.
+        # With markers the library skips nothing: this class decides which special tokens are shown.
         self._skip = skip_special_tokens and not marker_ids
         self._skipped_ids = special_ids - marker_ids if skip_special_tokens else frozenset()
         self._joined_ids = joined_ids
@@ -58,8 +58,8 @@ class Detokenizer:
         self._stream: DecodeStream | None = self._new_stream()
 
     def feed(self, token_id: int) -> str:
-        """Take the next token; returns the text that became certain, perhaps none."""
-        # Left out here and not by the stream, which would keep every one of them in its buffer.
+        """Add the next token; returns the text that became certain, which may be empty."""
+        # Skipped here and not by the stream, which would keep all of them in its buffer.
         if token_id in self._skipped_ids:
             return ""
         if not self._joined_ids:
@@ -74,7 +74,7 @@ class Detokenizer:
             return self._advance_window()
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # noqa: BLE001  The library has no class of its own for revised text.
+        except Exception:  # noqa: BLE001  The library has no exception class for revised text.
             return self._leave_stream()
         if text:
             self._context = self._held
@@ -85,7 +85,7 @@ class Detokenizer:
         return self._leave_stream()
 
     def flush(self) -> str:
-        """What remains at the end: incomplete bytes, as U+FFFD like a one-shot decode writes them."""
+        """The rest at the end: incomplete bytes, as U+FFFD like in a one-shot decode."""
         if not self._held:
             return ""
         if self._stream is not None:
@@ -104,7 +104,7 @@ class Detokenizer:
         window = self._context + self._held
         text = self._decode(window)
         is_whole = not text.endswith(_REPLACEMENT)
-        # Only the last mark can still turn into a character: a decoder writes one for an incomplete tail.
+        # Only the last U+FFFD can still become a character: a decoder writes one for an incomplete tail.
         num_certain = len(text) if is_whole else len(text) - 1
         emitted = text[self._num_emitted : num_certain]
         self._num_emitted = max(self._num_emitted, num_certain)
@@ -118,8 +118,8 @@ class Detokenizer:
 
     def _seed(self, prompt_token_ids: Sequence[int]) -> list[int]:
         seed = [i for i in prompt_token_ids[-_CONTEXT_TOKENS:] if i not in self._skipped_ids]
-        # A stream seeded with half a character would emit the seed's own text once the character is whole.
-        # The seed may also begin within one, and some decoders make marks of all that follows then.
+        # A stream seeded with a partial character would emit the seed's text once that is complete. The seed
+        # may also begin within a character, and some decoders then write U+FFFD for all that follows.
         for start in range(_MAX_CHARACTER_TOKENS):
             if not self._decode(seed[start:]).endswith(_REPLACEMENT):
                 return seed[start:]

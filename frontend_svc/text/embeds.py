@@ -1,6 +1,6 @@
-"""Prompts that are embeddings in some or all of their places: checked, and made part of an ADD.
+"""Prompts with embeddings at some or all positions: checks them and adds them to an ADD.
 
-Bytes are never looked into: whether they are numbers is for the engine to say.
+Never looks into the bytes: the engine checks whether they are finite numbers.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2
 
-# Stands where an embedding counts, which nobody looks at.
+# Placeholder id at positions with an embedding; it is never used.
 _NO_TOKEN = 0
 _DTYPES = {
     tensor_pb2.D_TYPE_FP32: "fp32",
     tensor_pb2.D_TYPE_FP16: "fp16",
     tensor_pb2.D_TYPE_BF16: "bf16",
 }
-# What takes about as long as changing to another thread and back.
+# Hashing this many bytes takes about as long as a switch to another thread and back.
 _QUICK_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingPositions:
-    """The embeddings of a prompt. `is_token` has a byte for each of its places, 0 where one counts."""
+    """The embeddings of a prompt. `is_token` has a byte per position: 0 if it has an embedding, else 1."""
 
     tensor: WireTensor
     is_token: bytes
 
     @property
     def num_leading_positions(self) -> int:
-        """Places up to the last embedding. What stands behind them has tokens, and so a text."""
+        """Number of positions up to the last embedding. All later ones have tokens, and so a text."""
         return self.is_token.rindex(0) + 1
 
     def fill(self, entry: add_pb2.AddEntry) -> None:
-        """Give the prompt of an ADD its embeddings, by reference."""
+        """Set the embeddings of an ADD's prompt, by reference."""
         entry.prompt_embeds.CopyFrom(self.tensor.reference)
         if any(self.is_token):
             entry.is_token = self.is_token
@@ -51,7 +51,7 @@ class EmbeddingPositions:
 
 
 def check_embeds(request: generate_pb2.GenerateRequest, model: ServedModel, violations: Violations) -> None:
-    """Note what is wrong with `request.embeds`. Raises Unimplemented where the model's engines take none."""
+    """Add violations of `request.embeds`. Raises Unimplemented if the model's engines take no embeddings."""
     if not model.takes_prompt_embeds:
         raise Unimplemented(
             f"not served: embeds (engines of model {model.name!r} run without --enable-prompt-embeds)",
@@ -63,7 +63,7 @@ def check_embeds(request: generate_pb2.GenerateRequest, model: ServedModel, viol
         return
     num_positions, is_token = embeds.embeds.shape[0], embeds.is_token
     for name, num in (("token_ids", len(embeds.token_ids)), ("is_token", len(is_token))):
-        rule = f"must be 0 or one for each of {num_positions} places"
+        rule = f"must be 0 or one for each of {num_positions} positions"
         violations.need(num in (0, num_positions), f"embeds.{name}", num, rule)
     violations.need(
         max(is_token, default=0) <= 1, "embeds.is_token", max(is_token, default=0), "must be 0 or 1"
@@ -76,7 +76,7 @@ def check_embeds(request: generate_pb2.GenerateRequest, model: ServedModel, viol
 
 
 def embedded_token_ids(embeds: generate_pb2.PromptEmbeds) -> list[int]:
-    """The id of each place of a checked prompt; one that means nothing where an embedding counts."""
+    """The token id of each position of a checked prompt; a placeholder at those with an embedding."""
     if not any(embeds.is_token):
         return [_NO_TOKEN] * embeds.embeds.shape[0]
     pairs = zip(embeds.token_ids, embeds.is_token, strict=True)
@@ -84,7 +84,7 @@ def embedded_token_ids(embeds: generate_pb2.PromptEmbeds) -> list[int]:
 
 
 async def embedding_positions(embeds: generate_pb2.PromptEmbeds) -> EmbeddingPositions | None:
-    """The embeddings of a checked prompt that count; None where every place has a token."""
+    """The embeddings of a checked prompt at positions without a token; None if there are none."""
     tensor = embeds.embeds
     num_positions, hidden_size = tensor.shape
     is_token = embeds.is_token or bytes(num_positions)
@@ -99,14 +99,14 @@ async def embedding_positions(embeds: generate_pb2.PromptEmbeds) -> EmbeddingPos
 
 
 def _check_tensor(tensor: tensor_pb2.Tensor, model: ServedModel, violations: Violations) -> bool:
-    """Whether type, shape and bytes are what the model takes, and belong together."""
+    """Whether dtype and shape fit the model, and the number of bytes fits them."""
     field, shape, num_before = "embeds.embeds", list(tensor.shape), violations.num_found
     known = ", ".join(_DTYPES.values())
     violations.need(tensor.dtype in _DTYPES, f"{field}.dtype", tensor.dtype, f"must be one of {known}")
-    rule = f"must be [places, {model.hidden_size}] with at least 1 place"
+    rule = f"must be [positions, {model.hidden_size}] with at least 1 position"
     is_shape = len(shape) == 2 and shape[0] >= 1 and shape[1] == model.hidden_size
     violations.need(is_shape, f"{field}.shape", shape, rule)
-    # References are between services: what a client names is not to be read for it.
+    # References are for services only: a client must not make the frontend read what it names.
     kind = tensor.WhichOneof("payload")
     violations.need(kind == "inline", f"{field}.payload", kind, "must be inline")
     if violations.num_found > num_before:
@@ -117,8 +117,8 @@ def _check_tensor(tensor: tensor_pb2.Tensor, model: ServedModel, violations: Vio
 
 
 def _check_options(request: generate_pb2.GenerateRequest, violations: Violations) -> None:
-    """Note options that need a token in every place."""
-    rule = "must be unset for a prompt that has places without a token"
+    """Add violations for options that need a token at every position."""
+    rule = "must be unset for a prompt that has positions without a token"
     if request.HasField("truncate_prompt_tokens"):
         violations.add("truncate_prompt_tokens", request.truncate_prompt_tokens, rule)
     if request.embeds.is_token and all(request.embeds.is_token):

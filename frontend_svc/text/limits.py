@@ -1,4 +1,4 @@
-"""What a request may ask for: the table of limits, and how breaches of it are gathered and told."""
+"""The limits of requests, and the collection of their violations into one error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from service_kit.errors import InvalidArgument
 
 _MAX_SHOWN_CHARS = 60
-# More than a status carries. A request of nothing but breaches has millions.
+# More than a status can carry. One request can have millions of violations.
 _MAX_FOUND = 64
 
 
@@ -16,8 +16,8 @@ _MAX_FOUND = 64
 class RequestLimits:
     """The limits that hold for every model. Ranges are inclusive.
 
-    A `max_logprobs` of -1 is the vocabulary of the model. `stream_interval` is a floor, not a limit: who asks
-    for deltas of fewer tokens gets these many.
+    max_logprobs: -1 is the vocabulary size.  stream_interval: a minimum, smaller requested values are raised
+    to it instead of refused.
     """
 
     max_n: int = 64
@@ -46,30 +46,27 @@ class RequestLimits:
 
 
 class Violations:
-    """Breaches of limits in one request, told together so that a client need not find them one by one.
-
-    The first 64 are kept.
-    """
+    """Violations of limits in one request, reported together. Only the first 64 are kept."""
 
     def __init__(self) -> None:
         self._found: list[tuple[str, str]] = []
 
     @property
     def num_found(self) -> int:
-        """Breaches so far, at most as many as are kept."""
+        """Violations kept so far."""
         return len(self._found)
 
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
-        """Note that `field`, or its entry at `index`, is `value`, and what it must be: `must be in 0..2`."""
+        """Record that `field`, or its entry at `index`, is `value`; `rule` is like `must be in 0..2`."""
         if len(self._found) < _MAX_FOUND:
             self._found.append((field, f"{_field_path(field, index)} is {_shown(value)}, {rule}"))
 
     def need_count(
         self, field: str, num: int, unit: str, least: int, most: int, *, index: int | None = None
     ) -> bool:
-        """Note a breach unless `field`, or its entry at `index`, has `least` to `most` of `unit`.
+        """Record a violation unless `field`, or its entry at `index`, has `least` to `most` of `unit`.
 
-        Returns whether it has: entries of which there are too many need not be looked at.
+        Returns whether it has: if there are too many entries, the caller need not check them.
         """
         is_fine = least <= num <= most
         if not is_fine and len(self._found) < _MAX_FOUND:
@@ -78,14 +75,14 @@ class Violations:
         return is_fine
 
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
-        """Note a breach unless `is_fine`."""
+        """Record a violation unless `is_fine`."""
         if not is_fine:
             self.add(field, value, rule, index=index)
 
     def raise_if_any(
         self, reason: str = "INVALID_REQUEST", metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Raise InvalidArgument that lists every breach, if there is one."""
+        """Raise InvalidArgument that lists all violations, if there are any."""
         if self._found:
             message = "; ".join(description for _, description in self._found)
             raise InvalidArgument(message, reason=reason, metadata=metadata, violations=self._found)

@@ -1,4 +1,4 @@
-"""A served model as the frontend knows it: tokenizer, defaults and limits, from the engine's files."""
+"""A served model as the frontend sees it: tokenizer, defaults and limits, from the engine's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
-# Sampling defaults some models come with that are not applied: who does not ask for them goes without.
+# Sampling defaults of some models that are not applied, with their neutral values.
 _UNAPPLIED_DEFAULTS: tuple[tuple[str, float], ...] = (
     ("typical_p", 1.0),
     ("epsilon_cutoff", 0.0),
@@ -21,7 +21,7 @@ _UNAPPLIED_DEFAULTS: tuple[tuple[str, float], ...] = (
     ("no_repeat_ngram_size", 0),
 )
 
-# The defaults that are applied, and which of their values an engine takes.
+# The defaults that are applied, and whether an engine accepts a value.
 _APPLIED_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0.0 <= value <= 2.0,
     "top_p": lambda value: 0.0 < value <= 1.0,
@@ -34,13 +34,13 @@ _APPLIED_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
 }
 
 _ALWAYS_TAKEN_CHARS = 1024 * 1024
-# Text has about four; long runs of one character in a vocabulary that has words for them have more.
+# Ordinary text has about four; long runs of one character have more if the vocabulary has tokens for them.
 _MAX_CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the model's authors chose for sampling, where the client chooses nothing. None: they did not."""
+    """The model's sampling defaults, for parameters the client leaves unset. None: the model has none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -54,7 +54,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model by its name. `text_key` is equal where prompts are tokenized alike."""
+    """One model by its name. Models with equal `text_key` tokenize prompts in the same way."""
 
     name: str
     text_key: str
@@ -67,18 +67,18 @@ class ServedModel:
     supported_tasks: tuple[str, ...] = ()
     class_labels: tuple[str, ...] = ()
     has_chat_template: bool = False
-    hidden_size: int = 0  # of the input embeddings; 0 where it is not known
+    hidden_size: int = 0  # of the input embeddings; 0: not known
     takes_prompt_embeds: bool = False
     parsers: ParserNames = field(default_factory=lambda: ParserNames(NONE, NONE))
 
     @property
     def max_text_chars(self) -> int:
-        """How much text is tokenized at all, which keeps a piece of work within a second or two."""
+        """Longest text that is tokenized, which keeps a task within a second or two."""
         return max(_ALWAYS_TAKEN_CHARS, _MAX_CHARS_PER_TOKEN * self.max_model_len)
 
 
 def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
-    """The sampling defaults of a generation_config.json; empty bytes are no file. Raises ValueError."""
+    """The sampling defaults of a generation_config.json; empty bytes: no file. Raises ValueError."""
     values = read_json_object(generation_config)
     for name, neutral in _UNAPPLIED_DEFAULTS:
         if _number(values, name) not in (None, neutral):
@@ -98,7 +98,7 @@ def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
 
 
 def read_eos_token_ids(generation_config: bytes, config: bytes) -> tuple[int, ...]:
-    """The end-of-sequence ids, the main one first: those for generation, else those of the model."""
+    """The end-of-sequence ids, the main one first: from the generation config, else the model config."""
     for content in (generation_config, config):
         value = read_json_object(content).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
@@ -109,7 +109,7 @@ def read_eos_token_ids(generation_config: bytes, config: bytes) -> tuple[int, ..
 
 
 def read_class_labels(config: bytes) -> tuple[str, ...]:
-    """The names of a classifier's classes in a config.json, in order; none unless all are named."""
+    """The names of a classifier's classes in a config.json, in order; empty unless all are named."""
     names = read_json_object(config).get("id2label")
     if not isinstance(names, dict):
         return ()
@@ -118,7 +118,7 @@ def read_class_labels(config: bytes) -> tuple[str, ...]:
 
 
 def read_json_object(content: bytes) -> Mapping[str, object]:
-    """The object of a JSON file; empty bytes are an empty one. Raises ValueError for anything else."""
+    """The object of a JSON file; empty for empty bytes. Raises ValueError for anything else."""
     if not content:
         return {}
     value = json.loads(content)
@@ -131,7 +131,7 @@ def _default(values: Mapping[str, object], name: str, is_fine: Callable[[float],
     value = _number(values, name)
     if value is None or is_fine(value):
         return value
-    # The authors' mistake must not make every request fail that leaves the choice to them.
+    # A wrong default must not make every request fail that leaves the parameter unset.
     _warn_unapplied(name, values)
     return None
 

@@ -1,4 +1,4 @@
-"""Pooling requests: what is asked, checked; prompts as token ids; results as numbers. Knows no engine."""
+"""Pooling requests: checks them, tokenizes their inputs and decodes their results. Knows no engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service_kit.errors import Internal, Unimplemented
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 
-# How engines name what they can do, see Ready.supported_tasks.
+# Names of the tasks in Ready.supported_tasks.
 TASK_NAMES = {
     sampling_pb2.POOLING_TASK_EMBED: "embed",
     sampling_pb2.POOLING_TASK_CLASSIFY: "classify",
@@ -23,24 +23,24 @@ TASK_NAMES = {
     sampling_pb2.POOLING_TASK_TOKEN_EMBED: "token_embed",
     sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY: "token_classify",
 }
-# Each of these needs every position of the prompt computed.
+# These need every position of the prompt computed.
 _PER_TOKEN = (sampling_pb2.POOLING_TASK_TOKEN_EMBED, sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY)
 _ITEM_BYTES = {
     tensor_pb2.D_TYPE_FP32: 4,
     tensor_pb2.D_TYPE_FP16: 2,
     tensor_pb2.D_TYPE_BF16: 2,
 }
-# Prompts of one request that are tokenized at once, so that it leaves room to others.
+# Prompts of one request that are tokenized concurrently; more would delay other requests.
 _TOKENIZED_AT_ONCE = 8
 
 
 def supports_pooling(model: ServedModel) -> bool:
-    """True when `model` can make anything but text."""
+    """Whether `model` supports any pooling task."""
     return not set(TASK_NAMES.values()).isdisjoint(model.supported_tasks)
 
 
 def refuse_unsupported(model: ServedModel, tasks: Sequence[sampling_pb2.PoolingTask]) -> None:
-    """Raise Unimplemented that names model, task and what it supports, unless it supports one of `tasks`."""
+    """Raise Unimplemented that names model, task and supported tasks, unless it supports one of `tasks`."""
     names = [TASK_NAMES[task] for task in tasks]
     if set(names).isdisjoint(model.supported_tasks):
         supported = ", ".join(model.supported_tasks) or "nothing"
@@ -53,7 +53,7 @@ def refuse_unsupported(model: ServedModel, tasks: Sequence[sampling_pb2.PoolingT
 
 
 def is_per_token(task: sampling_pb2.PoolingTask) -> bool:
-    """True when a result has an entry for each token of the prompt."""
+    """Whether a result has an entry for each token of the prompt."""
     return task in _PER_TOKEN
 
 
@@ -63,7 +63,7 @@ def check_pooling(
     limits: RequestLimits,
     violations: Violations,
 ) -> None:
-    """Note a task that is none of `tasks`, and dimensions out of range. An unset task is the first."""
+    """Add violations for a task that is none of `tasks`, and for dimensions out of range."""
     if pooling.task != sampling_pb2.POOLING_TASK_UNSPECIFIED:
         names = ", ".join(sampling_pb2.PoolingTask.Name(task) for task in tasks)
         violations.need(pooling.task in tasks, "pooling.task", pooling.task, f"must be one of {names}")
@@ -73,7 +73,7 @@ def check_pooling(
 
 
 def refuse_unserved_pooling(pooling: sampling_pb2.PoolingParams) -> None:
-    """Raise Unimplemented that names what is asked for and cannot be served."""
+    """Raise Unimplemented that names the unsupported parameter."""
     if pooling.late_interaction_key:
         field = "pooling.late_interaction_key"
         raise Unimplemented(
@@ -88,7 +88,7 @@ def check_inputs(
     limits: RequestLimits,
     violations: Violations,
 ) -> None:
-    """Note inputs that are missing, too many or empty, or have ids that the model does not have."""
+    """Add violations for inputs that are missing, too many or empty, or have ids outside the vocabulary."""
     violations.need_count(field, len(inputs), "entries", 1, limits.max_pooling_inputs)
     for index, entry in enumerate(inputs[: limits.max_pooling_inputs]):
         entry_field = f"{field}[{index}]"
@@ -112,7 +112,7 @@ async def tokenize_inputs(
     *,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """The ids of checked inputs, in order. Ids that were given stay as they are."""
+    """The token ids of checked inputs, in order. Inputs that are token ids are not changed."""
 
     async def ids_of(index: int, entry: embedding_pb2.PoolingInput) -> list[int]:
         if entry.WhichOneof("input") == "token_ids":
@@ -132,7 +132,7 @@ async def tokenize_inputs(
 
 
 def check_prompts(field: str, prompts: Sequence[Sequence[int]], model: ServedModel) -> None:
-    """Raise InvalidArgument that names every prompt without tokens or with more than the model takes."""
+    """Raise InvalidArgument that names every prompt without tokens or with too many for the model."""
     violations = Violations()
     for index, token_ids in enumerate(prompts):
         violations.need_count(field, len(token_ids), "tokens", 1, model.max_model_len, index=index)
@@ -146,7 +146,7 @@ def check_prompts(field: str, prompts: Sequence[Sequence[int]], model: ServedMod
 
 
 def check_result(tensor: tensor_pb2.Tensor, num_dimensions: int) -> None:
-    """Raise Internal unless `tensor` is whole, of floats, and has this many dimensions."""
+    """Raise Internal unless `tensor` is complete, of floats, and has `num_dimensions`."""
     item_bytes = _ITEM_BYTES.get(tensor.dtype, 0)
     is_whole = tensor.HasField("inline") and len(tensor.inline) == item_bytes * math.prod(tensor.shape)
     if not item_bytes or not is_whole or len(tensor.shape) != num_dimensions:
@@ -155,12 +155,12 @@ def check_result(tensor: tensor_pb2.Tensor, num_dimensions: int) -> None:
 
 
 def read_floats(tensor: tensor_pb2.Tensor) -> Sequence[float]:
-    """The numbers of a checked result, row by row."""
+    """The numbers of a checked result, in row-major order."""
     content = tensor.inline
     if tensor.dtype == tensor_pb2.D_TYPE_FP16:
         return struct.unpack(f"<{len(content) // 2}e", content)
     if tensor.dtype == tensor_pb2.D_TYPE_BF16:
-        # The upper half of the binary32 of the same value.
+        # bfloat16 is the upper half of the binary32 of the same value.
         wide = bytearray(2 * len(content))
         wide[2::4], wide[3::4] = content[::2], content[1::2]
         content = bytes(wide)

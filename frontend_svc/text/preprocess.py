@@ -1,15 +1,18 @@
-"""From a client's request to the ADDs of its sampling group: check, tokenize, complete. Knows no engine."""
+"""Turns a client's request into the ADDs of its sampling group: checks, tokenizes, completes it.
+
+Knows no engine.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from frontend_svc.parsers.registry import reasoning_parser
 from frontend_svc.tensors.wire_tensor import WireTensor
-from frontend_svc.text.bad_words import bad_word_sequences
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, too_long
@@ -25,15 +28,19 @@ from service_kit.errors import InvalidArgument, Unimplemented
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2
 
-# What both have in common: sampling, and where and how the request is to run.
+# Both have the same fields for sampling and placement.
 AnyRequest: TypeAlias = "generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest"
+_BAD_WORDS = "sampling.bad_words"
+_MAX_SEQUENCES = 1024
+_MAX_SEQUENCE_IDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What can be sent: an ADD for each of n outputs, without handles and trace; and the prompt's ids.
+    """A request ready to be sent: an ADD for each of n outputs, without handles and trace; the prompt's ids.
 
-    The ADDs refer to `tensors` by digest. The first `num_leading_positions` of the prompt are not all tokens.
+    The ADDs refer to `tensors` by digest. Not all of the first `num_leading_positions` of the prompt are
+    tokens.
     """
 
     entries: list[add_pb2.AddEntry]
@@ -43,9 +50,9 @@ class Prepared:
 
 
 def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> None:
-    """Raise InvalidArgument for all that is out of its range, then Unimplemented for what is not served.
+    """Raise InvalidArgument for values out of range, then Unimplemented for unsupported parameters.
 
-    Lengths that need the prompt's tokens are checked by `prepare`.
+    Lengths in tokens are checked by `prepare`.
     """
     violations = Violations()
     prompt.check(model, violations)
@@ -73,7 +80,7 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
 
 
 async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> Prepared:
-    """Tokenize a checked request and complete it. Raises InvalidArgument when it cannot fit the model."""
+    """Tokenize a checked request and complete it. Raises InvalidArgument if it cannot fit the model."""
     token_ids = await _tokenize(request, prompt, model)
     _check_length(prompt.field, len(token_ids), model.max_model_len)
     check_fit(
@@ -98,7 +105,7 @@ async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
 
 
 async def _reasoning_markers(model: ServedModel) -> add_pb2.ReasoningOptions:
-    """The tokens between which the model reasons. Raises Unimplemented where they are not known."""
+    """The tokens that begin and end the model's reasoning. Raises Unimplemented if they are not known."""
     reasoning = reasoning_parser(model.parsers.reasoning)
     if reasoning is None:
         raise Unimplemented(
@@ -111,6 +118,36 @@ async def _reasoning_markers(model: ServedModel) -> add_pb2.ReasoningOptions:
         start_token_ids=await model.tokenizer.encode(opening, add_special_tokens=False),
         end_token_ids=await model.tokenizer.encode(closing, add_special_tokens=False),
     )
+
+
+class WordTokenizer(Protocol):
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+async def bad_word_sequences(words: Sequence[str], tokenizer: WordTokenizer) -> list[list[int]]:
+    """Token sequences that the engine forbids: the last id may not follow the others. Without duplicates.
+
+    A word has two forms: at the start of a text, and with a preceding space, for which most vocabularies
+    have separate tokens. The second is left out if it ends with the first, which forbids it already. A
+    leading space in the client's word is ignored.
+
+    Raises InvalidArgument with a violation for each word that has no tokens or too many.
+    """
+    violations = Violations()
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        bare = word.lstrip()
+        plain = await tokenizer.encode(bare, add_special_tokens=False)
+        violations.need_count(_BAD_WORDS, len(plain), "tokens", 1, _MAX_SEQUENCE_IDS, index=index)
+        if not 1 <= len(plain) <= _MAX_SEQUENCE_IDS:
+            continue
+        spaced = await tokenizer.encode(f" {bare}", add_special_tokens=False)
+        found[tuple(plain)] = None
+        if spaced[-len(plain) :] != plain and 1 <= len(spaced) <= _MAX_SEQUENCE_IDS:
+            found[tuple(spaced)] = None
+    violations.need_count(_BAD_WORDS, len(found), "token sequences", 0, _MAX_SEQUENCES)
+    violations.raise_if_any()
+    return [list(sequence) for sequence in found]
 
 
 async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> list[int]:
@@ -150,7 +187,7 @@ def _entry(
             vocab_size=model.vocab_size,
             max_new_tokens=model.max_model_len - len(token_ids),
         ),
-        # Drawn where the client gave none, so that any engine can continue the request exactly.
+        # A random seed if the client gave none, so that any engine can continue the request exactly.
         request_seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -167,7 +204,7 @@ def _entry(
 
 
 def _group(entry: add_pb2.AddEntry, n: int) -> list[add_pb2.AddEntry]:
-    """The ADDs of `n` outputs of one prompt, each with noise of its own; the first tells of the prompt."""
+    """The ADDs of `n` outputs of one prompt, each with its own seed; the first reports prompt logprobs."""
     if n == 1:
         entry.request_id = secrets.token_hex(16)
         return [entry]
@@ -185,9 +222,9 @@ def _group(entry: add_pb2.AddEntry, n: int) -> list[add_pb2.AddEntry]:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of output `index` of a sampling group: the group's own for the first, else derived from it.
+    """The seed of output `index` of a sampling group: the group's seed for the first, else derived from it.
 
-    A hash and not a sum, so that the outputs of neighbouring seeds have nothing in common.
+    A hash and not a sum, so that groups with adjacent seeds share no output seed.
     """
     if index == 0:
         return seed

@@ -1,4 +1,4 @@
-"""How a request's prompt becomes token ids. Knows no engine and no sampling."""
+"""The prompt of a request and its token ids. Knows no engine and no sampling."""
 
 from __future__ import annotations
 
@@ -15,33 +15,30 @@ MAX_ORPHAN_GRACE_MS = 5000
 
 
 class Prompt(Protocol):
-    """What a request continues, by whatever service it came."""
+    """The prompt of a request of any service.
+
+    field: the name of its request field, for violations.
+    markers: special tokens that stay in the output's text even if special tokens are skipped.
+    check: adds violations for what can be checked cheaply.
+    tokenize: the token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early.
+    embedded: the embeddings at positions without a token, if there are any.
+    """
 
     @property
-    def field(self) -> str:
-        """The name of its field, for violations."""
-        ...
+    def field(self) -> str: ...
 
     @property
-    def markers(self) -> frozenset[str]:
-        """Special tokens that stay in the output's text although such tokens are left out of it."""
-        ...
+    def markers(self) -> frozenset[str]: ...
 
-    def check(self, model: ServedModel, violations: Violations) -> None:
-        """Note what is wrong with it before any work goes into it."""
-        ...
+    def check(self, model: ServedModel, violations: Violations) -> None: ...
 
-    async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """Its token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early."""
-        ...
+    async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]: ...
 
-    async def embedded(self) -> EmbeddingPositions | None:
-        """What stands where it has no tokens, if there are such places."""
-        ...
+    async def embedded(self) -> EmbeddingPositions | None: ...
 
 
 class RequestPrompt:
-    """The prompt of a GenerateRequest: a text, ids, or embeddings."""
+    """The prompt of a GenerateRequest: text, token ids, or embeddings."""
 
     markers: frozenset[str] = frozenset()
 
@@ -51,11 +48,11 @@ class RequestPrompt:
 
     @property
     def field(self) -> str:
-        """`prompt`, `token_ids` or `embeds`, whichever is set."""
+        """`prompt`, `token_ids` or `embeds`: the one that is set."""
         return self._kind or "input"
 
     def check(self, model: ServedModel, violations: Violations) -> None:
-        """Note an input that is missing or empty, or has ids that the model does not have."""
+        """Add violations for an input that is missing or empty, or has ids outside the vocabulary."""
         request = self._request
         grace_ms = request.orphan_grace_ms
         rule = f"must be in 0..{MAX_ORPHAN_GRACE_MS}"
@@ -73,7 +70,7 @@ class RequestPrompt:
             check_embeds(request, model, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """The ids. Raises Unimplemented for media, InvalidArgument for too long a text."""
+        """The token ids. Raises Unimplemented for media, InvalidArgument for text that is too long."""
         request = self._request
         if request.media:
             raise Unimplemented(
@@ -90,26 +87,26 @@ class RequestPrompt:
         return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
 
     async def embedded(self) -> EmbeddingPositions | None:
-        """The embeddings that count, of a checked prompt."""
+        """The embeddings of a checked prompt, without those at positions with a token."""
         return await embedding_positions(self._request.embeds) if self._kind == "embeds" else None
 
 
 def check_text(field: str, text: str, model: ServedModel) -> None:
-    """Raise InvalidArgument for text that takes too long to tokenize, whatever is done with its tokens."""
+    """Raise InvalidArgument for text that takes too long to tokenize."""
     violations = Violations()
     violations.need_count(field, len(text), "characters", 0, model.max_text_chars)
     violations.raise_if_any()
 
 
 def check_fits(field: str, text: str, model: ServedModel) -> None:
-    """Raise InvalidArgument for text that cannot fit the model whatever its tokens are."""
+    """Raise InvalidArgument for text that cannot fit the model, by a lower bound of its number of tokens."""
     at_least = model.tokenizer.min_num_tokens(text)
     if at_least >= model.max_model_len:
         raise too_long(field, f"at least {at_least}", at_least, model.max_model_len)
 
 
 def too_long(field: str, shown: str, num_tokens: int, limit: int) -> InvalidArgument:
-    """The error of a prompt that leaves no room for output."""
+    """The error for a prompt that leaves no room for output."""
     return InvalidArgument(
         f"{field} has {shown} tokens, the model takes {limit} with at least 1 of them for the output",
         field=field,

@@ -1,4 +1,4 @@
-"""Sampling parameters: checked, refused by name where they cannot be served, and completed for the engine."""
+"""Checks sampling parameters, refuses unsupported ones by name, and completes them for the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frontend_svc.text.model import GenerationDefaults
 from service_kit.errors import Unimplemented
 from triptych.common.v1 import sampling_pb2
 
-# Below the first a temperature is greedy; below the second dividing logits by it could overflow.
+# A temperature below the first is greedy; dividing logits by one below the second could overflow.
 _GREEDY_TEMPERATURE = 1e-5
 _MIN_TEMPERATURE = 0.01
 _NO_DEFAULTS = GenerationDefaults()
@@ -24,9 +24,9 @@ def check_sampling(
     violations: Violations,
     defaults: GenerationDefaults = _NO_DEFAULTS,
 ) -> None:
-    """Note every value outside of its range, whether it can be served or not.
+    """Add a violation for every value out of range, also for parameters that are not supported.
 
-    `defaults` are the model's, which tell whether a request without a temperature is greedy.
+    `defaults` are the model's: they decide whether a request without a temperature is greedy.
     """
     _check_numbers(sampling, limits, violations)
     _check_counts(sampling, limits, violations)
@@ -45,7 +45,7 @@ def check_sampling(
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, violations: Violations) -> None:
-    """Note the first id that the model does not have."""
+    """Add a violation for the first id that is not in the vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
         violations.add(
@@ -61,7 +61,7 @@ def check_fit(
     vocab_size: int,
     limits: RequestLimits,
 ) -> None:
-    """Raise InvalidArgument for every wish that is too large for a prompt of this length."""
+    """Raise InvalidArgument for parameters that are too large for a prompt of this length."""
     too_many = Violations()
     most = max_model_len - num_prompt_tokens
     rule = f"but {num_prompt_tokens} prompt tokens leave only {most} of {max_model_len}"
@@ -90,7 +90,7 @@ def check_fit(
 
 
 def refuse_unserved(sampling: sampling_pb2.SamplingParams) -> None:
-    """Raise Unimplemented that names what is asked for and cannot be served: it is never ignored."""
+    """Raise Unimplemented that names the unsupported parameters: they are never ignored."""
     if sampling.HasField("structured_output"):
         raise Unimplemented(
             "not served yet: sampling.structured_output",
@@ -106,10 +106,10 @@ def complete_sampling(
     vocab_size: int,
     max_new_tokens: int,
 ) -> sampling_pb2.SamplingParams:
-    """What the engine needs, nothing left unset: the client's values, else the model's, else the plain ones.
+    """All parameters the engine needs, none unset: the client's values, else the model's, else neutral ones.
 
-    `max_new_tokens` is what fits the model. What concerns text alone stays here; n and the words of bad_words
-    travel beside it, and the model's end-of-sequence ids are the engine's own, which ends at each of them.
+    `max_new_tokens` is what fits the model. Parameters that concern text alone are left out. n and bad_words
+    are sent in other fields of the ADD. The engine knows the model's end-of-sequence ids and stops at each.
     """
     complete = sampling_pb2.SamplingParams(
         max_tokens=_max_tokens(sampling, defaults, max_new_tokens),
@@ -134,7 +134,7 @@ def complete_sampling(
         complete.logprobs = min(sampling.logprobs, vocab_size)
     if sampling.HasField("prompt_logprobs"):
         complete.prompt_logprobs = min(sampling.prompt_logprobs, vocab_size)
-        # Nothing can be told of places that are not computed.
+        # There are no logprobs of positions that are not computed.
         if not sampling.HasField("skip_reading_prefix_cache"):
             complete.skip_reading_prefix_cache = True
     if has_thinking_budget(sampling):
@@ -147,12 +147,12 @@ def complete_sampling(
 
 
 def has_thinking_budget(sampling: sampling_pb2.SamplingParams) -> bool:
-    """Whether the reasoning is limited. Minus one is how some clients spell that it is not."""
+    """Whether the reasoning is limited. Some clients send -1 for no limit."""
     return sampling.HasField("thinking_token_budget") and sampling.thinking_token_budget != -1
 
 
 def stream_interval(sampling: sampling_pb2.SamplingParams, limits: RequestLimits) -> int:
-    """How many tokens are gathered for a delta: what the client asks, but no fewer than the service's own."""
+    """Tokens per delta: the client's value, but at least the service's own."""
     return max(limits.stream_interval, sampling.stream_interval)
 
 
@@ -163,7 +163,7 @@ def _complete_draw(
     vocab_size: int,
 ) -> None:
     temperature = _chosen(sampling, "temperature", sampling.temperature, defaults.temperature, 1.0)
-    # A greedy request has nothing to draw from, whatever else is asked or the model's default.
+    # A greedy request ignores the other parameters and defaults.
     if temperature < _GREEDY_TEMPERATURE:
         complete.temperature, complete.top_p, complete.top_k, complete.min_p = 0.0, 1.0, 0, 0.0
         return
@@ -171,7 +171,7 @@ def _complete_draw(
     complete.top_p = _chosen(sampling, "top_p", sampling.top_p, defaults.top_p, 1.0)
     complete.min_p = _chosen(sampling, "min_p", sampling.min_p, defaults.min_p, 0.0)
     top_k = int(_chosen(sampling, "top_k", sampling.top_k, defaults.top_k, 0))
-    # Zero is all tokens, as are minus one and anything that exceeds the vocabulary.
+    # 0 means all tokens, as do -1 and values above the vocabulary size.
     complete.top_k = top_k if 0 < top_k < vocab_size else 0
 
 
@@ -181,7 +181,7 @@ def _max_tokens(
     if sampling.HasField("max_tokens"):
         return sampling.max_tokens
     default = max_new_tokens if defaults.max_new_tokens is None else defaults.max_new_tokens
-    # Who asks for at least some tokens does not mean to be stopped before them by a default.
+    # The model's default must not end a request before its own min_tokens.
     return min(max_new_tokens, max(default, sampling.min_tokens))
 
 
@@ -280,7 +280,7 @@ def _check_repetition(
     longest = detection.max_pattern_size
     check("max_pattern_size", longest, 0, limits.max_pattern_size)
     check("min_pattern_size", detection.min_pattern_size, 0, max(0, min(longest, limits.max_pattern_size)))
-    # Without a longest pattern nothing is looked for, however often.
+    # Without max_pattern_size, detection is off and min_count has no effect.
     if longest:
         check("min_count", detection.min_count, 2, limits.max_pattern_count)
 
@@ -306,5 +306,5 @@ def _chosen(
 
 
 def _plain(value: float) -> float:
-    # A float of the wire has seven digits; more of them would show what nobody has typed.
+    # A proto float has seven significant digits; more would show digits the client did not send.
     return value if isinstance(value, int) else float(f"{value:.7g}")

@@ -1,4 +1,4 @@
-"""Stop strings: found in growing text, and never shown in part. Knows no tokens."""
+"""Stop strings: finds them in growing text and never emits a part of one. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find_stop(text: str, num_new_chars: int, stops: Sequence[str], *, include: b
     """The stop string that completes first within the last `num_new_chars` of `text`.
 
     Strings that complete at the same character are ranked by their order in `stops`. The kept text ends
-    before the stop string, or behind it with `include`.
+    before the stop string, or after it with `include`.
     """
     if num_new_chars <= 0:
         return None
@@ -34,9 +34,9 @@ def find_stop(text: str, num_new_chars: int, stops: Sequence[str], *, include: b
 
 
 class StopBuffer:
-    """Lets text through while it cannot be part of a stop string, and ends it at the first that completes.
+    """Passes on text that cannot be part of a stop string, and ends it at the first one that completes.
 
-    Without `include` the last `longest stop - 1` characters are held back, for they may be the beginning
+    Without `include` the last `longest stop - 1` characters are held back, as they may be the beginning
     of a stop string. With it nothing is held back, but as many characters are remembered.
     """
 
@@ -50,12 +50,12 @@ class StopBuffer:
         self._tail = ""
 
     def push(self, text: str, num_scanned_chars: int) -> tuple[str, str | None]:
-        """Add `text`, of whose end `num_scanned_chars` may complete a stop string.
+        """Add `text`. Only its last `num_scanned_chars` characters may complete a stop string.
 
-        Returns the text to show now, and the stop string that ended it. Nothing may be pushed after one.
+        Returns the text to emit now, and the stop string that ended it. Nothing may be pushed after that.
         """
         whole = self._tail + text
-        # Most text has no character that a stop string ends with, so that none can have completed.
+        # Most text has no character that a stop string ends with, so none can have completed.
         if not self._last_characters.isdisjoint(text):
             hit = find_stop(whole, num_scanned_chars, self._stops, include=self._include)
             if hit is not None:
@@ -70,6 +70,6 @@ class StopBuffer:
         return text if self._include else whole[:num_certain], None
 
     def flush(self) -> str:
-        """What was held back, once it is known that no more text comes."""
+        """The text held back, once no more text comes."""
         held, self._tail = "" if self._include else self._tail, ""
         return held

@@ -197,7 +197,7 @@ async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_en
         paused = await triptych("admin", address, "pause", "--mode", "keep")
         assert (paused.exit_code, paused.out) == (0, "done\n")
         shown = await triptych("admin", address, "status")
-        assert "standstill paused" in shown.out.splitlines()
+        assert "run_state paused" in shown.out.splitlines()
         options = (await triptych("admin", address, "config")).out.splitlines()
         assert "max_num_seqs 256 (default)" in options
         assert "port 0 (flag)" in options

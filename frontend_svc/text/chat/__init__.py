@@ -1,3 +1,3 @@
-"""Conversations to prompts: chat templates and what they expect.
-Must not know engines.
+"""Turns conversations into prompts: chat templates and the messages they expect.
+Must not import engines.
 """

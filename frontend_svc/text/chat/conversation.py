@@ -1,4 +1,7 @@
-"""Conversations of the public API, checked and as plain data for a chat template. Knows no template."""
+"""Checks conversations of the public API and converts them to plain data for a chat template.
+
+Knows no template.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from frontend_svc.text.limits import Violations
 from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2, tokenizer_pb2
 
-# The two requests that carry a conversation.
+# The two requests with a conversation.
 ConversationRequest: TypeAlias = "chat_message_pb2.ChatRequest | tokenizer_pb2.ApplyChatTemplateRequest"
 
 MAX_MESSAGES = 4096
@@ -19,7 +22,7 @@ MAX_TOOLS = 128
 MAX_PARTS = 16_384
 MAX_CALLS = 16_384
 MAX_CHARS = 4 * 1024 * 1024
-# JSON is read on the event loop, where a character of it may take 25 ns, that of tools and options twice.
+# JSON is parsed on the event loop, where a character may take 25 ns, twice that for tools and options.
 MAX_JSON_CHARS = 512 * 1024
 MAX_CALL_CHARS = 1024 * 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -35,9 +38,9 @@ _ROLES = {
 def check_conversation(
     request: ConversationRequest, violations: Violations, *, takes_templates: bool
 ) -> None:
-    """Note what is wrong with messages, tools and template options. Raises Unimplemented for media.
+    """Add violations for invalid messages, tools and template options. Raises Unimplemented for media.
 
-    `takes_templates`: whether a client may bring a template of its own.
+    takes_templates: whether a client may send its own template.
     """
     if not _has_sizes(request, violations):
         return
@@ -55,8 +58,25 @@ def check_conversation(
     _check_json_object("template_options.arguments_json", options.arguments_json, violations)
 
 
+def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violations) -> None:
+    """Add violations for a tool choice that the request's tools do not allow."""
+    choice = request.tool_choice
+    kind = choice.WhichOneof("choice")
+    if kind == "name":
+        names = ", ".join(tool.name for tool in request.tools) or "none is given"
+        is_known = any(tool.name == choice.name for tool in request.tools)
+        violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
+    if kind == "mode":
+        known = chat_message_pb2.ToolChoiceMode.values()
+        violations.need(choice.mode in known, "tool_choice.mode", choice.mode, "must be a ToolChoiceMode")
+        needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
+        violations.need(
+            not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
+        )
+
+
 def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[str, object]:
-    """What a chat template gets, as the templates of Hugging Face's models expect it."""
+    """The input of a chat template, as the templates of Hugging Face's models expect it."""
     options = request.template_options
     arguments: dict[str, object] = json.loads(options.arguments_json) if options.arguments_json else {}
     if options.HasField("enable_thinking"):
@@ -78,7 +98,7 @@ def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[
 
 
 def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
-    """Note what there is too much of; returns whether all else can be looked at."""
+    """Add violations for what is too large; returns whether all else can be checked."""
     messages, tools, options = request.messages, request.tools, request.template_options
     has_counts = violations.need_count("messages", len(messages), "messages", 1, MAX_MESSAGES)
     if not violations.need_count("tools", len(tools), "tools", 0, MAX_TOOLS) or not has_counts:
@@ -185,20 +205,3 @@ def _tool(tool: chat_message_pb2.Tool) -> dict[str, object]:
     schema = tool.parameters_json_schema
     function["parameters"] = json.loads(schema) if schema else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
-
-
-def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violations) -> None:
-    """Note a choice that the request's tools do not allow."""
-    choice = request.tool_choice
-    kind = choice.WhichOneof("choice")
-    if kind == "name":
-        names = ", ".join(tool.name for tool in request.tools) or "none is given"
-        is_known = any(tool.name == choice.name for tool in request.tools)
-        violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
-    if kind == "mode":
-        known = chat_message_pb2.ToolChoiceMode.values()
-        violations.need(choice.mode in known, "tool_choice.mode", choice.mode, "must be a ToolChoiceMode")
-        needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
-        violations.need(
-            not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
-        )

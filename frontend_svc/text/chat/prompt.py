@@ -14,8 +14,8 @@ from triptych.api.v1 import chat_message_pb2
 class ChatPrompt:
     """The prompt of a ChatRequest.
 
-    `suffix_of` gets the rendered text and returns what is put behind it, as what opens a call that the
-    client demands. `markers` are the special tokens that stay in the output's text for whoever parses it.
+    suffix_of: gets the rendered text and returns text to append, e.g. the opening of a forced tool call.
+    markers: special tokens that stay in the output's text, for the tool and reasoning parsers.
     """
 
     field = "messages"
@@ -37,12 +37,12 @@ class ChatPrompt:
         self.text = ""
 
     def check(self, model: ServedModel, violations: Violations) -> None:
-        """Note what is wrong with the conversation. Raises Unimplemented for media."""
+        """Add violations for an invalid conversation. Raises Unimplemented for media."""
         check_conversation(self._request, violations, takes_templates=self._takes_templates)
         check_tool_choice(self._request, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """The ids of the rendered text, which is in `text` afterwards. Raises InvalidArgument."""
+        """The token ids of the rendered text, which is stored in `text`. Raises InvalidArgument."""
         conversation = conversation_of(self._request, shows_tools=self._shows_tools)
         self.text, token_ids = await model.tokenizer.render_and_encode(
             conversation, max_chars=model.max_text_chars
@@ -55,5 +55,4 @@ class ChatPrompt:
         return await model.tokenizer.encode(self.text, add_special_tokens=False)
 
     async def embedded(self) -> EmbeddingPositions | None:
-        """None: all of a conversation is tokens."""
         return None

@@ -1,11 +1,11 @@
-"""Conversations to prompts by a model's Jinja template, in a sandbox, as Hugging Face's tokenizers do it.
+"""Renders conversations by a model's Jinja template, in a sandbox, as Hugging Face's tokenizers do.
 
 Runs in a text worker, which bounds its time and its memory. Knows no tokens and no processes.
 
-A model without a template gets a stated fallback. Where the vocabulary has `<|im_start|>` and `<|im_end|>`
-it is ChatML: `<|im_start|>role`, a line end, the content, `<|im_end|>`, a line end. Everywhere else it is the
-token that begins a text, if there is one, then one line `role: content` a message, and `assistant:` opens the
-answer. Neither can show tools: they are refused.
+A model without a template gets a fallback. If the vocabulary has `<|im_start|>` and `<|im_end|>`, it is
+ChatML: `<|im_start|>role`, a line break, the content, `<|im_end|>`, a line break. Otherwise it is the BOS
+token, if there is one, then a line `role: content` per message, and `assistant:` to open the answer. Neither
+supports tools: they are refused.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ PLAIN_FALLBACK = (
 )
 
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# What the conversation itself gives; an argument of such a name would change what was checked.
+# Set from the conversation; an argument of such a name would replace what was checked.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-# Stands behind the text to be continued. Its last space shows whether the template trims its messages.
+# Appended to the text to be continued. Its last space shows whether the template trims its messages.
 _OPEN_END = "OPEN-END-5b1c0e77 "
 _MAX_COMPILED = 8
-# Everything that a template's own code can raise.
+# Everything that a template's code can raise.
 _FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -76,7 +76,7 @@ class _Compiled:
 
 
 class ChatTemplate:
-    """The chat templates of one model by name, and the names of special tokens that they may use."""
+    """The chat templates of one model by name, and the special tokens that they may use by variable."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]) -> None:
         self._templates = dict(templates)
@@ -85,9 +85,9 @@ class ChatTemplate:
         self._compiled: dict[str, _Compiled] = {}
 
     def render(self, conversation: Mapping[str, object], *, max_chars: int) -> str:
-        """The prompt of `conversation`. Raises TextRefused, in words for the client.
+        """The prompt of `conversation`. Raises TextRefused with a message for the client.
 
-        `conversation` has `messages` and, as they apply, `tools`, `add_generation_prompt`,
+        `conversation` has `messages` and optionally `tools`, `add_generation_prompt`,
         `continue_final_message`, `chat_template` (in place of the model's own) and `arguments`, an object of
         further variables. It must be plain data, as read from JSON.
         """
@@ -132,10 +132,10 @@ class ChatTemplate:
 
 
 def read_templates(tokenizer_config: Mapping[str, object], chat_template: str) -> dict[str, str]:
-    """The templates of a model by name; empty when it has none.
+    """The templates of a model by name; empty if it has none.
 
-    `chat_template` is its file of that name, which counts before tokenizer_config.json. There it is one text,
-    the `default`, or a list of objects with `name` and `template`.
+    `chat_template` is the content of its template file, which takes precedence over tokenizer_config.json.
+    The latter has one text, the `default`, or a list of objects with `name` and `template`.
     """
     if chat_template:
         return {"default": chat_template}
@@ -153,7 +153,7 @@ def read_templates(tokenizer_config: Mapping[str, object], chat_template: str) -
 
 
 def read_special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    """The special tokens that a template may name: `bos_token`, `eos_token` and so on."""
+    """The special tokens that a template may use: `bos_token`, `eos_token` and so on."""
     named = {f"{name}_token": tokenizer_config.get(f"{name}_token") for name in _SPECIAL_TOKENS}
     extra = tokenizer_config.get("extra_special_tokens")
     found = {}
@@ -222,19 +222,19 @@ def _words(error: BaseException) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its body is rendered as it is."""
+    """`{% generation %}` marks the assistant's text for training; here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  The library declares it so.
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The body of the tag, in a scope of its own."""
+        """The body of the tag, in its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
 
 
 class _GuardedNamespace(Namespace):
-    """A `namespace` that keeps no names of Python's own, by which the sandbox could be left."""
+    """A `namespace` without names that begin with an underscore, by which code could leave the sandbox."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *given = args
@@ -275,7 +275,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # In place of Jinja's own, which escapes for HTML.
+    # Replaces Jinja's filter, which escapes for HTML.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

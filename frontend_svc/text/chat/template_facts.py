@@ -1,4 +1,4 @@
-"""What a chat template expects of its messages, read off its syntax tree. Renders nothing."""
+"""Determines from a chat template's syntax tree what it expects of its messages. Renders nothing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Match = Callable[[nodes.Node], bool]
 class TemplateFacts:
     """How a template reads messages.
 
-    `loops_over_content`: a message's content may be a list of parts. `checks_for_string`: it may be a string
-    as well, the template looks. `takes_argument_text`: it writes a tool call's arguments as they are, so they
-    must be JSON text; every other template gets an object, which it turns into JSON itself.
+    loops_over_content: a message's content may be a list of parts.
+    checks_for_string: the template checks whether the content is a string, so it may be one as well.
+    takes_argument_text: it writes a tool call's arguments unchanged, so they must be JSON text; every other
+    template gets an object, which it converts to JSON itself.
     """
 
     loops_over_content: bool
@@ -28,7 +29,7 @@ class TemplateFacts:
 
 
 def facts_of(template: nodes.Template) -> TemplateFacts:
-    """The facts of a parsed template. Names are followed through `set` and macros, whatever their scope."""
+    """The facts of a parsed template. Names are followed through `set` and macros, regardless of scope."""
     is_content = _reader_of("content", template)
     is_arguments = _reader_of("arguments", template)
     loops = [loop for loop in template.find_all(nodes.For) if is_content(_unwrapped(loop.iter))]
@@ -63,7 +64,7 @@ def _uses_object(use: nodes.Node, is_arguments: Match) -> bool:
 
 
 def _reader_of(key: str, template: nodes.Template) -> Match:
-    """Whether an expression is the value of `key` of something, or a name that was given it."""
+    """A function that tests whether an expression is the value of `key`, or a name assigned from one."""
     names: set[str] = set()
 
     def is_value(node: nodes.Node) -> bool:
@@ -77,7 +78,7 @@ def _reader_of(key: str, template: nodes.Template) -> Match:
 
     macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
     bindings = [*_assignments(template), *_passed_arguments(template, macros)]
-    # Each round adds a name or ends it.
+    # Repeated until no name is added.
     while added := {name for name, value in bindings if is_value(value)} - names:
         names |= added
     return is_value

@@ -1,4 +1,4 @@
-"""A conversation's messages in the shape that a chat template reads. Knows no Jinja."""
+"""Converts a conversation's messages to the form that a chat template expects. Knows no Jinja."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def shape_messages(messages: object, facts: TemplateFacts) -> list[dict[str, object]]:
-    """Copies of `messages` as the template with `facts` reads them. Raises TextRefused.
+    """Copies of `messages` in the form that the template with `facts` expects. Raises TextRefused.
 
-    What is None is left out. Content that is text alone becomes one string, its parts joined by a line end,
-    unless the template goes through parts. A tool call's arguments become an object or JSON text.
+    Members that are None are left out. Content of text parts becomes one string, joined by line breaks,
+    unless the template loops over parts. A tool call's arguments become an object or JSON text.
     """
     if not isinstance(messages, list) or not messages:
         raise TextRefused("the conversation has no message, it must have at least 1")
@@ -49,7 +49,7 @@ def _shaped_content(content: object, index: int, facts: TemplateFacts) -> object
         if not facts.loops_over_content:
             raise TextRefused(f"message {index} has more than text, which the chat template does not take")
         return content
-    # One part of text is the same as a text: a client's library decides which of them is sent.
+    # One text part is equivalent to a string: which of them is sent depends on the client's library.
     if len(texts) <= 1:
         return _shaped_content("".join(texts), index, facts)
     return content if facts.loops_over_content else "\n".join(texts)
@@ -83,7 +83,7 @@ def _with_shaped_arguments(
     if facts.takes_argument_text or not isinstance(arguments, str):
         return dict(function)
     try:
-        # Without arguments a call's text may be empty.
+        # The text of a call without arguments may be empty.
         return {**function, "arguments": json.loads(arguments or "{}")}
     except (ValueError, RecursionError) as error:
         raise TextRefused(f"the arguments of a tool call of message {index} are not JSON") from error

@@ -1,3 +1,3 @@
-"""Text to token ids and back, by the files of a model.
+"""Converts text to token ids and back, by the files of a model.
 Must not know requests.
 """

@@ -1,4 +1,4 @@
-"""Token ids as they travel between frontend and engine. Knows no message."""
+"""The wire format of token ids: little-endian u32. Knows no message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ID_BYTES = 4
 
 
 def id_column(token_ids: Sequence[int]) -> bytes:
-    """The ids as little-endian u32."""
+    """Pack ids as little-endian u32."""
     column = array("I", token_ids)
     if sys.byteorder == "big":
         column.byteswap()
@@ -18,7 +18,7 @@ def id_column(token_ids: Sequence[int]) -> bytes:
 
 
 def ids_of(column: bytes) -> list[int]:
-    """The ids of such a column, the inverse of `id_column`."""
+    """Inverse of `id_column`. Raises ValueError for a length that is no multiple of 4."""
     token_ids = array("I", column)
     if sys.byteorder == "big":
         token_ids.byteswap()

@@ -1,7 +1,7 @@
-"""Tokenizers that come as a tokenizer.model alone, made into a tokenizer.json. Knows no engine.
+"""Converts a tokenizer.model into a tokenizer.json, for models that have only the former. Knows no engine.
 
-The libraries that read such files are large, and none of them is imported here: a child process converts,
-once a file, and ends. It needs the extra `slow-tokenizers`.
+The libraries that read such files are large and not imported here: a child process converts one model and
+ends. It needs the extra `slow-tokenizers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from service_kit.process import process_environment, signal_child
 
 CONVERT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "launcher.convert_tokenizer")
-# The exit code of a converter without its libraries.
+# Exit code of a converter whose libraries are not installed.
 MISSING_EXTRA = 3
 
 _TIME_LIMIT_S = 120.0
@@ -27,16 +27,16 @@ _MAX_CONVERTED = 16
 
 
 class SlowTokenizerError(ValueError):
-    """A tokenizer.model cannot be converted, in words for the operator."""
+    """A tokenizer.model cannot be converted; has a message for the operator."""
 
 
 class SlowTokenizers:
-    """Converted tokenizers, and what cannot be converted, by the digest of what they were made of.
+    """Cache of converted tokenizers and of failed conversions, by the digest of the source files.
 
-    Engines are tried again and again, and a conversion takes seconds: only one that ran into its time limit
-    is done a second time.
+    Connecting to an engine is retried often, and a conversion takes seconds: only one that exceeded its time
+    limit is repeated.
 
-    `command` is what converts: it gets a folder with the files and leaves a tokenizer.json in it.
+    command: the converter; it gets a folder with the files and writes a tokenizer.json into it.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class SlowTokenizers:
         self._command = command
         self._time_limit_s = time_limit_s
         self._converted: dict[str, bytes | SlowTokenizerError] = {}
-        # One at a time: each conversion takes hundreds of megabytes.
+        # One at a time: each conversion needs hundreds of megabytes.
         self._lock = asyncio.Lock()
 
     async def convert(self, files: Mapping[str, bytes]) -> bytes:
-        """The tokenizer.json of `files`, by their names in a model's folder. Raises SlowTokenizerError."""
+        """The tokenizer.json of `files`, which are keyed by name. Raises SlowTokenizerError."""
         loop = asyncio.get_running_loop()
         key = await loop.run_in_executor(None, _digest, files)
         async with self._lock:
@@ -72,10 +72,10 @@ class SlowTokenizers:
             try:
                 return await loop.run_in_executor(None, (folder / "tokenizer.json").read_bytes)
             except OSError:
-                return SlowTokenizerError("tokenizer.model was not converted: nothing came out")
+                return SlowTokenizerError("tokenizer.model was not converted: no output file")
 
     async def _run(self, folder: Path) -> str | None:
-        """What is wrong with the files in `folder`; None when they were converted."""
+        """Convert the files in `folder`; returns an error message, or None."""
         process = await asyncio.create_subprocess_exec(
             *self._command,
             str(folder),
@@ -120,6 +120,6 @@ def _digest(files: Mapping[str, bytes]) -> str:
 def _environment() -> dict[str, str]:
     environment = process_environment()
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # Everything that is needed is in the folder.
+    # All needed files are in the folder.
     environment["HF_HUB_OFFLINE"] = "1"
     return environment

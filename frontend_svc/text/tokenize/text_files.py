@@ -1,4 +1,4 @@
-"""The files of a model that say how text becomes token ids. Knows no tokenizer library and no wire."""
+"""The files of a model that define how text becomes token ids. Knows no tokenizer library and no wire."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _MAX_SHOWN_DIGITS = 16
 
 
 class TextRefused(ValueError):
-    """A text or a conversation that a model's files do not take, in words for the client."""
+    """A text or conversation that cannot be processed with a model's files; has a message for the client."""
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """What a text worker needs to tokenize and to render for one model. Empty bytes: there is no such file.
+    """The files a text worker needs to tokenize and render for one model. Empty bytes: no such file.
 
     `tokenizer` is a tokenizer.json, `tokenizer_config` a tokenizer_config.json and `chat_template` a Jinja
-    template; the latter counts before the one in `tokenizer_config`.
+    template, which takes precedence over the one in `tokenizer_config`.
     """
 
     tokenizer: bytes
@@ -27,7 +27,7 @@ class TextFiles:
 
     @functools.cached_property
     def key(self) -> str:
-        """A digest over all of them: equal keys mean equal texts."""
+        """A digest over all files: equal keys mean equal files."""
         digest = hashlib.sha256()
         for content in self.parts:
             digest.update(len(content).to_bytes(8, "little"))
@@ -36,17 +36,17 @@ class TextFiles:
 
     @property
     def parts(self) -> tuple[bytes, bytes, bytes]:
-        """The contents in the order of the fields, as they travel to a worker."""
+        """The contents in the order of the fields, as they are sent to a worker."""
         return self.tokenizer, self.tokenizer_config, self.chat_template
 
     def by_name(self) -> list[tuple[str, bytes]]:
-        """The files there are, each under the name that it has in a model's folder."""
+        """The files that exist, with their names in a model's folder."""
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         return [(name, content) for name, content in zip(names, self.parts, strict=True) if content]
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
-        """The SHA-256 of each file by its name. Made once: a tokenizer has tens of MB."""
+        """The SHA-256 of each file by name. Cached: a tokenizer has tens of MB."""
         return {name: hashlib.sha256(content).hexdigest() for name, content in self.by_name()}
 
     def __repr__(self) -> str:

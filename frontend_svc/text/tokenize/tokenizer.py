@@ -1,4 +1,4 @@
-"""A model's tokenizer as requests use it. Knows no requests and no processes."""
+"""A model's tokenizer for the frontend. Knows no requests and no processes."""
 
 from __future__ import annotations
 
@@ -11,38 +11,15 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.tokenize.token_text import TokenTexts
 from frontend_svc.text.workers.workers import Encoded, TextWorkers
 
-
-class PairTemplate:
-    """How a tokenizer joins two texts into one prompt: what it puts before, between and behind them.
-
-    Learned from one pair, so that texts can be tokenized apart, each once, and given ids can be joined too.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        encoding = tokenizer.encode("a", "b", add_special_tokens=True)
-        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
-        num_seen = 0
-        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
-            if sequence is None:
-                parts[num_seen].append(token_id)
-            else:
-                num_seen = sequence + 1
-        self._before, self._between, self._behind = parts
-
-    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
-        """The prompt of two texts that were tokenized without special tokens."""
-        return [*self._before, *first, *self._between, *second, *self._behind]
-
-
-# Normalizers that never make text shorter by much, so that characters bound the number of tokens from below.
+# Normalizers that hardly shorten text, so that its length gives a lower bound of the number of tokens.
 _KEEPS_LENGTH = (None, "NFC", "NFD")
 
 
 class ModelTokenizer:
     """One model's tokenizer, read-only and shared by all requests.
 
-    What may take long is done by text workers, from `files`. `tokenizer` is the same one in this process: it
-    makes text of tokens one at a time, which takes a microsecond.
+    Long operations run in text workers, which load `files`. `tokenizer` is the same tokenizer in this
+    process: it decodes tokens one at a time, which takes a microsecond.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: TextWorkers, files: TextFiles) -> None:
@@ -59,26 +36,25 @@ class ModelTokenizer:
 
     @property
     def files(self) -> TextFiles:
-        """What it was made from."""
         return self._files
 
     def has_token(self, text: str) -> bool:
-        """Whether `text` is one token."""
+        """Whether `text` is a single token."""
         return self._tokenizer.token_to_id(text) is not None
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id that has text."""
+        """One more than the highest token id."""
         return self._vocab_size
 
     def min_num_tokens(self, text: str) -> int:
-        """A cheap lower bound of the number of tokens of `text`; 0 where none can be told."""
+        """A cheap lower bound of the number of tokens of `text`; 0 if none is known."""
         normalizer = self._tokenizer.normalizer
         name = None if normalizer is None else type(normalizer).__name__
         return -(-len(text) // self._max_token_chars) if name in _KEEPS_LENGTH else 0
 
     async def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
-        """The token ids of `text`. `field` is what a refusal names."""
+        """The token ids of `text`. Errors name `field`."""
         return await self._workers.encode(
             self._files, text, add_special_tokens=add_special_tokens, field=field
         )
@@ -86,7 +62,7 @@ class ModelTokenizer:
     async def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool, field: str = "text"
     ) -> Encoded:
-        """The tokens of `text` as the vocabulary spells them, and where they stand in it."""
+        """The tokens of `text` as spelled in the vocabulary, with their offsets in it."""
         return await self._workers.encode_with_offsets(
             self._files, text, add_special_tokens=add_special_tokens, field=field
         )
@@ -94,13 +70,13 @@ class ModelTokenizer:
     async def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, field: str = "token_ids"
     ) -> str:
-        """The text of `token_ids`, all at once."""
+        """The text of `token_ids`, decoded in one piece."""
         return await self._workers.decode(
             self._files, token_ids, skip_special_tokens=skip_special_tokens, field=field
         )
 
     async def render(self, conversation: Mapping[str, object], *, max_chars: int) -> str:
-        """The prompt of a conversation, as `ChatTemplate.render` describes it. Raises InvalidArgument."""
+        """The prompt of a conversation, see `ChatTemplate.render`. Raises InvalidArgument."""
         return await self._workers.render(self._files, conversation, max_chars=max_chars)
 
     async def render_and_encode(
@@ -117,7 +93,7 @@ class ModelTokenizer:
         spaces_between_special_tokens: bool = True,
         markers: frozenset[str] = frozenset(),
     ) -> Detokenizer:
-        """A detokenizer for output that continues `prompt_token_ids`, with the special tokens `markers`."""
+        """A detokenizer for output after `prompt_token_ids` that keeps the special tokens `markers`."""
         ids = {self._tokenizer.token_to_id(marker) for marker in markers}
         return Detokenizer(
             self._tokenizer,
@@ -127,3 +103,25 @@ class ModelTokenizer:
             marker_ids=self._special_ids & ids,
             joined_ids=frozenset() if spaces_between_special_tokens else self._special_ids,
         )
+
+
+class PairTemplate:
+    """How a tokenizer joins two texts into one prompt: the special tokens before, between and after them.
+
+    Derived from one pair, so that texts can be tokenized separately, each once, and token ids can be joined.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        encoding = tokenizer.encode("a", "b", add_special_tokens=True)
+        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+        num_seen = 0
+        for token_id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+            if sequence is None:
+                parts[num_seen].append(token_id)
+            else:
+                num_seen = sequence + 1
+        self._before, self._between, self._behind = parts
+
+    def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """Join two texts that were tokenized without special tokens."""
+        return [*self._before, *first, *self._between, *second, *self._behind]

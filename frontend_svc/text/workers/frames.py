@@ -1,80 +1,76 @@
 """Messages between a frontend and its text workers: a JSON header and raw bytes, both with their lengths.
 
-Never pickled: a worker that a tokenizer or a template took over can lie, but cannot make the frontend run
-anything. Knows no pipes.
+Never pickled: a worker compromised by a tokenizer or a template can send wrong data, but cannot make the
+frontend run code. Knows no pipes.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import sys
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from frontend_svc.text.tokenize.id_column import ids_of
+
 MAX_HEADER_BYTES = 1024 * 1024
-# Two files of the largest size that an engine may offer.
+# Two files of the largest size that an engine may send.
 MAX_BODY_BYTES = 512 * 1024 * 1024
 
 _PREFIX = struct.Struct("<II")
 
 
 class FrameError(ValueError):
-    """What came is not a frame."""
+    """Received data is not a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message."""
-
     header: Mapping[str, object]
     body: bytes
 
     def text(self, name: str) -> str:
-        """The header's text `name`. Raises FrameError."""
+        """The string `name` of the header. Raises FrameError."""
         value = self.header.get(name)
         if not isinstance(value, str):
-            raise FrameError(f"the header's {name} is no text")
+            raise FrameError(f"the header's {name} is not a string")
         return value
 
     def number(self, name: str) -> float:
-        """The header's number `name`. Raises FrameError."""
+        """The number `name` of the header. Raises FrameError."""
         value = self.header.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise FrameError(f"the header's {name} is no number")
+            raise FrameError(f"the header's {name} is not a number")
         return value
 
     def is_on(self, name: str) -> bool:
-        """Whether the header's `name` is true."""
         return self.header.get(name) is True
 
     def split(self, num_bytes: int) -> tuple[bytes, bytes]:
-        """The body's first `num_bytes` and the rest. Raises FrameError when it has fewer."""
+        """The body's first `num_bytes` and the rest. Raises FrameError if it has fewer."""
         if not 0 <= num_bytes <= len(self.body):
-            raise FrameError(f"the body has {len(self.body)} bytes, {num_bytes} of them were announced")
+            raise FrameError(f"the body has {len(self.body)} bytes, {num_bytes} were announced")
         return self.body[:num_bytes], self.body[num_bytes:]
 
 
 def pack_head(header: Mapping[str, object], num_body_bytes: int) -> bytes:
-    """What goes before a body of `num_body_bytes`. Raises FrameError for what a reader would refuse."""
+    """Lengths and header of a frame with a body of `num_body_bytes`. Raises FrameError above the limits."""
     content = json.dumps(header, separators=(",", ":")).encode()
     _check_sizes(len(content), num_body_bytes)
     return _PREFIX.pack(len(content), num_body_bytes) + content
 
 
 class FrameReader:
-    """Puts frames together from bytes as they arrive."""
+    """Assembles frames from bytes as they arrive."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes."""
         self._received += data
 
     def take(self) -> Frame | None:
-        """The next whole frame, or None. Raises FrameError for what can never become one."""
+        """The next complete frame, or None. Raises FrameError for invalid data."""
         if len(self._received) < _PREFIX.size:
             return None
         num_header, num_body = _PREFIX.unpack_from(self._received)
@@ -95,24 +91,12 @@ class FrameReader:
         return Frame(value, body)
 
 
-def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """`numbers` as little-endian u32."""
-    column = array("I", numbers)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
-
-
 def unpack_numbers(content: bytes) -> list[int]:
-    """The numbers of little-endian u32 bytes. Raises FrameError."""
-    column = array("I")
+    """The numbers of little-endian u32 bytes, which `id_column` packs. Raises FrameError."""
     try:
-        column.frombytes(content)
+        return ids_of(content)
     except ValueError as error:
         raise FrameError(f"{len(content)} bytes are not whole numbers") from error
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tolist()
 
 
 def _check_sizes(num_header: int, num_body: int) -> None:

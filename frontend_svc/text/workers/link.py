@@ -1,6 +1,6 @@
-"""One text worker's process seen from the event loop: started, written to, read from, killed.
+"""The process of one text worker and its pipes, on the event loop.
 
-Knows frames; not what they ask for, and nothing of queues.
+Knows frames, but neither their meaning nor queues.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "frontend_svc.text.workers.process")
 
-# What is handed to the event loop's own buffer at once: the rest waits until that has been read.
+# Bytes handed to the transport's buffer at once: the rest waits until the worker has read them.
 _CHUNK_BYTES = 64 * 1024
 _INPUT_FD = 0
-# Places in /proc/PID/stat, counted behind the name of the program.
+# Indexes of fields in /proc/PID/stat, counted after the program name.
 _USER_TIME, _SYSTEM_TIME = 11, 12
-# Streams of tokens that are already promised come before prompts that are new.
+# Token streams of running requests have priority over new prompts.
 _NICENESS = 5
-# Who is not root may change the priority of one session every 100 ms, whoever else has changed another.
+# Without root, the kernel allows one change of an autogroup's priority per 100 ms, system-wide.
 _NEXT_TRY_S = 0.15
 _MAX_TRIES = 100
 
 
 class WorkerLink(asyncio.SubprocessProtocol):
-    """The pipes of one worker process. All calls and all callbacks are on the event loop.
+    """The pipes of one worker process. All calls and callbacks run on the event loop.
 
-    `on_frame` is called for each answer, `on_end` once, when the process cannot answer any more.
+    on_frame: called for each answer.  on_end: called once, when the process can no longer answer.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class WorkerLink(asyncio.SubprocessProtocol):
 
     @property
     def process_id(self) -> int:
-        """The id of the process, 0 before it is started."""
+        """0 before the process is started."""
         return self._process.get_pid() if self._process is not None else 0
 
     def cpu_s(self) -> float:
-        """Seconds of a core that the process has used; infinite where the system does not tell."""
+        """CPU seconds that the process has used; infinite if the system does not report them."""
         try:
             with open(f"/proc/{self.process_id}/stat", encoding="ascii", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
@@ -81,30 +81,30 @@ class WorkerLink(asyncio.SubprocessProtocol):
         return (int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
 
     def send(self, header: Mapping[str, object], parts: Sequence[bytes]) -> None:
-        """Write a frame whose body is `parts`, as fast as the worker reads it. Raises FrameError."""
+        """Write a frame with `parts` as its body, as fast as the worker reads it. Raises FrameError."""
         head = pack_head(header, sum(len(part) for part in parts))
-        # Short frames go out in one piece.
+        # Short frames are written in one piece.
         if sum(len(part) for part in parts) <= _CHUNK_BYTES:
             head, parts = b"".join((head, *parts)), ()
         self._unsent += [memoryview(part) for part in (head, *parts) if part]
         self._pump()
 
     def kill(self) -> None:
-        """End the process at once, whatever it does. Nothing is called back but for its end."""
+        """Kill the process. After that only `on_end` is called."""
         if self._process is not None and self._process.get_returncode() is None:
             self._process.kill()
 
     def close(self) -> None:
-        """Let the process end by closing its pipe."""
+        """End the process by closing its pipe."""
         if self._input is not None:
             self._input.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the event loop: the process runs."""
-        # The transports of other event loops are no subclasses, though they do the same.
+        """Called by the event loop: the process was started."""
+        # The transports of other event loops have the same methods without being subclasses.
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._input = cast("asyncio.WriteTransport", self._process.get_pipe_transport(_INPUT_FD))
-        # Set from here and at once: starting Python and reading a tokenizer take longer than most work.
+        # Set at once and by the parent: starting Python and loading a tokenizer take longer than most tasks.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.process_id, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
         self._lower_session(_MAX_TRIES)
@@ -117,18 +117,18 @@ class WorkerLink(asyncio.SubprocessProtocol):
                 self._on_frame(self, frame)
         except FrameError as error:
             logger.error(
-                "text worker does not keep to its protocol",
+                "text worker violates its protocol",
                 extra={"process_id": self.process_id, "error": str(error)},
             )
             self.kill()
             self._end()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Called by the event loop: a pipe is closed. A worker without a pipe is of no use."""
+        """Called by the event loop: a pipe was closed, which makes the worker unusable."""
         self._end()
 
     def process_exited(self) -> None:
-        """Called by the event loop: the process is gone."""
+        """Called by the event loop: the process has exited."""
         self._end()
         if self._process is not None:
             self._process.close()
@@ -136,24 +136,24 @@ class WorkerLink(asyncio.SubprocessProtocol):
             self.exited.set_result(None)
 
     def pause_writing(self) -> None:
-        """Called by the event loop: its buffer is full."""
+        """Called by the event loop: the write buffer is full."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Called by the event loop: its buffer has room."""
+        """Called by the event loop: the write buffer has room."""
         self._is_paused = False
         self._pump()
 
     def _lower_session(self, num_tries: int) -> None:
-        # Linux may share its cores between sessions first, and a worker has one of its own: there its own
-        # priority says nothing against others.
+        # With autogroups, Linux shares CPU time between sessions first, and a worker is its own session: its
+        # nice value then has no effect on other sessions.
         try:
             Path(f"/proc/{self.process_id}/autogroup").write_text(str(_NICENESS))
         except BlockingIOError:
             if num_tries > 1 and not self._has_ended:
                 asyncio.get_running_loop().call_later(_NEXT_TRY_S, self._lower_session, num_tries - 1)
         except OSError:
-            # It has ended, or this system has no such thing.
+            # The process has ended, or this system has no autogroups.
             return
 
     def _pump(self) -> None:
@@ -175,8 +175,8 @@ class WorkerLink(asyncio.SubprocessProtocol):
 def _environment() -> dict[str, str]:
     environment = process_environment()
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # A worker is one thread: there is a worker for each core already.
+    # One thread per worker: there is one worker per core.
     environment["TOKENIZERS_PARALLELISM"] = "false"
-    # A text that a tokenizer panics over is one line in the log, not fifty.
+    # A panic of the tokenizer takes one line in the log, not fifty.
     environment["RUST_BACKTRACE"] = "0"
     return environment

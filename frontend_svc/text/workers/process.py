@@ -1,8 +1,8 @@
-"""A text worker's process: tokenizes and renders, one piece of work after the other, until its pipe ends.
+"""Main of a text worker's process: tokenizes and renders, one task after the other, until its pipe is closed.
 
 Started by `TextWorkers` as `python -m frontend_svc.text.workers.process`, with frames on its standard input
-and output. It may be killed at any time: by its frontend or, should that be gone, by its own alarm. Imports
-little, neither grpc nor anything of a service. Knows no requests.
+and output. It may be killed at any time: by its frontend or, if that is gone, by its own alarm. Imports
+little: neither grpc nor a service. Knows no requests.
 """
 
 from __future__ import annotations
@@ -18,17 +18,92 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextRefused
-from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, pack_numbers, unpack_numbers
+from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
 from service_kit.process import die_with_parent, set_title
+
+if TYPE_CHECKING:
+    from frontend_svc.text.chat.template import ChatTemplate
 
 _STATISTICS = Path("/proc/self/statm")
 _DATA_FIELD = 5
+_READ_BYTES = 1024 * 1024
+# The frontend kills first; this ends a worker whose frontend is gone.
+_ALARM_MARGIN_S = 1.0
+_RENDER_BYTES = 256 * 1024 * 1024
+# A character takes at most four bytes, and a few copies exist while text is assembled.
+_RENDER_BYTES_PER_CHAR = 16
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+class LoadedText:
+    """One model's files, parsed. The chat template is compiled at its first use."""
+
+    def __init__(self, tokenizer: bytes, tokenizer_config: bytes, chat_template: bytes) -> None:
+        with _reporting("tokenizer.json cannot be read"):
+            self._tokenizer = Tokenizer.from_str(tokenizer.decode())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = tokenizer_config
+        self._template_text = chat_template
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """The token ids of `text`, packed."""
+        with _reporting("the text cannot be tokenized"):
+            return id_column(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[dict[str, object], bytes]:
+        """Ids, start and end offsets, each packed, then all tokens as one text with a separator."""
+        with _reporting("the text cannot be tokenized"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
+        used = set().union(*encoding.tokens)
+        separator = next((chr(code) for code in _PRIVATE_USE if chr(code) not in used), None)
+        if separator is None:
+            raise TextRefused("the text has every character of the private use area")
+        numbers = id_column(encoding.ids) + id_column(starts) + id_column(ends)
+        header: dict[str, object] = {"num_tokens": len(encoding.ids), "separator": separator}
+        return header, numbers + separator.join(encoding.tokens).encode()
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        with _reporting("the tokens have no text"):
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render(self, conversation: bytes, *, max_chars: int) -> str:
+        """The prompt of a conversation given as JSON."""
+        with extra_memory(_RENDER_BYTES + _RENDER_BYTES_PER_CHAR * max_chars):
+            return self._read_template().render(_read_json(conversation), max_chars=max_chars)
+
+    def encode_prompt(self, prompt: str) -> bytes:
+        """The token ids of a rendered prompt, packed. It already has its special tokens from the template."""
+        return self.encode(prompt, add_special_tokens=False)
+
+    def _read_template(self) -> ChatTemplate:
+        if self._template is None:
+            # Imported at first use: a worker without chat requests needs no Jinja.
+            from frontend_svc.text.chat.template import (
+                CHATML_FALLBACK,
+                CHATML_TOKENS,
+                PLAIN_FALLBACK,
+                ChatTemplate,
+                read_special_tokens,
+                read_templates,
+            )
+
+            config = json.loads(self._config) if self._config else {}
+            templates = read_templates(config, self._template_text.decode())
+            if not templates:
+                has_chatml = all(self._tokenizer.token_to_id(token) is not None for token in CHATML_TOKENS)
+                templates = {"default": CHATML_FALLBACK if has_chatml else PLAIN_FALLBACK}
+            self._template = ChatTemplate(templates, read_special_tokens(config))
+        return self._template
 
 
 @contextlib.contextmanager
 def extra_memory(num_bytes: int) -> Iterator[None]:
-    """Let the process's data grow by `num_bytes` at most within the block; beyond, MemoryError is raised."""
+    """Within the block, the process's data may grow by `num_bytes`; beyond that, MemoryError is raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = _data_bytes() + num_bytes
     if soft != resource.RLIM_INFINITY:
@@ -50,85 +125,8 @@ def _data_bytes() -> int:
     return int(fields[_DATA_FIELD]) * resource.getpagesize()
 
 
-if TYPE_CHECKING:
-    from frontend_svc.text.chat.template import ChatTemplate
-
-_READ_BYTES = 1024 * 1024
-# The frontend kills first; this ends a worker whose frontend is gone.
-_ALARM_MARGIN_S = 1.0
-_RENDER_BYTES = 256 * 1024 * 1024
-# A character takes four bytes at most, and is held a few times while text is put together.
-_RENDER_BYTES_PER_CHAR = 16
-_PRIVATE_USE = range(0xE000, 0xF900)
-
-
-class LoadedText:
-    """One model's files, parsed. The chat template is compiled when it is first used."""
-
-    def __init__(self, tokenizer: bytes, tokenizer_config: bytes, chat_template: bytes) -> None:
-        with _reporting("tokenizer.json cannot be read"):
-            self._tokenizer = Tokenizer.from_str(tokenizer.decode())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._config = tokenizer_config
-        self._template_text = chat_template
-        self._template: ChatTemplate | None = None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """The token ids of `text`, packed."""
-        with _reporting("the text cannot be tokenized"):
-            return pack_numbers(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def encode_with_offsets(self, text: str, *, add_special_tokens: bool) -> tuple[dict[str, object], bytes]:
-        """Ids, first and last places, each packed, and all tokens as one text with a separator."""
-        with _reporting("the text cannot be tokenized"):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
-        used = set().union(*encoding.tokens)
-        separator = next((chr(code) for code in _PRIVATE_USE if chr(code) not in used), None)
-        if separator is None:
-            raise TextRefused("the text has every character of the private use area")
-        numbers = pack_numbers(encoding.ids) + pack_numbers(starts) + pack_numbers(ends)
-        header: dict[str, object] = {"num_tokens": len(encoding.ids), "separator": separator}
-        return header, numbers + separator.join(encoding.tokens).encode()
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of `token_ids`."""
-        with _reporting("the tokens have no text"):
-            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def render(self, conversation: bytes, *, max_chars: int) -> str:
-        """The prompt of a conversation given as JSON."""
-        with extra_memory(_RENDER_BYTES + _RENDER_BYTES_PER_CHAR * max_chars):
-            return self._read_template().render(_read_json(conversation), max_chars=max_chars)
-
-    def encode_prompt(self, prompt: str) -> bytes:
-        """The token ids of a rendered prompt, packed. A template writes its special tokens itself."""
-        return self.encode(prompt, add_special_tokens=False)
-
-    def _read_template(self) -> ChatTemplate:
-        if self._template is None:
-            # Who never chats does without Jinja.
-            from frontend_svc.text.chat.template import (
-                CHATML_FALLBACK,
-                CHATML_TOKENS,
-                PLAIN_FALLBACK,
-                ChatTemplate,
-                read_special_tokens,
-                read_templates,
-            )
-
-            config = json.loads(self._config) if self._config else {}
-            templates = read_templates(config, self._template_text.decode())
-            if not templates:
-                has_chatml = all(self._tokenizer.token_to_id(token) is not None for token in CHATML_TOKENS)
-                templates = {"default": CHATML_FALLBACK if has_chatml else PLAIN_FALLBACK}
-            self._template = ChatTemplate(templates, read_special_tokens(config))
-        return self._template
-
-
 def serve(input_fd: int, output_fd: int) -> None:
-    """Answer every frame of `input_fd` on `output_fd`, until it ends or nobody reads the answers."""
+    """Answer every frame of `input_fd` on `output_fd`, until one of them is closed."""
     reader = FrameReader()
     loaded: dict[str, LoadedText] = {}
     while (frame := _receive(reader, input_fd)) is not None:
@@ -138,7 +136,7 @@ def serve(input_fd: int, output_fd: int) -> None:
             header, body = _answer(frame, loaded)
         except TextRefused as error:
             header, body = {"refused": str(error)}, b""
-            # A panic, which is no Exception, leaves the library in a state that nobody knows.
+            # A panic, which is no Exception, leaves the library in an undefined state.
             is_sound = isinstance(error.__cause__, Exception | None)
         try:
             _send(output_fd, pack_head(header, len(body)))
@@ -192,7 +190,7 @@ def _read_json(content: bytes) -> dict[str, object]:
 def _reporting(what: str) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # The library raises bare Exceptions, and panics that are not even those.
+    except BaseException as error:  # The library raises Exception, and panics that are BaseException.
         raise TextRefused(f"{what}: {error}") from error
 
 
@@ -215,12 +213,12 @@ def _send(fd: int, content: bytes) -> None:
 def main() -> int:
     """Serve the frontend that started this process, until it closes the pipe. Returns the exit code."""
     set_title("text-worker")
-    # A busy worker would see only after its work that nobody waits for it any more.
+    # A busy worker would otherwise notice the end of its frontend only after the task.
     die_with_parent(os.getppid())
-    # Ctrl-C reaches the whole group; the frontend decides when its workers end.
+    # Ctrl-C is sent to the whole process group; the frontend decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output_fd = os.dup(1)
-    # What a library prints must not come between two frames.
+    # Output printed by a library must not get between frames.
     os.dup2(2, 1)
     serve(0, output_fd)
     return 0

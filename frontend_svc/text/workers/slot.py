@@ -1,6 +1,6 @@
-"""The place of one text worker: its process, what it does now, how long it may, and who comes after it.
+"""One slot of the worker pool: its process, the present task with its time limit, and restarts.
 
-Knows the processes of one place only, and no queue.
+Knows no queue and no other slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # A large vocabulary takes a second or two to parse, on a busy machine several times that.
 _READ_LIMIT_S = 60.0
-# A worker that got less of a core than this share was kept from its work, by streams that come before it.
+# A worker that got less than this share of a core was held up by processes of higher priority.
 _FAIR_SHARE = 0.25
 _MAX_LIMITS = 4
 _MAX_MODELS = 64
@@ -31,7 +31,7 @@ _MAX_FAILURES_IN_A_ROW = 3
 
 
 class SlotState(enum.Enum):
-    """What the process of a slot does."""
+    """State of a slot's process."""
 
     DOWN = "down"
     STARTING = "starting"
@@ -52,11 +52,13 @@ _TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 
 
 class WorkerSlot:
-    """Runs one piece of work at a time in a process that it starts, kills at a time limit, and replaces.
+    """Runs one task at a time in a process that it starts, kills at a time limit, and replaces.
 
-    The limit is for work: who was given less than a quarter of a core has it again, up to four times in all.
-    `on_free` is called when it could take work; `on_lost` with a piece whose worker died without an answer.
-    A replacement comes at once after a time limit, and ever later, up to 5 s, as processes die by themselves.
+    A task whose process got less than a quarter of a core gets the time limit again, up to four times in all.
+    After a time limit the process is replaced at once. If processes die by themselves, it is replaced with a
+    growing delay of up to 5 s.
+
+    on_free: called when the slot can take a task.  on_lost: called with a task whose worker died.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class WorkerSlot:
         self._links: set[WorkerLink] = set()
         self._work: Work | None = None
         self._reading: TextFiles | None = None
-        # In the order of their last use.
+        # Least recently used first.
         self._loaded: dict[str, None] = {}
         self._unreadable: set[str] = set()
         self._limit: asyncio.TimerHandle | None = None
@@ -88,42 +90,42 @@ class WorkerSlot:
 
     @property
     def process_id(self) -> int:
-        """The id of its process; 0 while there is none."""
+        """0 while there is no process."""
         return self._link.process_id if self._link is not None else 0
 
     @property
     def is_free(self) -> bool:
-        """Whether it can begin a piece of work."""
+        """Whether it can begin a task."""
         return self._state is SlotState.IDLE
 
     @property
     def is_busy_long(self) -> bool:
-        """Whether it will not be free soon."""
+        """Whether it loads files or runs a long task."""
         is_long = self._work is not None and self._work.is_long
         return self._state is SlotState.READING or (self._state is SlotState.WORKING and is_long)
 
     @property
     def is_failing(self) -> bool:
-        """Whether its processes die one after the other, and there is none now."""
+        """Whether several processes have died in a row, and none runs now."""
         is_down = self._state in (SlotState.DOWN, SlotState.STARTING)
         return is_down and self._num_failures >= _MAX_FAILURES_IN_A_ROW
 
     def has_read(self, files: TextFiles) -> bool:
-        """Whether its process can work with `files` at once."""
+        """Whether its process has loaded `files`."""
         return files.key in self._loaded
 
     def may_read(self, files: TextFiles) -> bool:
-        """Whether its process has yet to read `files`, and has not failed to."""
+        """Whether its process has neither loaded `files` nor failed to."""
         return files.key not in self._loaded and files.key not in self._unreadable
 
     def start(self) -> None:
-        """Start a process, unless there is one or its time has not come."""
+        """Start a process, unless there is one or a restart is scheduled."""
         if self._state is SlotState.DOWN and self._restart is None:
             self._move_to(SlotState.STARTING)
             self._starting = asyncio.get_running_loop().create_task(self._start())
 
     def begin(self, work: Work) -> None:
-        """Do `work`, whose answer is set when it is there. The slot must be free."""
+        """Start `work`. The slot must be free."""
         work.num_attempts += 1
         self._work = work
         if self.has_read(work.files):
@@ -133,14 +135,14 @@ class WorkerSlot:
             self._read(work.files)
 
     def read_ahead(self, models: Mapping[str, TextFiles]) -> None:
-        """Read the files of one of `models` that its process has not read yet, if there is one."""
+        """Load the files of one of `models` that its process has not loaded yet, if there is one."""
         for files in models.values():
             if self.may_read(files):
                 self._read(files)
                 return
 
     def close(self, error: ServiceError) -> None:
-        """End the process: an idle one by its pipe, a busy one by force, with its work failed."""
+        """End the process: close the pipe of an idle one, kill a busy one and fail its task."""
         is_idle = self._state is SlotState.IDLE
         self._move_to(SlotState.CLOSED)
         for timer in (self._limit, self._restart):
@@ -220,7 +222,7 @@ class WorkerSlot:
         elif self._state is SlotState.WORKING:
             self._settle(frame)
         elif self._state is not SlotState.CLOSED:
-            raise FrameError("an answer came to which there is no question")
+            raise FrameError("received an answer without a request")
 
     def _take_read(self, frame: Frame) -> None:
         files, self._reading = self._reading, None
@@ -269,7 +271,7 @@ class WorkerSlot:
         delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._num_failures, _MAX_DOUBLINGS))
         self._num_failures += 1
         logger.warning(
-            "text worker ended by itself",
+            "text worker died",
             extra={"process_id": link.process_id, "restart_in_s": delay_s, "in_a_row": self._num_failures},
         )
         self._restart = asyncio.get_running_loop().call_later(delay_s, self._start_again)
@@ -281,7 +283,7 @@ class WorkerSlot:
         self.start()
 
     def _leave(self) -> None:
-        """Have no process any more: what comes from the old one is not heard."""
+        """Detach from the process: its further answers are ignored."""
         if self._limit is not None:
             self._limit.cancel()
         self._link, self._work, self._reading = None, None, None

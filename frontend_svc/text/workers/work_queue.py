@@ -1,4 +1,4 @@
-"""Pieces of work that wait for a text worker: which is next. Knows no processes and no clock."""
+"""The queue of tasks for text workers. Knows no processes and no clock."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame
 from service_kit.errors import ServiceError
 
-# Tokenizing this much takes some 10 ms; who has less to tokenize does not wait for who has more.
+# Tokenizing this much takes about 10 ms. Shorter texts do not wait for longer ones.
 LONG_BYTES = 16 * 1024
-# After so many short pieces a long one is due, so that it is not passed over for ever.
+# After this many short tasks a long one is due, so that long ones are not starved.
 _MAX_SHORT_IN_A_ROW = 16
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One piece of work: what to send to a worker, and who waits for the answer."""
+    """One task: the request to a worker, and the future of its answer."""
 
     files: TextFiles
     header: Mapping[str, object]
@@ -32,17 +32,16 @@ class Work:
 
     @property
     def is_long(self) -> bool:
-        """Whether it keeps a worker busy for long."""
         return len(self.body) > LONG_BYTES
 
     def fail(self, error: ServiceError) -> None:
-        """Answer with `error`, unless nobody waits any more."""
+        """Answer with `error`, unless the answer is set or cancelled."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
 
 class WorkQueue:
-    """Two lines, one for short pieces and one for long ones, each in the order of arrival."""
+    """Two FIFO queues, one for short tasks and one for long ones."""
 
     def __init__(self, max_pieces: int, max_bytes: int) -> None:
         self._max_pieces = max_pieces
@@ -56,22 +55,22 @@ class WorkQueue:
         return len(self._short) + len(self._long)
 
     def has_room_for(self, work: Work) -> bool:
-        """Whether `work` fits. An empty queue takes a piece of any size."""
+        """Whether `work` fits. An empty queue takes a task of any size."""
         has_bytes = self._num_bytes + len(work.body) <= self._max_bytes or not len(self)
         return has_bytes and len(self) < self._max_pieces
 
     def add(self, work: Work, *, first: bool = False) -> None:
-        """Put `work` at the end of its line, or at its head when it was taken before."""
-        line = self._long if work.is_long else self._short
+        """Append `work` to its queue; with `first`, for a task that was taken before, put it at the head."""
+        queue = self._long if work.is_long else self._short
         self._num_bytes += len(work.body)
         work.is_queued = True
         if first:
-            line.appendleft(work)
+            queue.appendleft(work)
         else:
-            line.append(work)
+            queue.append(work)
 
     def take(self, *, may_be_long: bool) -> Work | None:
-        """The next piece; with `may_be_long` false only a short one."""
+        """Remove and return the next task; only a short one unless `may_be_long`."""
         is_long_due = not self._short or self._num_short_in_a_row >= _MAX_SHORT_IN_A_ROW
         takes_long = may_be_long and bool(self._long) and is_long_due
         if not takes_long and not self._short:
@@ -83,7 +82,7 @@ class WorkQueue:
         return work
 
     def remove(self, work: Work) -> None:
-        """Take `work` out, wherever it stands; nothing happens when it does not wait."""
+        """Remove `work` if it is queued."""
         if work.is_queued:
             (self._long if work.is_long else self._short).remove(work)
             self._num_bytes -= len(work.body)

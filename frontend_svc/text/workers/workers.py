@@ -1,7 +1,7 @@
-"""Tokenizing and rendering in processes that can be killed, off the event loop. Knows no requests.
+"""Tokenizes and renders chat templates in child processes, off the event loop. Knows no requests.
 
-Processes and not threads: what hangs in a tokenizer's regular expression or in a template's loop can be ended
-at its time limit, and costs one request's status and a new process, while the event loop never waits for it.
+Processes and not threads: a hang in a tokenizer's regular expression or in a template's loop can be killed at
+its time limit. It then costs one failed request and a new process, and never blocks the event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextFiles
-from frontend_svc.text.workers.frames import Frame, pack_numbers, unpack_numbers
+from frontend_svc.text.workers.frames import Frame, unpack_numbers
 from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
 from frontend_svc.text.workers.work_queue import Work, WorkQueue
@@ -26,7 +27,7 @@ _MAX_QUEUED = 2048
 _MAX_QUEUED_BYTES = 256 * 1024 * 1024
 _MAX_WAIT_S = 30.0
 _RETRY_AFTER_MS = 1000
-# Another worker may succeed where one was killed from outside; a second death is the work's own doing.
+# A worker may have been killed from outside, so a task is retried once; a second death is the task's fault.
 _MAX_ATTEMPTS = 2
 _MAX_MODELS = 64
 _MAX_RENDERED_CHARS = 1024 * 1024
@@ -35,7 +36,7 @@ _CLOSE_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of a text: ids, spellings, and where each starts and ends, in characters."""
+    """The tokens of a text: ids, spellings, and start and end offsets in characters."""
 
     ids: list[int]
     tokens: list[str]
@@ -44,14 +45,14 @@ class Encoded:
 
 
 class TextWorkers:
-    """Worker processes, started with the first piece of work, and the queue before them.
+    """A pool of worker processes, started with the first task, and their queue.
 
-    A worker does one piece at a time. At the end of `time_limit_s` it is killed and replaced, and the piece
-    is refused with InvalidArgument, reason TEXT_TIME_LIMIT: the same text would take as long again, and a
-    deadline or a missing resource would invite clients to retry. Work whose worker died for another reason
-    is done once more. Where there are two workers or more, one is kept for short pieces.
+    A worker runs one task at a time. After `time_limit_s` it is killed and replaced, and the task fails with
+    InvalidArgument, reason TEXT_TIME_LIMIT: the same text would take as long again, and DeadlineExceeded or
+    ResourceExhausted would invite clients to retry. A task whose worker died for another reason is retried
+    once. With two or more workers, one is reserved for short tasks.
 
-    `command` is what a worker runs; tests give another.
+    command: what a worker runs; tests replace it.
     """
 
     def __init__(
@@ -74,16 +75,15 @@ class TextWorkers:
 
     @property
     def process_ids(self) -> list[int]:
-        """The ids of the workers that run now."""
+        """Process ids of the running workers."""
         return [slot.process_id for slot in self._slots if slot.process_id]
 
     @property
     def num_queued(self) -> int:
-        """How many pieces of work wait for a worker."""
         return len(self._queue)
 
     async def load(self, files: TextFiles) -> str:
-        """Let a worker read `files` before the first request does; the others follow when they are idle.
+        """Load `files` in a worker ahead of the first request; the others load them when they are idle.
 
         Returns their key. Raises InvalidArgument for files that cannot be read.
         """
@@ -93,7 +93,7 @@ class TextWorkers:
     async def encode(
         self, files: TextFiles, text: str, *, add_special_tokens: bool, field: str = "prompt"
     ) -> list[int]:
-        """The token ids of `text`. `field` is what a refusal names."""
+        """The token ids of `text`. Errors name `field`."""
         header = {"verb": "encode", "add_special_tokens": add_special_tokens}
         frame = await self._run(files, header, _utf8(text, field), field)
         return unpack_numbers(frame.body)
@@ -101,7 +101,7 @@ class TextWorkers:
     async def encode_with_offsets(
         self, files: TextFiles, text: str, *, add_special_tokens: bool, field: str = "text"
     ) -> Encoded:
-        """The tokens of `text` as the vocabulary spells them, and where they stand in it."""
+        """The tokens of `text` as spelled in the vocabulary, with their offsets in it."""
         header = {"verb": "encode_with_offsets", "add_special_tokens": add_special_tokens}
         frame = await self._run(files, header, _utf8(text, field), field)
         num_tokens = int(frame.number("num_tokens"))
@@ -120,9 +120,9 @@ class TextWorkers:
         skip_special_tokens: bool,
         field: str = "token_ids",
     ) -> str:
-        """The text of `token_ids`, all at once."""
+        """The text of `token_ids`, decoded in one piece."""
         header = {"verb": "decode", "skip_special_tokens": skip_special_tokens}
-        frame = await self._run(files, header, pack_numbers(token_ids), field)
+        frame = await self._run(files, header, id_column(token_ids), field)
         return frame.body.decode()
 
     async def render(
@@ -133,10 +133,7 @@ class TextWorkers:
         max_chars: int = _MAX_RENDERED_CHARS,
         field: str = "messages",
     ) -> str:
-        """The prompt of a conversation as the model's chat template writes it.
-
-        `conversation` is what `ChatTemplate.render` describes. What the template raises is InvalidArgument.
-        """
+        """Render a conversation, see `ChatTemplate.render`. Errors of the template raise InvalidArgument."""
         header = {"verb": "render", "max_chars": max_chars}
         frame = await self._run(files, header, _json(conversation, field), field)
         return frame.body.decode()
@@ -149,14 +146,14 @@ class TextWorkers:
         max_chars: int = _MAX_RENDERED_CHARS,
         field: str = "messages",
     ) -> tuple[str, list[int]]:
-        """The prompt of a conversation and its token ids, in one piece of work."""
+        """The prompt of a conversation and its token ids, in one task."""
         header = {"verb": "render_and_encode", "max_chars": max_chars}
         frame = await self._run(files, header, _json(conversation, field), field)
         text, token_ids = frame.split(int(frame.number("num_text_bytes")))
         return text.decode(), unpack_numbers(token_ids)
 
     async def close(self) -> None:
-        """End all workers; what waits or runs fails with Unavailable."""
+        """End all workers; queued and running tasks fail with Unavailable."""
         self._is_closed = True
         while (work := self._queue.take(may_be_long=True)) is not None:
             work.fail(Unavailable("the frontend is stopping"))
@@ -176,7 +173,7 @@ class TextWorkers:
             )
         if not self._queue.has_room_for(work):
             raise ResourceExhausted(
-                f"{len(self._queue)} texts wait to be tokenized already, with the limit reached",
+                f"{len(self._queue)} texts are waiting to be tokenized, the limit is reached",
                 reason="TEXT_QUEUE_FULL",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
@@ -187,7 +184,7 @@ class TextWorkers:
         finally:
             if work.expiry is not None:
                 work.expiry.cancel()
-            # A client that left leaves no work behind; what a worker has begun is bounded by its time limit.
+            # The task of a cancelled request is removed; one that has begun is bounded by its time limit.
             self._queue.remove(work)
         if (refusal := frame.header.get("refused")) is not None:
             raise InvalidArgument(str(refusal), field=field, reason="TEXT_REFUSED")
@@ -199,7 +196,7 @@ class TextWorkers:
             self._models.pop(next(iter(self._models)))
 
     def _dispatch(self) -> None:
-        """Give what waits to whom is free."""
+        """Give queued tasks to free workers."""
         for slot in self._slots:
             if self._is_closed:
                 return
@@ -210,7 +207,7 @@ class TextWorkers:
             may_be_long = num_long < max(1, len(self._slots) - 1)
             work = self._queue.take(may_be_long=may_be_long)
             if work is not None and self._reads_first(slot, work):
-                # Somebody who has read the files will be free before they are read once more.
+                # A worker that has loaded the files will be free before this one has loaded them.
                 self._queue.add(work, first=True)
                 slot.read_ahead({work.files.key: work.files})
             elif work is not None:
@@ -228,7 +225,7 @@ class TextWorkers:
         return slot.may_read(work.files) and any(other.has_read(work.files) for other in self._slots)
 
     def _lost(self, work: Work) -> None:
-        """A worker died over `work`."""
+        """The worker died while it ran `work`."""
         if work.expiry is not None:
             work.expiry.cancel()
         if work.answer.done():
@@ -236,14 +233,14 @@ class TextWorkers:
         if work.num_attempts < _MAX_ATTEMPTS:
             self._enqueue(work, first=True)
             return
-        work.fail(Internal("two processes ended while they worked on this text", reason="TEXT_WORKER_DIED"))
+        work.fail(Internal("two processes died while processing this text", reason="TEXT_WORKER_DIED"))
 
     def _give_up_waiting(self, work: Work) -> None:
         if work.is_queued:
             self._queue.remove(work)
             work.fail(
                 ResourceExhausted(
-                    f"the text waited for a worker for the limit of {self._max_wait_s:g} s",
+                    f"the text waited for a worker longer than the limit of {self._max_wait_s:g} s",
                     reason="TEXT_QUEUE_FULL",
                     retry_after_ms=_RETRY_AFTER_MS,
                 )
@@ -251,7 +248,7 @@ class TextWorkers:
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -271,5 +268,5 @@ def _json(conversation: Mapping[str, object], field: str) -> bytes:
         return json.dumps(conversation).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(
-            f"{field} cannot be given to a chat template: {error}", field=field, reason="TEXT_REFUSED"
+            f"{field} cannot be passed to a chat template: {error}", field=field, reason="TEXT_REFUSED"
         ) from error

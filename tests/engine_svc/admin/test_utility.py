@@ -111,7 +111,7 @@ async def test_the_state_is_in_every_heartbeat():
         assert announce.engine_info(engine.rig.engine).state == session_pb2.ENGINE_STATE_PAUSED
         await engine.call(sleep={"level": 0, "mode": KEEP})
         await heartbeat_with(engine, session_pb2.ENGINE_STATE_ASLEEP)
-        assert announce.status(engine.rig.engine, 1)["standstill"] == "asleep"
+        assert announce.status(engine.rig.engine, 1)["run_state"] == "asleep"
         await engine.call(wake={})
         await engine.resume()
         await engine.frontend.until_ended(1)
@@ -260,7 +260,7 @@ async def test_an_operator_makes_four_calls_at_once_that_may_wait():
         await running(engine, 1, num_tokens=10)
         waits = [asyncio.create_task(engine.pause(WAIT)) for _ in range(4)]
         await engine.let_calls_begin()
-        with pytest.raises(ResourceExhausted, match="4 calls are under way, the limit is 4"):
+        with pytest.raises(ResourceExhausted, match="4 calls are in progress, the limit is 4"):
             await engine.pause(WAIT)
         # Others have room of their own: one of them would end the waits.
         assert not (await engine.call(is_paused={})).is_paused

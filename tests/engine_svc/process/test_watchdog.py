@@ -324,7 +324,7 @@ def test_a_hanging_call_is_not_reported_as_a_step():
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
-    assert notes.words[1].startswith("a call behind step 7 has been running for ")
+    assert notes.words[1].startswith("a call after step 7 has been running for ")
 
 
 def test_a_process_that_ends_in_order_is_left_to_it():

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
-from frontend_svc.text.bad_words import bad_word_sequences
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import GenerationDefaults
+from frontend_svc.text.preprocess import bad_word_sequences
 from frontend_svc.text.sampling import (
     check_fit,
     check_sampling,

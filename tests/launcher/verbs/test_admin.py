@@ -44,7 +44,7 @@ async def listening() -> AsyncIterator[Listener]:
     listener = Listener()
     facts: dict[str, str | int | float] = {
         "running": 3,
-        "standstill": "paused",
+        "run_state": "paused",
         "version": 1_795_312_479_662,
         "share": 0.25,
     }
@@ -92,7 +92,7 @@ async def test_status_and_options_are_lines() -> None:
         config = await triptych("admin", listener.address, "config")
     assert status.out.startswith("engine-7 (pid ")
     lines = set(status.out.splitlines())
-    assert {"running 3", "standstill paused", "version 1795312479662", "share 0.25"} <= lines
+    assert {"running 3", "run_state paused", "version 1795312479662", "share 0.25"} <= lines
     assert config.out == "revision unset (default)\n"
 
 

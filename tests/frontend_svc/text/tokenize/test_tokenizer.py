@@ -107,7 +107,7 @@ async def test_a_tokenizer_is_converted_once_however_many_ask(tmp_path):
     [
         ("misses its extra", 60.0, 1, r"pip install 'triptych\[slow-tokenizers\]'"),
         ("fails", 60.0, 1, "cannot be converted: line one\nno such model type"),
-        ("does nothing", 60.0, 1, "nothing came out"),
+        ("does nothing", 60.0, 1, "no output file"),
         ("hangs", 1.0, 2, "took longer than the limit of 1 s"),
     ],
 )

@@ -9,7 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from frontend_svc.text.workers.frames import FrameReader, pack_head, pack_numbers
+from frontend_svc.text.tokenize.id_column import id_column
+from frontend_svc.text.workers.frames import FrameReader, pack_head
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
                 if num_done < num_deaths:
                     diary.write_text("x" * (num_done + 1))
                     os.abort()
-                body = pack_numbers([num_done])
+                body = id_column([num_done])
             os.write(1, pack_head({}, len(body)) + body)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import (
     MAX_BODY_BYTES,
@@ -25,7 +26,6 @@ from frontend_svc.text.workers.frames import (
     FrameError,
     FrameReader,
     pack_head,
-    pack_numbers,
     unpack_numbers,
 )
 from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
@@ -432,7 +432,7 @@ def test_a_field_of_the_wrong_kind_is_refused(read):
 
 
 def test_numbers_are_little_endian_and_four_bytes():
-    assert pack_numbers([1, 2**32 - 1]) == b"\x01\0\0\0\xff\xff\xff\xff"
+    assert id_column([1, 2**32 - 1]) == b"\x01\0\0\0\xff\xff\xff\xff"
     assert unpack_numbers(b"\x01\0\0\0\xff\xff\xff\xff") == [1, 2**32 - 1]
     with pytest.raises(FrameError):
         unpack_numbers(b"\0\0\0")
