@@ -36,7 +36,9 @@ class FunctionCall(NamedTuple):
 Note = Callable[[Sequence[nn.Module], FunctionCall], None]
 # Computes the result of a call.
 Compute = Callable[[FunctionCall], Any]
+
 _Key = tuple[torch.Size, torch.dtype]
+
 # Elementwise functions whose vectorized result may differ from that for single elements.
 _UNEVEN = frozenset(
     {
