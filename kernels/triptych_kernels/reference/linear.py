@@ -9,7 +9,7 @@ from torch import Tensor
 from triptych_kernels.gated_linear import GatedLinear
 from triptych_kernels.reference.activation import silu_and_mul
 
-# The layout is chosen for this many rows; it serves any number.
+# The layout is chosen for this number of rows; it serves any number.
 _EXPECTED_ROWS = 32
 
 
@@ -48,9 +48,9 @@ def pack_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
 ) -> _PlainLinear | _PackedLinear:
-    """See ops.PackLinear. int8 is not served here."""
+    """See ops.PackLinear. int8 is not supported here."""
     if quantization:
-        raise ValueError(f"quantization {quantization!r} needs native kernels, which are not at hand")
+        raise ValueError(f"quantization {quantization!r} needs native kernels, which are not available")
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
         return _PackedLinear(weight, bias, out_dtype)
     return _PlainLinear(weight, bias, out_dtype)
@@ -63,7 +63,7 @@ def pack_gated_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
 ) -> GatedLinear:
-    """silu_and_mul of what pack_linear makes of gates over ups: [T, F] of a weight [2 F, K]."""
+    """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
     return GatedLinear(
         pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization), silu_and_mul
     )

@@ -170,7 +170,7 @@ def test_a_foreign_error_becomes_a_refusal_with_the_models_name(llama):
 
 def test_a_model_that_does_not_say_how_long_sequences_may_be_is_refused(llama):
     llama.config.max_position_embeddings = 0
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM does not say how long"):
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM does not state its maximum"):
         warmed_up(llama)
 
 
