@@ -66,5 +66,5 @@ def end_with_parent(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent ended before the kernel was asked.
+        # The parent ended before prctl was called.
         os._exit(_EXIT_ALONE)

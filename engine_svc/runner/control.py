@@ -96,7 +96,7 @@ class RunnerControl:
 
         No step may be in flight, no request may hold blocks, and cached prefixes must be forgotten.
         """
-        self._ask("sleep", level=level)
+        self._call_all("sleep", level=level)
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         """Bring back the parts that the tags name; the KV cache comes back empty.
@@ -104,7 +104,7 @@ class RunnerControl:
         Refused if any rank failed. The others may be awake then, and the next wake changes nothing for them.
         """
         # Parts come back as they were, so ranks still hold one model if only some are awake.
-        self._ask_each("wake", tags=[tag.value for tag in tags])
+        self._call_each("wake", tags=[tag.value for tag in tags])
 
     def reload_weights(self, folder: Path | None = None) -> str:
         """Replace the weights by those of `folder`, by default the current folder; returns their digest.
@@ -112,7 +112,7 @@ class RunnerControl:
         Cached KV belongs to the old weights and must be forgotten. After Refused all ranks have the old
         weights. After WeightsLost some ranks have none and the others the old ones: wake or reload them.
         """
-        answers = self._ask("reload_weights", folder=None if folder is None else str(folder))
+        answers = self._call_all("reload_weights", folder=None if folder is None else str(folder))
         digests = {str(answer["weights_digest"]) for answer in answers}
         if len(digests) > 1:
             raise RanksDisagree("ranks have different weights: the folder changed while they were read")
@@ -132,20 +132,20 @@ class RunnerControl:
 
     def stop_profile(self) -> list[Path]:
         """Stop recording and write the files. Refused if any rank could not write; none records any more."""
-        return [Path(str(answer["file"])) for answer in self._ask_each("stop_profile")]
+        return [Path(str(answer["file"])) for answer in self._call_each("stop_profile")]
 
     def num_bytes_in_use(self) -> list[int]:
         """Memory that each rank uses: of its GPU, or on a CPU of its process."""
-        return [int(str(answer["num_bytes"])) for answer in self._ask_each("memory")]
+        return [int(str(answer["num_bytes"])) for answer in self._call_each("memory")]
 
-    def _ask_each(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+    def _call_each(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
         """For calls whose effect ranks need not have in common: Refused if any rank failed."""
         answers = self._executor.call(name, arguments)
         if refusals := _all_of(_REFUSAL, answers):
             raise Refused(refusals[0])
         return answers
 
-    def _ask(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+    def _call_all(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
         """For calls that all ranks must do, or none."""
         answers = self._executor.call(name, arguments)
         refusals, losses = _all_of(_REFUSAL, answers), _all_of(_LOSS, answers)

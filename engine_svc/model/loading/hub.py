@@ -95,7 +95,7 @@ class _Hub:
         if offline:
             return self._cached("offline was asked for")
         try:
-            missing = self._missing_bytes(self._ask())
+            missing = self._missing_bytes(self._model_info())
             folder = self._download(missing, progress)
         except OfflineModeIsEnabled:
             return self._cached("HF_HUB_OFFLINE is set")
@@ -131,7 +131,7 @@ class _Hub:
                 f"{self._name} is neither a folder here nor a name of the hub: {_first_line(error)}"
             ) from error
 
-    def _ask(self) -> ModelInfo:
+    def _model_info(self) -> ModelInfo:
         from huggingface_hub import HfApi
 
         info = HfApi(token=self._token).model_info(

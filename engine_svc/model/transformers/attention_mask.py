@@ -50,7 +50,7 @@ class MaskBook:
         """[1, 1, q_length, kv_length] bool, True where visible. The arguments are those of transformers."""
         queries = torch.arange(q_length, device=device)[:, None]
         try:
-            mask = _ask(mask_function, queries, torch.arange(kv_length, device=device)).clone()
+            mask = _evaluate(mask_function, queries, torch.arange(kv_length, device=device)).clone()
         except (RuntimeError, IndexError) as error:
             raise OddMask(f"has a mask that cannot be evaluated by position: {error}") from error
         self._made.append(_Made(mask, mask_function, local_size))
@@ -101,10 +101,10 @@ def _far_window(function: MaskFunction, device: torch.device) -> int | None:
 def _seen_from(function: MaskFunction, query: int, device: torch.device) -> Tensor:
     """[query + 2] bool, for keys up to the position after the query's."""
     positions = torch.arange(query + 2, device=device)
-    return _ask(function, torch.full((1, 1), query, device=device), positions)[0, 0, 0]
+    return _evaluate(function, torch.full((1, 1), query, device=device), positions)[0, 0, 0]
 
 
-def _ask(function: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
+def _evaluate(function: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
     """[1, 1, Q, K] for queries [Q, 1] and keys [K]."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=keys.device)
     seen = function(zero, zero, queries[None, None], keys[None, None, None])

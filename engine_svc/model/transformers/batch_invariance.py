@@ -40,19 +40,19 @@ Compute = Callable[[FunctionCall], Any]
 _Key = tuple[torch.Size, torch.dtype]
 
 # Elementwise functions whose vectorized result may differ from that for single elements.
-_UNEVEN = frozenset(
+_ELEMENTWISE = frozenset(
     {
         F.elu, F.gelu, F.mish, F.sigmoid, F.silu, F.softplus,
         torch.rsqrt, torch.sigmoid, Tensor.rsqrt, Tensor.sigmoid,
     }
 )  # fmt: skip
 # Elements: twice what the widest vector of torch holds, or a multiple of that.
-_WHOLE = 64
+_VECTOR_MULTIPLE = 64
 # Elements: fewer than torch divides over threads.
-_PIECE = 16_384
+_MAX_PIECE = 16_384
 
 
-def even_out(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
+def make_elementwise_invariant(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
     """Make the model's modules compute elementwise functions batch-invariantly; returns how many do.
 
     `run` is a forward of `model` with a number of tokens that is no multiple of 64. Does nothing if `ops` are
@@ -63,37 +63,37 @@ def even_out(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
     kinds: set[type[nn.Module]] = set()
 
     def note(running: Sequence[nn.Module], call: FunctionCall) -> None:
-        if running and call.function in _UNEVEN and not _is_even_anyway(call.arguments):
+        if running and call.function in _ELEMENTWISE and not _is_invariant(call.arguments):
             kinds.add(type(running[-1]))
 
     watch_calls(model, run, note)
     # All modules of a class: which experts the sample reached is chance.
     found = [module for module in model.modules() if type(module) in kinds]
     for module in found:
-        compute_by(module, _compute_evenly)
+        compute_by(module, _compute_elementwise)
     return len(found)
 
 
-def _is_even_anyway(arguments: tuple[Any, ...]) -> bool:
+def _is_invariant(arguments: tuple[Any, ...]) -> bool:
     """Whether each row fills whole vectors, however many rows there are."""
     x = arguments[0] if arguments else None
     if not isinstance(x, Tensor) or not x.dim():
         return True
-    return torch.get_num_threads() == 1 and x.is_contiguous() and x.shape[-1] % _WHOLE == 0
+    return torch.get_num_threads() == 1 and x.is_contiguous() and x.shape[-1] % _VECTOR_MULTIPLE == 0
 
 
-def _compute_evenly(call: FunctionCall) -> Any:
-    if call.function not in _UNEVEN or not call.arguments or call.options.get("inplace"):
+def _compute_elementwise(call: FunctionCall) -> Any:
+    if call.function not in _ELEMENTWISE or not call.arguments or call.options.get("inplace"):
         return call.result()
     x, *others = call.arguments
-    return evenly(lambda piece: call.function(piece, *others, **call.options), x)
+    return in_whole_vectors(lambda piece: call.function(piece, *others, **call.options), x)
 
 
-def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of each element of x, in whole vectors and in one thread. Returns x's shape."""
     flat = x.reshape(-1)
-    whole = F.pad(flat, (0, -flat.numel() % _WHOLE))
-    pieces = [function(piece) for piece in whole.split(_PIECE)]
+    whole = F.pad(flat, (0, -flat.numel() % _VECTOR_MULTIPLE))
+    pieces = [function(piece) for piece in whole.split(_MAX_PIECE)]
     result = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return result[: flat.numel()].view(x.shape)
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.errors import UnsupportedModel
-from engine_svc.model.transformers.batch_invariance import even_out, prepack_calls
+from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant, prepack_calls
 from engine_svc.model.transformers.packing import prepack_experts, prepack_projections
 from triptych_kernels import Ops
 
@@ -91,11 +91,11 @@ class TransformersModel:
         """
         self._last_position = last_position
 
-    def take_over_attention(self) -> None:
+    def use_paged_attention(self) -> None:
         """From now on the module's attention layers call this object."""
         self.module.set_attn_implementation(self._interface)
 
-    def give_back_attention(self) -> None:
+    def use_eager_attention(self) -> None:
         """From now on the module computes attention itself."""
         self.module.set_attn_implementation("eager")
 
@@ -106,7 +106,7 @@ class TransformersModel:
         prepack_calls(self.module, self.ops, lambda: self.logits_alone(token_ids))
         # A length that is no multiple of a vector's elements.
         odd_number = token_ids[: len(token_ids) - 1 + len(token_ids) % 2]
-        even_out(self.module, self.ops, lambda: self.logits_alone(odd_number))
+        make_elementwise_invariant(self.module, self.ops, lambda: self.logits_alone(odd_number))
 
     def logits_alone(self, token_ids: Tensor) -> Tensor:
         """[T, V] of one sequence, as the module computes it when it numbers the tokens itself."""
@@ -125,7 +125,7 @@ class TransformersModel:
         """Raise UnsupportedModel where the embeddings of a sequence give other logits than its token ids."""
         same = False
         if self.embedding_size:
-            self.give_back_attention()
+            self.use_eager_attention()
             try:
                 embeds = self._embed(token_ids)[None]
                 output = self.module(inputs_embeds=embeds, use_cache=False, return_dict=True)
@@ -133,7 +133,7 @@ class TransformersModel:
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UnsupportedModel(f"{self.name} takes no embeddings for tokens: {error}") from error
             finally:
-                self.take_over_attention()
+                self.use_paged_attention()
         if not same:
             raise UnsupportedModel(f"{self.name} takes no embeddings in place of tokens")
 
@@ -149,7 +149,7 @@ class TransformersModel:
             self._run(token_ids, positions, positions)
         finally:
             self._attend, self._make_mask = self._attend_paged, None
-            self.take_over_attention()
+            self.use_paged_attention()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext

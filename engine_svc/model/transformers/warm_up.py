@@ -66,7 +66,7 @@ def _warm_up(model: TransformersModel) -> WarmModel:
     config = model.module.config.get_text_config()
     shapes = _learn_shapes(model, config)
     _check_cache(model.name, config, shapes)
-    model.give_back_attention()
+    model.use_eager_attention()
     limit = max_position(config)
     if not limit:
         raise UnsupportedModel(f"{model.name} does not state its maximum sequence length")
@@ -74,7 +74,7 @@ def _warm_up(model: TransformersModel) -> WarmModel:
     samples = [_sample(model, config, length), _sample(model, config, length // 2 + 1)]
     expected = [model.logits_alone(sample) for sample in samples]
     model.pack_projections(samples[0])
-    model.take_over_attention()
+    model.use_paged_attention()
     model.use_windows([shape.window for shape in shapes])
     model.use_last_position(limit - 1)
     difference = _difference(model, shapes, samples, expected)
@@ -128,7 +128,7 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
 def _check_call(model: TransformersModel, call: AttentionCall) -> None:
     name = model.name
     is_causal = getattr(call.module, "is_causal", True) and call.others.get("is_causal") is not False
-    # Without a mask, which SDPA allows, transformers asks the layer. Otherwise the mask decides.
+    # Without a mask, which SDPA allows, transformers reads the layer's attribute. Otherwise the mask decides.
     if not is_causal and (call.mask is None or model.module._supports_sdpa):
         raise UnsupportedModel(f"{name} lets tokens see later ones: it is no decoder")
     if call.key.shape[2] != call.query.shape[2]:

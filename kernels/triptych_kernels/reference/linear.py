@@ -13,7 +13,7 @@ from triptych_kernels.reference.activation import silu_and_mul
 _EXPECTED_ROWS = 32
 
 
-class _PlainLinear:
+class PlainLinear:
     """x W^T + b by torch's own call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
@@ -47,13 +47,13 @@ def pack_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
-) -> _PlainLinear | _PackedLinear:
+) -> PlainLinear | _PackedLinear:
     """See ops.PackLinear. int8 is not supported here."""
     if quantization:
         raise ValueError(f"quantization {quantization!r} needs native kernels, which are not available")
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
         return _PackedLinear(weight, bias, out_dtype)
-    return _PlainLinear(weight, bias, out_dtype)
+    return PlainLinear(weight, bias, out_dtype)
 
 
 def pack_gated_linear(

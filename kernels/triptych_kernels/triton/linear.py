@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.gated_linear import GatedLinear
+from triptych_kernels.reference.linear import PlainLinear
 from triptych_kernels.triton.activation import silu_and_mul
 
 _FP8_MAX = 448.0
@@ -145,19 +145,6 @@ def _tile_for(num_rows: int, dtype: torch.dtype) -> _Tile:
     return _TILES[-1][1] if dtype is torch.float32 else _LARGE_TILE
 
 
-class _TorchLinear:
-    """x W^T + b by cuBLAS."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product = F.linear(x, self._weight, self._bias)
-        return product if self._out_dtype is None else product.to(self._out_dtype)
-
-
 class _TritonLinear:
     """x W^T * scales + b by the kernel of this file."""
 
@@ -192,7 +179,7 @@ def pack_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
     deterministic: bool = False,
-) -> _TorchLinear | _TritonLinear:
+) -> PlainLinear | _TritonLinear:
     """See ops.PackLinear. "fp8" stores e4m3 with one fp32 scale per output (absolute maximum over 448).
 
     Both quantizations apply to weights only: products are of x's dtype.  deterministic: a row's result has
@@ -203,7 +190,7 @@ def pack_linear(
         return _TritonLinear(narrow, scales, bias, out_dtype, deterministic)
     if deterministic:
         return _TritonLinear(weight, None, bias, out_dtype, is_fixed=True)
-    return _TorchLinear(weight, bias, out_dtype)
+    return PlainLinear(weight, bias, out_dtype)
 
 
 def pack_gated_linear(

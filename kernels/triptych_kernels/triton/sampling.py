@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.ops import Linear
+from triptych_kernels.reference.sampling import MIN_TEMPERATURE
 
-# Greedy except for ties, and far from making logits overflow.
-_MIN_TEMPERATURE = 1e-6
 _TOKENS_PER_TILE = 4096
 _NUM_WARPS = 16
 
@@ -272,7 +271,7 @@ def sample(
         tokens,
         logits.stride(0),
         vocab_size,
-        _MIN_TEMPERATURE,
+        MIN_TEMPERATURE,
         NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
         BLOCK_V=block,
         num_warps=_NUM_WARPS if block == _TOKENS_PER_TILE else 4,
