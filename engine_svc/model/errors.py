@@ -8,7 +8,7 @@ _MAX_NAMES_SHOWN = 8
 
 
 class ModelError(ValueError):
-    """The folder cannot be served; the message says why and what to do."""
+    """The folder cannot be served; the message gives the reason and the remedy."""
 
 
 class CheckpointError(ModelError):

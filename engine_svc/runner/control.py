@@ -19,7 +19,7 @@ _LOSS = "loss"
 
 
 class Refused(ValueError):
-    """The call cannot be done; the message says why, and nothing has changed."""
+    """The call cannot be done; the message gives the reason, and nothing has changed."""
 
 
 class RanksDisagree(RuntimeError):

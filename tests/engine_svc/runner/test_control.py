@@ -132,7 +132,7 @@ def test_where_one_rank_has_no_weights_any_more_the_engine_has_none(other):
 def test_other_weights_in_some_ranks_and_none_in_others_are_no_engine_any_more():
     runners = [FakeRunner(), FakeRunner(refuses=WeightsLost("no weights"))]
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(RanksDisagree, match="others say: no weights"):
+    with pytest.raises(RanksDisagree, match="failed on others: no weights"):
         control.reload_weights(Path("/new"))
 
 
