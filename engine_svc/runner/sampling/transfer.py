@@ -28,5 +28,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 def to_host(tensor: Tensor) -> Tensor:
     """`tensor` on the host, to be read once the device has done its work so far."""
+    if tensor.device.type == "cpu":
+        return tensor
     # torch copies to pinned memory in this case.
     return tensor.to("cpu", non_blocking=True)

@@ -117,7 +117,9 @@ def test_what_no_rank_could_do_is_refused_in_its_words(error):
 def test_ranks_that_did_not_all_do_it_are_no_engine_any_more():
     runners = [FakeRunner(), FakeRunner(refuses=CheckpointError("no such folder"))]
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    with pytest.raises(RanksDisagree, match="sleep succeeded on some ranks and failed on others: no such folder"):
+    with pytest.raises(
+        RanksDisagree, match="sleep succeeded on some ranks and failed on others: no such folder"
+    ):
         control.sleep(2)
 
 
