@@ -1,4 +1,4 @@
-"""What one forward reads and writes beside its tokens and their hidden states."""
+"""What one forward reads and writes besides its tokens and their hidden states."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from triptych_kernels import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Where one attention layer keeps its KV. key_cache: [B, G, S, D], value_cache: [B, G, S, E]; written."""
+    """The KV cache of one attention layer, written. key_cache: [B, G, S, D], value_cache: [B, G, S, E]."""
 
-    group: int  # of layers that share block tables: an index of the context's columns
+    group: int  # index of the layer group: layers of a group share block tables
     key_cache: Tensor
     value_cache: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """Tokens of a step that come as embeddings: their ids mean nothing.
+    """Tokens of a step that come as embeddings; their ids are ignored.
 
-    places: [K] int64, of the step.  rows: [K, hidden], in the model's dtype.
+    positions: [K] int64, indices in the step.  rows: [K, hidden], in the model's dtype.
     """
 
     positions: Tensor

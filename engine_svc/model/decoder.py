@@ -1,4 +1,4 @@
-"""What a runner asks of a model, whichever road it runs by."""
+"""The interface between the runner and a model, native or of transformers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Model(Protocol):
 
 @runtime_checkable
 class SharedModel(Protocol):
-    """A model of which other engines hold other parts."""
+    """A model whose experts are divided over several engines."""
 
     def take_part(self) -> None:
-        """Serve the other engines' tokens with the part that is here, in a step without own ones."""
+        """Serve the other engines' tokens with this engine's experts, in a step without tokens of its own."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest of N rows of logits, and where: [N] fp32, NaN where a row has any, and [N] int64.
+    """The largest logit of each of N rows and its token: [N] fp32, NaN where the row has one, and [N] int64.
 
-    kept: [K, V], the logits of those rows that were to be kept.
+    kept: [K, V], the logits of the rows that the caller asked to keep.
     """
 
     kept: Tensor
@@ -43,7 +43,7 @@ class Largest:
 
 @runtime_checkable
 class GreedyModel(Protocol):
-    """A model that need not write logits of which only the largest is asked for."""
+    """A model that can find the largest logit of a row without writing the row's logits."""
 
     def forward_greedy(
         self,

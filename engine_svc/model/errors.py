@@ -1,4 +1,4 @@
-"""What a checkpoint can be refused for, in words for the person who chose it."""
+"""Reasons to reject a checkpoint, with messages for the person who chose it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _MAX_NAMES_SHOWN = 8
 
 
 class ModelError(ValueError):
-    """The folder cannot be served; the message says why and what to do."""
+    """The folder cannot be served; the message gives the reason and the remedy."""
 
 
 class CheckpointError(ModelError):
-    """The folder's files are missing, broken or of a kind that is not read."""
+    """The folder's files are missing, broken or of an unsupported kind."""
 
 
 class UnsupportedModel(ModelError):
@@ -20,7 +20,7 @@ class UnsupportedModel(ModelError):
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few of the names, in order, and how many more there are."""
+    """The first few of the names, sorted, and the number of further ones."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:_MAX_NAMES_SHOWN])
     more = len(ordered) - _MAX_NAMES_SHOWN

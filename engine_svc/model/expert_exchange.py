@@ -1,4 +1,4 @@
-"""The tokens of a lockstep group's engines, brought to all experts and back. Knows no sockets, no weights."""
+"""Sends the tokens of a lockstep group's engines to all experts, and the results back. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mesh(Protocol):
     size: int
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank says, in order."""
+        """The numbers that each rank has passed, in order."""
         ...
 
     def gather(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -26,27 +26,27 @@ class Mesh(Protocol):
         ...
 
     def hand_back(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """[ranks, sizes[rank], H], what each rank has computed for this one's rows."""
+        """[ranks, sizes[rank], H], what each rank has computed for the rows of this rank."""
         ...
 
     def check(self) -> None:
-        """Raise PeersLost if what a GPU has exchanged so far may not have come to its end."""
+        """Raise PeersLost if the GPU exchanges launched so far may not have completed."""
         ...
 
     def close(self) -> None:
-        """End every wait, here and at the others."""
+        """End every wait, of this rank and of the others."""
         ...
 
 
 class GroupExchange:
-    """The exchange of an engine, whatever group it is in: none, or one after the other.
+    """The exchange of an engine, over the mesh of the group that it is in at the time, if any.
 
-    A token's result has the same bits whatever the other engines compute beside it: what experts make of a
-    token depends on no other token, and the engines' parts are added in the order of their ranks, in fp32.
+    A token's result has the same bits whatever the other engines compute: what experts compute for a token
+    depends on no other token, and the engines' parts are added in the order of their ranks, in fp32.
     `enter` and `leave` may be called by any thread; a step that is in flight at `leave` raises PeersLost.
 
-    holds: the rank whose experts this engine holds, and of how many; a step in another group's place would
-    leave out experts, or count them twice.
+    holds: the rank whose experts this engine holds, and the number of ranks. A step at another rank of a
+    group would omit experts, or count them twice.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -62,17 +62,16 @@ class GroupExchange:
         self._listeners.append(listener)
 
     def enter(self, mesh: Mesh) -> None:
-        """From the next step on, exchange with these."""
+        """From the next step on, exchange over this mesh."""
         self._mesh, self._num_steps = mesh, 0
 
     def leave(self, mesh: Mesh) -> None:
-        """Exchange with these no more."""
         if self._mesh is mesh:
             self._mesh = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """What is computed meanwhile lacks the other engines' experts: for results that nobody reads."""
+        """Meanwhile, results lack the other engines' experts: for steps whose results are not used."""
         self._is_alone = True
         try:
             yield
@@ -80,7 +79,7 @@ class GroupExchange:
             self._is_alone = False
 
     def begin(self, num_tokens: int, num_rows: int) -> None:
-        """See ExpertExchange.begin: tell the others, and hear how many they have."""
+        """See ExpertExchange.begin: exchange the numbers of tokens and rows with the other engines."""
         if self._is_alone:
             return
         mesh = self._joined()
@@ -115,7 +114,7 @@ class GroupExchange:
         return total.to(parts.dtype)
 
     def check(self) -> None:
-        """Raise PeersLost where a step that was launched may have gone on without the others' parts."""
+        """Raise PeersLost if a step that was launched may have continued without the other engines' parts."""
         self._joined().check()
 
     def _notify(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one attention layer keeps of a token."""
+    """What one attention layer caches per token."""
 
     num_kv_heads: int
     key_dim: int
@@ -17,23 +17,24 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share block tables, because they read the same tokens again."""
+    """Layers that share block tables, because they read the same tokens."""
 
     window: int | None
     layers: tuple[int, ...]
 
 
 def group_layers(shapes: tuple[KVShape, ...]) -> tuple[LayerGroup, ...]:
-    """The layers by window, those that see all first; a kind with many more layers than the least is divided.
+    """Group the layers by window, those without one first.
 
-    Groups share one pool of blocks, so that a block costs as many layers as the largest group has: groups of
-    about equal size waste least of it.
+    A kind with many more layers than the smallest kind is split.
+    Groups share one pool of blocks, and a block has room for as many layers as the largest group has. Groups
+    of about equal size waste the least memory.
     """
     layers_of: dict[int | None, list[int]] = {}
     for layer, shape in enumerate(shapes):
         layers_of.setdefault(shape.window, []).append(layer)
     counts = [len(layers) for layers in layers_of.values()]
-    # A small difference is cheaper than another block table.
+    # A small difference in size costs less than one more block table.
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     kinds = sorted(layers_of.items(), key=lambda item: (item[0] is not None, item[0] or 0))
     return tuple(
@@ -44,9 +45,9 @@ def group_layers(shapes: tuple[KVShape, ...]) -> tuple[LayerGroup, ...]:
 
 
 def groups_of_stage(shapes: tuple[KVShape, ...], first: int, end: int) -> tuple[LayerGroup, ...]:
-    """The groups of all layers, of which those from `first` to `end` are kept, counted from `first` on.
+    """The groups of the whole model with only the layers from `first` to `end`, numbered from `first`.
 
-    All stages so have the same block tables, even those in which a group has no layer.
+    So all stages have the same block tables, even those in which a group has no layer.
     """
     return tuple(
         LayerGroup(group.window, tuple(layer - first for layer in group.layers if first <= layer < end))
@@ -61,13 +62,13 @@ class ModelFacts:
     architecture: str
     kv_shapes: tuple[KVShape, ...]
     vocab_size: int
-    max_position: int  # the longest sequence the model is right for
+    max_position: int  # the longest sequence for which the model is correct
     eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together, ascending
     dtype: str  # "float32", "bfloat16" or "float16"
-    num_parameters: int  # of the whole model, or of this rank's share of it
+    num_parameters: int  # of the whole model, or of this rank's share
     weights_digest: str  # sha256 over config.json, the safetensors headers, the file sizes and the dtype
-    hidden_size: int = 0  # of the input embeddings; 0 where the model takes none in place of tokens
-    # Of a pipeline stage: the whole model's, each with those of its layers that the stage has.
+    hidden_size: int = 0  # of the input embeddings; 0 where the model takes none
+    # Only for a pipeline stage: the groups of the whole model, each with the layers of this stage.
     stage_groups: tuple[LayerGroup, ...] | None = None
 
     @property

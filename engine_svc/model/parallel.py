@@ -1,4 +1,4 @@
-"""What a model asks of the other ranks that hold its parts. Declared here, by its user."""
+"""The interface between a model and the other ranks that hold parts of it. Declared here, by its user."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ class InvalidStage(RuntimeError):
 
 
 class Parallel(Protocol):
-    """This rank's place among those that run one model together.
+    """This rank's coordinates among the ranks that run one model together.
 
-    Tensor-parallel ranks hold a share of every layer, expert-parallel ones whole experts, pipeline stages
+    Tensor-parallel ranks hold a share of every layer, expert-parallel ranks whole experts, pipeline stages
     whole layers. All ranks call the same methods in the same order.
     """
 
     tp_rank: int
     tp_size: int
-    ep_rank: (
-        int  # experts are divided over ep_size ranks, which are the tensor-parallel ones where ep_size > 1
-    )
+    # Experts are divided over ep_size ranks. These are the tensor-parallel ranks where ep_size > 1.
+    ep_rank: int
     ep_size: int
     pp_rank: int
     pp_size: int
@@ -37,11 +36,11 @@ class Parallel(Protocol):
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """Hand [T, hidden] to the next pipeline stage."""
+        """Send [T, hidden] to the next pipeline stage."""
         ...
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """[T, hidden] from the pipeline stage before this one, in new memory."""
+        """[T, hidden] from the previous pipeline stage, in new memory."""
         ...
 
 
@@ -52,17 +51,13 @@ class Solo:
     tp_size = ep_size = pp_size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Nothing to add."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Nothing to join."""
         return x
 
     def send(self, hidden: Tensor) -> None:
-        """There is no next stage."""
         raise InvalidStage("a model of one stage sends nothing")
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """There is no stage before."""
         raise InvalidStage("a model of one stage receives nothing")

@@ -1,4 +1,4 @@
-"""The ranks of one model as processes that exchange tensors through torch.distributed. Knows no model."""
+"""Ranks of one model as processes that exchange tensors through torch.distributed. Knows no model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Sends between two stages are told apart by their number, of which this many are in use at a time at most.
+# Tags distinguish the sends between two stages. At most this many sends are in flight at a time.
 _NUM_TAGS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where a rank stands: ranks are numbered stage by stage. Experts are divided where `divides_experts`."""
+    """Coordinates of a rank; ranks are numbered stage by stage."""
 
     rank: int
     tp_size: int
@@ -25,35 +25,31 @@ class RankPosition:
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
         return self.tp_size * self.pp_size
 
     @property
     def tp_rank(self) -> int:
-        """The place among those that share each layer."""
         return self.rank % self.tp_size
 
     @property
     def pp_rank(self) -> int:
-        """The stage."""
         return self.rank // self.tp_size
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether logits come out here."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells what was sampled: all ranks of the last stage know it."""
+        """Whether this rank reports sampled tokens; all ranks of the last stage know them."""
         return self.is_last_stage and self.tp_rank == 0
 
 
 class ProcessParallel:
-    """A rank's `Parallel`. All ranks make theirs at the same time, and meet through one store.
+    """A rank's `Parallel`. All ranks must create theirs at the same time; they meet through one store.
 
-    store_path: of a file that all ranks have open and nobody else can see.  Raises RuntimeError where a rank
-    does not answer within timeout_s, here and in every exchange.
+    store_path: of a file that all ranks have open and no other process can see.  Raises RuntimeError if a
+    rank does not answer within timeout_s, here and in every exchange.
     """
 
     def __init__(
@@ -77,14 +73,14 @@ class ProcessParallel:
         )
         self._stage = dist.GroupMember.WORLD
         if position.pp_size > 1:
-            # Every rank has to take part in the making of every group.
+            # Every rank has to take part in the creation of every group.
             stages = [
                 range(first, first + position.tp_size)
                 for first in range(0, position.num_ranks, position.tp_size)
             ]
             groups = [dist.new_group(list(stage)) for stage in stages]
             self._stage = groups[position.pp_rank]
-        # Gloo adds three and more in an order that depends on the size of the tensor: a row's sum
+        # Gloo adds three or more values in an order that depends on the size of the tensor: the sum of a row
         # would depend on the rows beside it.
         self._adds_in_order = self.tp_size > 2 and not is_gpu
         self._num_sent = self._num_received = 0
@@ -111,18 +107,18 @@ class ProcessParallel:
         return torch.cat(self._part_of_each(x.contiguous()), dim=-1)
 
     def send(self, hidden: Tensor) -> None:
-        """Hand [T, hidden] to the next stage, which may take it later: the caller no longer writes it."""
+        """Send [T, hidden] to the next stage. It may be read later: the caller must not write it any more."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         hidden = hidden.contiguous()
         work = dist.isend(hidden, self._next, tag=self._num_sent % _NUM_TAGS)
         assert work is not None, "this rank takes part in the group that it sends in"
         self._num_sent += 1
-        # Kept until it is out: its memory must not be used again before.
+        # Kept until it is sent: its memory must not be reused before.
         self._sending.append((work, hidden))
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """[T, hidden] from the stage before this one, in new memory."""
+        """[T, hidden] from the previous stage, in new memory."""
         hidden = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(hidden, self._previous, tag=self._num_received % _NUM_TAGS)
         self._num_received += 1
@@ -134,11 +130,11 @@ class ProcessParallel:
         return parts
 
     def close(self) -> None:
-        """Leave the others. Nothing may be under way."""
+        """Leave the group. No exchange may be in flight."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
-        # A group ends its threads when nobody refers to it. One that still lets go of a tensor while the
-        # interpreter ends aborts the process.
+        # A group ends its threads when its last reference is gone. A group that still releases a tensor while
+        # the interpreter shuts down aborts the process.
         del self._stage
         dist.destroy_process_group()

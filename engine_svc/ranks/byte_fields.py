@@ -1,4 +1,4 @@
-"""Fields of a message, written one behind the other and read in that order. Knows no plan and no result."""
+"""Writes and reads the fields of a message one after the other. Knows no plan and no result."""
 
 from __future__ import annotations
 
@@ -17,81 +17,69 @@ class MessageError(ValueError):
 
 
 class FieldWriter:
-    """Collects the fields of one message."""
+    """Collects the fields of one message. Fields of variable length are preceded by their count."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     def fixed(self, layout: struct.Struct, *values: int) -> None:
-        """Numbers of a fixed layout."""
         self._parts.append(layout.pack(*values))
 
     def ints(self, values: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """32-bit numbers, of which the reader knows how many there are."""
+        """32-bit numbers without a count, which the reader must know."""
         self._parts.append(np.asarray(values, dtype=_INT32).tobytes())
 
     def counted_ints(self, values: Sequence[int]) -> None:
-        """32-bit numbers, and before them how many there are."""
         self._parts.append(_LENGTH.pack(len(values)))
         self.ints(values)
 
     def floats(self, values: Sequence[float]) -> None:
-        """64-bit floating point numbers, and before them how many there are."""
         self._parts.append(_LENGTH.pack(len(values)))
         self._parts.append(np.asarray(values, dtype="<f8").tobytes())
 
     def raw(self, data: bytes) -> None:
-        """Bytes, and before them how many there are."""
         self._parts.append(_LENGTH.pack(len(data)))
         self._parts.append(data)
 
     def text(self, text: str) -> None:
-        """Text, and before it how many bytes it takes."""
         self.raw(text.encode("utf-8", "surrogatepass"))
 
     def message(self) -> bytes:
-        """All of them."""
         return b"".join(self._parts)
 
 
 class FieldReader:
-    """Reads the fields of one message. Raises MessageError where it ends too early, or too late."""
+    """Reads the fields of one message. Raises MessageError if its length is not the expected one."""
 
     def __init__(self, message: bytes) -> None:
         self._message = message
         self._offset = 0
 
     def fixed(self, layout: struct.Struct) -> tuple[int, ...]:
-        """Numbers of a fixed layout."""
         return layout.unpack_from(self._message, self._take(layout.size))
 
     def ints(self, count: int) -> npt.NDArray[np.int32]:
-        """So many 32-bit numbers."""
         return np.frombuffer(self._message, _INT32, count, self._take(4 * count))
 
     def counted_ints(self) -> list[int]:
-        """32-bit numbers, as many as is written before them."""
         values: list[int] = self.ints(self._length()).tolist()
         return values
 
     def floats(self) -> list[float]:
-        """64-bit floating point numbers, as many as is written before them."""
         count = self._length()
         values: list[float] = np.frombuffer(self._message, "<f8", count, self._take(8 * count)).tolist()
         return values
 
     def raw(self) -> bytes:
-        """Bytes, as many as is written before them."""
         count = self._length()
         start = self._take(count)
         return self._message[start : start + count]
 
     def text(self) -> str:
-        """Text."""
         return self.raw().decode("utf-8", "surrogatepass")
 
     def finish(self) -> None:
-        """Nothing may be left."""
+        """Raise MessageError if any bytes are left."""
         if self._offset != len(self._message):
             raise MessageError(f"a message has {len(self._message)} bytes, {self._offset} were expected")
 

@@ -1,4 +1,4 @@
-"""What a rank does: reads messages, runs the plans among them, tells what was sampled if that is its part.
+"""The loop of a rank: reads messages, runs plans, and reports sampled tokens if that is its part.
 
 Knows no processes and no model.
 """
@@ -21,7 +21,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder
 from engine_svc.ranks.result_codec import decode_result, encode_result
-from engine_svc.runner.executor import Call, LaunchedStep
+from engine_svc.runner.executor import Call, LaunchedStep, PlanRunner
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.sampling.transfer import to_device
 
@@ -31,37 +31,22 @@ _ROOM_S = 60.0
 
 
 class UnknownCall(RuntimeError):
-    """The engine asked for something by a name that this rank does not know: a bug."""
-
-
-class PlanRunner(Protocol):
-    """Runs plans on this rank."""
-
-    @property
-    def batch(self) -> InputBatch:
-        """The rows."""
-        ...
-
-    def execute(self, plan: StepPlan) -> LaunchedStep:
-        """Do what the plan says."""
-        ...
+    """The engine called something by a name that this rank does not know: a bug."""
 
 
 class AfterStep(Protocol):
-    """What a rank does around a step, by its place."""
+    """What a rank does before and after a step, depending on its position."""
 
-    def before(self, plan: StepPlan) -> None:
-        """The step is about to run."""
+    def before(self, plan: StepPlan) -> None: ...
 
-    def after(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """The step is under way."""
+    def after(self, plan: StepPlan, step: LaunchedStep) -> None: ...
 
     def settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in flight."""
 
 
 class RankLoop:
-    """Deals with messages in their order until it is told to stop."""
+    """Handles messages in order until the message to stop."""
 
     def __init__(
         self,
@@ -80,13 +65,12 @@ class RankLoop:
         self._part = part
         self._calls = calls
         self._answer = answer
-        self._has_dealt = has_dealt  # with a message
+        self._has_dealt = has_dealt  # called after each message
 
     def run(self) -> None:
-        """Until the message to stop."""
         while True:
             message = self._messages.receive()
-            assert message is not None, "a wait without an end ended with nothing"
+            assert message is not None, "a receive without timeout returned no message"
             kind, body = message[:1], message[1:]
             if kind == STOP:
                 self._part.settle()
@@ -109,23 +93,20 @@ class RankLoop:
 
 
 class Silent:
-    """The part of a rank that samples what another one tells: it knows the tokens by itself."""
+    """For a rank that samples what another rank reports: it has the tokens itself."""
 
-    def before(self, plan: StepPlan) -> None:
-        """Nothing is missing."""
+    def before(self, plan: StepPlan) -> None: ...
 
-    def after(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Nobody waits for it."""
+    def after(self, plan: StepPlan, step: LaunchedStep) -> None: ...
 
-    def settle(self) -> None:
-        """Nothing is under way."""
+    def settle(self) -> None: ...
 
 
 class Reporter:
-    """The part of the rank that tells what was sampled.
+    """For the rank that reports sampled tokens.
 
-    end_rank: where the device works by itself: results are told from a thread, so that the next plan is
-    launched meanwhile, and the thread ends with a call of this with an error of a step.
+    end_rank: set if the device works asynchronously. Results are then reported by a thread, so that the next
+    plan is launched meanwhile. The thread calls end_rank with the error of a step, and ends.
     """
 
     def __init__(
@@ -136,24 +117,23 @@ class Reporter:
         end_rank: Callable[[Exception], object] | None,
     ) -> None:
         self._results = results
-        self._tokens = tokens  # for stages before, where there are any
+        self._tokens = tokens  # for earlier stages, if there are any
         self._steps: SimpleQueue[LaunchedStep | threading.Event] | None = None
         if end_rank is not None:
             self._steps = SimpleQueue()
             threading.Thread(target=self._run, args=(end_rank,), name="results", daemon=True).start()
 
-    def before(self, plan: StepPlan) -> None:
-        """Nothing is missing: this rank samples."""
+    def before(self, plan: StepPlan) -> None: ...
 
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Tell the result, now or when it is there."""
+        """Report the result, now or when it is available."""
         if self._steps is None:
             self._report(step)
         else:
             self._steps.put(step)
 
     def settle(self) -> None:
-        """Wait until all has been told."""
+        """Wait until all results are reported."""
         if self._steps is not None:
             reported = threading.Event()
             self._steps.put(reported)
@@ -168,8 +148,8 @@ class Reporter:
                     step.set()
                 else:
                     self._report(step)
-        except Exception as error:  # Whatever it is: the rank would go on, and the engine wait in vain.
-            logger.exception("the result of a step cannot be told")
+        except Exception as error:  # Otherwise the rank would go on, and the engine would wait in vain.
+            logger.exception("the result of a step cannot be sent")
             end_rank(error)
 
     def _report(self, step: LaunchedStep) -> None:
@@ -182,7 +162,7 @@ class Reporter:
 
 @dataclass(slots=True)
 class _Expected:
-    """A step whose tokens this stage has not heard of: where they will stand, by row of the plan."""
+    """A step whose tokens this stage has not received yet, and their positions, by row of the plan."""
 
     step_number: int
     pending: dict[int, tuple[str, int]]  # request id and position
@@ -192,7 +172,7 @@ class _Expected:
 
 
 class EarlyStage:
-    """The part of a stage that does not sample: it hears of tokens, before the first step that needs them."""
+    """For a stage that does not sample: receives tokens before the first step that needs them."""
 
     def __init__(self, tokens: ChannelReader, batch: InputBatch) -> None:
         self._tokens = tokens
@@ -214,7 +194,6 @@ class EarlyStage:
             self._write(decode_result(message))
 
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """The step's tokens will come."""
         pending = {
             row: (request_id, computed + count)
             for row, (request_id, computed, count, samples) in enumerate(
@@ -225,13 +204,12 @@ class EarlyStage:
         self._expected.append(_Expected(plan.step_number, pending))
 
     def settle(self) -> None:
-        """Wait for the tokens of all steps."""
         self._take(len(self._expected))
 
     def _take(self, count: int) -> None:
         for _ in range(count):
             message = self._tokens.receive()
-            assert message is not None, "a wait without an end ended with nothing"
+            assert message is not None, "a receive without timeout returned no message"
             self._write(decode_result(message))
 
     def _write(self, result: StepResult) -> None:
@@ -241,7 +219,7 @@ class EarlyStage:
         positions: list[int] = []
         token_ids: list[int] = []
         for index, (request_id, position) in expected.pending.items():
-            # A row that has none ends with an error; steps already planned for it need some token anyhow.
+            # A row without a token ends with an error. Steps already planned for it still need some token.
             sampled = result.sampled[index] or [0]
             rows += [self._batch.row_of[request_id]] * len(sampled)
             positions += range(position, position + len(sampled))

@@ -1,7 +1,7 @@
-"""Messages from one process to several, through a ring in shared memory without a name: nothing stays behind.
+"""Messages from one process to several, through a ring buffer in anonymous shared memory. Knows no plans.
 
-The memory holds the bytes; how many there are, and how many were read, travels through event counters of the
-kernel, which also order what each side sees. Knows no plans.
+The memory holds the bytes. The numbers of bytes written and read travel through eventfd counters, which also
+order memory accesses between the two sides. Nothing is left behind when the processes end.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass
 
 DEFAULT_CAPACITY = 1 << 20
 
-# How many pieces were sent before, how long this one is, whether another one of the message follows.
+# Number of pieces sent before, length of this one, whether more pieces of the message follow.
 _PIECE = struct.Struct("<QII")
-# A piece takes at most a quarter of the ring: readers begin while the writer goes on.
+# A piece takes at most a quarter of the ring: readers begin while the writer continues.
 _PIECES_IN_RING = 4
 
 
 class ChannelError(RuntimeError):
-    """What is read is not what was written: a bug."""
+    """The bytes read are not those written: a bug."""
 
 
 class ChannelInterrupted(RuntimeError):
-    """Whoever waited was told that there is nothing to wait for any more."""
+    """The wait was interrupted because the other side is gone."""
 
 
 class ChannelTimeout(RuntimeError):
-    """Nobody read, or nobody wrote, for as long as was granted."""
+    """The other side did not read, or write, within the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderEnd:
-    """What a reading process needs, as file descriptors that it inherits under these numbers."""
+    """File descriptors that a reading process inherits, and the capacity."""
 
     memory_fd: int
     written_fd: int
@@ -47,13 +47,12 @@ class ReaderEnd:
 
     @property
     def fds(self) -> tuple[int, int, int]:
-        """What has to be passed on."""
         return self.memory_fd, self.written_fd, self.read_fd
 
 
 @dataclass(frozen=True, slots=True)
 class WriterEnd:
-    """What the writing process needs: the memory, and of each reader (written, read)."""
+    """What the writing process needs: the memory, and for each reader (written, read)."""
 
     memory_fd: int
     reader_fds: tuple[tuple[int, int], ...]
@@ -61,13 +60,12 @@ class WriterEnd:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What has to be passed on."""
         return (self.memory_fd, *(fd for pair in self.reader_fds for fd in pair))
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A ring that nobody uses yet."""
+    """A ring that is not in use yet."""
 
     writer: WriterEnd
     readers: tuple[ReaderEnd, ...]
@@ -82,7 +80,7 @@ def create_channel(num_readers: int, capacity: int = DEFAULT_CAPACITY) -> Channe
     """A ring of `capacity` bytes for one writer and `num_readers` readers, all of which get every message."""
     memory_fd = os.memfd_create("triptych-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory_fd, capacity)
-    # Nobody can make it smaller and so end the others by touching what is gone.
+    # Sealed: no process can shrink the memory and so crash the others.
     fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     pairs = tuple((_counter(), _counter()) for _ in range(num_readers))
     readers = tuple(ReaderEnd(memory_fd, written, read, capacity) for written, read in pairs)
@@ -90,9 +88,10 @@ def create_channel(num_readers: int, capacity: int = DEFAULT_CAPACITY) -> Channe
 
 
 class ChannelWriter:
-    """The one that writes. A message longer than the ring goes in pieces, as fast as the readers read.
+    """The writing end. A message longer than the ring is sent in pieces, as fast as the readers read.
 
-    replies: what the readers write in turn. It is read while they make no room: they may be waiting for that.
+    replies: what the readers write in turn. It is read while they make no room, as they may be waiting for
+    that.
     """
 
     def __init__(
@@ -106,19 +105,18 @@ class ChannelWriter:
         self._position = 0
 
     def send(self, message: bytes, *, timeout_s: float) -> None:
-        """Hand the message to every reader.
+        """Send the message to every reader.
 
-        Raises ChannelTimeout when a reader makes no room for a piece within timeout_s, ChannelInterrupted
-        when told to give up.
+        Raises ChannelTimeout if a reader makes no room for a piece within timeout_s, ChannelInterrupted if
+        the wait is interrupted.
         """
         most = self._ring.capacity // _PIECES_IN_RING - _PIECE.size
-        # An empty message is a piece, too.
+        # An empty message is one piece, too.
         for start in range(0, len(message) or 1, most):
             piece = message[start : start + most]
             self._send_piece(piece, has_more=start + most < len(message), timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._ring.close()
 
     def _send_piece(self, piece: bytes, *, has_more: bool, timeout_s: float) -> None:
@@ -142,7 +140,7 @@ class ChannelWriter:
 
 
 class ChannelReader:
-    """One of those that read. spin_s: how long to look again and again before going to sleep."""
+    """A reading end. spin_s: how long to poll before sleeping."""
 
     def __init__(self, end: ReaderEnd, *, interrupt_fd: int | None = None, spin_s: float = 0.0) -> None:
         self.written_fd = end.written_fd  # readable when there is more
@@ -150,27 +148,26 @@ class ChannelReader:
         self._read_fd = end.read_fd
         self._waiter = _Waiter(end.written_fd, interrupt_fd)
         self._spin_s = spin_s
-        self._kept: deque[bytes] = deque()  # messages that were read before anybody asked for them
+        self._kept: deque[bytes] = deque()  # messages that were read before `receive` asked for them
         self._available = 0
         self._num_pieces = 0
         self._position = 0
 
     def receive(self, *, timeout_s: float | None = None) -> bytes | None:
-        """The next message; None where there is none within timeout_s, for which None is for ever.
+        """The next message; None if there is none within timeout_s. Without timeout_s, waits forever.
 
-        Raises ChannelInterrupted when told to give up.
+        Raises ChannelInterrupted if the wait is interrupted.
         """
         if self._kept:
             return self._kept.popleft()
         return self._read(None if timeout_s is None else time.monotonic() + timeout_s)
 
     def keep(self) -> None:
-        """Read what was written so far, for `receive` to find."""
+        """Read what was written so far, for `receive` to return later."""
         while (message := self._read(0.0)) is not None:
             self._kept.append(message)
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._ring.close()
 
     def _read(self, deadline: float | None) -> bytes | None:
@@ -179,9 +176,9 @@ class ChannelReader:
             return piece
         pieces = [piece]
         while has_more:
-            # The writer is at it: the rest comes, or the writer's end is heard of.
+            # The writer is sending: either the rest arrives, or the wait is interrupted when the writer ends.
             piece, has_more = self._next_piece(None)
-            assert piece is not None, "a wait without an end ended with nothing"
+            assert piece is not None, "a receive without timeout returned no message"
             pieces.append(piece)
         return b"".join(pieces)
 
@@ -204,7 +201,7 @@ class ChannelReader:
 
 
 class _Ring:
-    """Bytes at positions that only grow; a position's place in memory is its rest."""
+    """Bytes at positions that only grow; the offset in memory is the position modulo the capacity."""
 
     def __init__(self, memory_fd: int, capacity: int) -> None:
         self.capacity = capacity
@@ -226,7 +223,7 @@ class _Ring:
 
 
 class _Waiter:
-    """Waits for a counter that others add to, and reads `replies` meanwhile."""
+    """Waits for a counter that the other side increments, and reads `replies` meanwhile."""
 
     def __init__(self, fd: int, interrupt_fd: int | None, replies: ChannelReader | None = None) -> None:
         self._fd = fd
@@ -240,7 +237,7 @@ class _Waiter:
             self._poll.register(replies.written_fd, select.POLLIN)
 
     def take(self, deadline: float | None, spin_s: float = 0.0) -> int | None:
-        """What was added since the last time; None where nothing was until the deadline."""
+        """The increments since the last call; None if there were none until the deadline."""
         spin_until = time.monotonic() + spin_s if spin_s else 0.0
         while True:
             try:
@@ -252,7 +249,8 @@ class _Waiter:
             if remaining is not None and remaining <= 0:
                 return None
             if self._replies is not None:
-                # Before the wait: of what has been counted, and not read, its counter says nothing any more.
+                # Before the wait: the counter does not signal again for messages that are counted but not
+                # read.
                 self._replies.keep()
             ready = self._poll.poll(None if remaining is None else remaining * 1000)
             if any(fd == self._interrupt_fd for fd, _ in ready):
@@ -264,12 +262,12 @@ def _counter() -> int:
 
 
 def reader_end(values: Sequence[int]) -> ReaderEnd:
-    """The end that another process described by these numbers: its descriptors, then the capacity."""
+    """The end that another process has sent as these numbers: descriptors, then the capacity."""
     memory_fd, written_fd, read_fd, capacity = values
     return ReaderEnd(memory_fd, written_fd, read_fd, capacity)
 
 
 def writer_end(values: Sequence[int]) -> WriterEnd:
-    """The end that these numbers describe: its memory, the capacity, and each reader's two counters."""
+    """The end that these numbers describe: memory, capacity, and each reader's two counters."""
     memory_fd, capacity, *fds = values
     return WriterEnd(memory_fd, tuple(zip(fds[::2], fds[1::2], strict=True)), capacity)

@@ -1,7 +1,7 @@
-"""Plans as bytes for the ranks: a request is told of once, later it is a row of a few bytes.
+"""Encodes plans for the ranks: a request is described once, later steps take a few bytes per row.
 
-Both sides keep the same table of handles, and both know what a row does if nothing is said: it goes on where
-its last row ended, computes one token and samples. Knows no channel and no tensors.
+Both sides keep the same table of handles. By default a row continues where its last one ended, computes one
+token and samples; only deviations are encoded. Knows no channel and no tensors.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams, Th
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
 
+# First byte of a message to the ranks: its kind.
+PLAN, CALL, STOP = b"P", b"C", b"S"
 
-def sampling_text(sampling: SamplingParams) -> str:
-    """What differs from the defaults, as JSON."""
-    values, defaults = asdict(sampling), asdict(SamplingParams(sampling.max_tokens))
-    changed = {name: value for name, value in values.items() if value != defaults[name]}
-    return json.dumps({"max_tokens": sampling.max_tokens, **changed}, separators=(",", ":"), default=sorted)
+VERSION = 1
+MAX_ROWS = 1 << 16
 
+# Version, number of extras, step number, number of rows, of released, admitted and preempted requests.
+_HEADER = struct.Struct("<BBQIIII")
+_TAG_AND_PROMPT = struct.Struct("<II")
+_ONE = struct.Struct("<i")
 
-def sampling_from(text: str) -> SamplingParams:
-    """The parameters that `sampling_text` was given."""
-    values: dict[str, Any] = json.loads(text)
-    for name in values.keys() & _FORMS.keys():
-        values[name] = _FORMS[name](values[name])
-    return SamplingParams(**values)
+# Bits of a row's word. The lower half is the handle.
+_COMPUTED = 1 << 16  # number of computed tokens follows
+_COUNT = 1 << 17  # number of tokens follows
+_SILENT = 1 << 18  # does not sample
+_BLOCKS = 1 << 19  # gained blocks follow, in any form
+_DRAFTS = 1 << 20
+_ONE_EACH = 1 << 21  # at most one block per group; bits from _FIRST_GROUP on are the groups
+_FIRST_GROUP = 24
+_MAX_GROUPS = 8
+_HANDLE = MAX_ROWS - 1
 
-
-# JSON knows lists alone. None is the default of each that may be None, so it is never told.
+# JSON has only lists. Parameters that may be None have None as default, so None is never encoded.
 _FORMS: dict[str, Callable[[Any], object]] = {
     "stop_token_ids": frozenset,
     "allowed_token_ids": frozenset,
@@ -47,29 +53,6 @@ _FORMS: dict[str, Callable[[Any], object]] = {
         budget["num_tokens"], tuple(budget["start_token_ids"]), tuple(budget["end_token_ids"])
     ),
 }
-
-
-# What a message to the ranks begins with, and so what it is.
-PLAN, CALL, STOP = b"P", b"C", b"S"
-
-VERSION = 1
-MAX_ROWS = 1 << 16
-
-# version, how many extras, step number, how many rows, released, admitted, preempted.
-_HEADER = struct.Struct("<BBQIIII")
-_TAG_AND_PROMPT = struct.Struct("<II")
-_ONE = struct.Struct("<i")
-
-# What a row says beside its handle, which has the lower half of its word.
-_COMPUTED = 1 << 16  # how many tokens it has KV of
-_COUNT = 1 << 17  # how many tokens it computes
-_SILENT = 1 << 18  # it does not sample
-_BLOCKS = 1 << 19  # the blocks that it gains, in any form
-_DRAFTS = 1 << 20
-_ONE_EACH = 1 << 21  # a block, at most, in each group; bits from _FIRST_GROUP on say in which
-_FIRST_GROUP = 24
-_MAX_GROUPS = 8
-_HANDLE = MAX_ROWS - 1
 
 _Ints = npt.NDArray[np.int64]
 
@@ -87,30 +70,8 @@ class UnknownExtra(TypeError):
     """A feature attached something to a plan that has no form for the ranks: a bug."""
 
 
-class _Rows:
-    """The table of handles. Freed ones are used again, the last first, so both sides choose alike."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        if not 1 <= max_num_seqs <= MAX_ROWS:
-            raise ValueError(f"max_num_seqs is {max_num_seqs}, handles are made for 1 to {MAX_ROWS}")
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-        self.handle_of: dict[str, int] = {}
-        self.id_of = [""] * max_num_seqs
-        self.next_computed = np.zeros(max_num_seqs, dtype=np.int64)
-
-    def enter(self, request_id: str) -> None:
-        handle = self.handle_of[request_id] = self._free.pop()
-        self.id_of[handle] = request_id
-        self.next_computed[handle] = 0
-
-    def leave(self, request_id: str) -> int:
-        handle = self.handle_of.pop(request_id)
-        self._free.append(handle)
-        return handle
-
-
 class PlanEncoder:
-    """Turns plans into bytes, each once and in order. num_groups: of layers that share block tables."""
+    """Encodes plans, each once and in order. num_groups: of layers that share block tables."""
 
     def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[ExtraForm] = ()) -> None:
         self._rows = _Rows(max_num_seqs)
@@ -189,7 +150,7 @@ class PlanEncoder:
             writer.counted_ints(plan.draft_token_ids[row])
 
     def _blocks_word(self, gained: list[list[int]], singles: list[int], gains: list[list[list[int]]]) -> int:
-        """The bits of a row that gains blocks, which go to `singles` or `gains`."""
+        """The bits for the blocks that a row gains; the blocks are appended to `singles` or `gains`."""
         if len(gained) != self._num_groups or len(gained) > _MAX_GROUPS or max(map(len, gained)) > 1:
             gains.append(gained)
             return _BLOCKS
@@ -202,7 +163,7 @@ class PlanEncoder:
 
 
 class PlanDecoder:
-    """Turns the bytes back into plans: every message of one encoder, in order."""
+    """Decodes plans: every message of one encoder, in order."""
 
     def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[ExtraForm] = ()) -> None:
         self._rows = _Rows(max_num_seqs)
@@ -210,7 +171,7 @@ class PlanDecoder:
         self._extras = tuple(extras)
 
     def rows(self) -> dict[str, tuple[int, int]]:
-        """Each request in the batch: its handle, and how many of its tokens have KV."""
+        """For each request in the batch, its handle and its number of computed tokens."""
         return {
             request_id: (handle, int(self._rows.next_computed[handle]))
             for request_id, handle in self._rows.handle_of.items()
@@ -280,3 +241,40 @@ class PlanDecoder:
         block_ids = iter(reader.ints(int(has_gained.sum())).tolist())
         for row, gains in zip(gaining.tolist(), has_gained.tolist(), strict=True):
             plan.new_block_ids[row] = [[next(block_ids)] if gains_one else [] for gains_one in gains]
+
+
+class _Rows:
+    """The table of handles. Free handles are reused in LIFO order, so both sides choose the same."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        if not 1 <= max_num_seqs <= MAX_ROWS:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}, handles are made for 1 to {MAX_ROWS}")
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self.handle_of: dict[str, int] = {}
+        self.id_of = [""] * max_num_seqs
+        self.next_computed = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def enter(self, request_id: str) -> None:
+        handle = self.handle_of[request_id] = self._free.pop()
+        self.id_of[handle] = request_id
+        self.next_computed[handle] = 0
+
+    def leave(self, request_id: str) -> int:
+        handle = self.handle_of.pop(request_id)
+        self._free.append(handle)
+        return handle
+
+
+def sampling_text(sampling: SamplingParams) -> str:
+    """The parameters that differ from their defaults, as JSON."""
+    values, defaults = asdict(sampling), asdict(SamplingParams(sampling.max_tokens))
+    changed = {name: value for name, value in values.items() if value != defaults[name]}
+    return json.dumps({"max_tokens": sampling.max_tokens, **changed}, separators=(",", ":"), default=sorted)
+
+
+def sampling_from(text: str) -> SamplingParams:
+    """The inverse of `sampling_text`."""
+    values: dict[str, Any] = json.loads(text)
+    for name in values.keys() & _FORMS.keys():
+        values[name] = _FORMS[name](values[name])
+    return SamplingParams(**values)

@@ -1,7 +1,7 @@
-"""Plans run by several processes that hold one model together. Knows no model and no device.
+"""Runs plans in several processes that hold one model together. Knows no model and no device.
 
-Every rank gets the same bytes and does the same with them. The ranks of the last stage know what was sampled,
-and one of them tells it: the engine all of it, the stages before the tokens alone.
+Every rank receives the same bytes and acts on them in the same way. The ranks of the last stage have the
+sampled tokens. One of them reports: whole results to the engine, only the tokens to earlier stages.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """How long the engine waits for its ranks; `watch` limits how long a rank may give no sign of life."""
+    """Timeouts of the engine for its ranks; `watch` limits the time without a heartbeat."""
 
     watch: WatchLimits = field(default_factory=WatchLimits)
-    start_s: float = 1800.0  # a large model over a slow network is loaded in that time
-    step_s: float = 300.0  # for the result of a step, from when it is asked for
-    room_s: float = 60.0  # for the slowest rank to take up a plan
+    start_s: float = 1800.0  # enough to load a large model over a slow network
+    step_s: float = 300.0  # for the result of a step, from when the engine waits for it
+    room_s: float = 60.0  # for the slowest rank to read a plan
 
 
 @dataclass(frozen=True, slots=True)
 class RankLaunch:
-    """What ranks run: a module, what it is told beside its place, and its environment."""
+    """What ranks run: a module, its settings besides the rank's position, and its environment."""
 
     module: str
     settings: Mapping[str, object]
@@ -52,7 +52,7 @@ class RankLaunch:
 
 
 class RanksStarting:
-    """Ranks that load their part: `loaded` waits for what they say of it, `finish` tells them to go on."""
+    """Ranks that are loading: `loaded` waits for their reports, `finish` lets them go on."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class RanksStarting:
         early = [position for position in positions if not position.is_last_stage]
         self._plans = create_channel(len(positions))
         self._results = create_channel(1)
-        # Of its own: the engine's results may be larger than a ring, and stages read when they have a plan.
+        # A separate channel: the engine's results may be larger than a ring, and stages read when they have a
+        # plan.
         self._tokens = create_channel(len(early))
         self._heartbeats = RankHeartbeats.create(len(positions))
         self._store_fd = os.memfd_create("triptych-store", os.MFD_CLOEXEC)
@@ -77,10 +78,10 @@ class RanksStarting:
         self._watch = RankWatch(starts, self._heartbeats, limits=limits.watch, on_lost=on_lost)
 
     def loaded(self) -> list[RankMessage]:
-        """What each rank says of its part of the model, in order.
+        """What each rank reports of its part of the model, in order.
 
-        Raises ValueError for what people can mend, RankLost for what they cannot, or TimeoutError; then none
-        is left.
+        Raises ValueError for what an operator can fix, RankLost for other failures, or TimeoutError;
+        afterwards no rank is left.
         """
         return self._one_of_each("loaded")
 
@@ -104,7 +105,7 @@ class RanksStarting:
         return ProcessGroup(self._watch, self._heartbeats, self._plans, self._results, encoder, self._limits)
 
     def give_up(self) -> None:
-        """End the ranks, which may be deep in loading and have nothing to end by themselves."""
+        """End the ranks by force: they may be loading, and would not end by themselves."""
         self._watch.stop(grace_s=0.0)
         os.close(self._store_fd)
         self._tokens.close()
@@ -173,27 +174,26 @@ class ProcessGroup:
         self._encoder = encoder
         self._limits = limits
         self._results = ChannelReader(results.readers[0], interrupt_fd=watch.lost_fd)
-        # A rank that waits for room for a result takes up no plan.
+        # While a rank waits for room for a result it reads no plan.
         self._plans = ChannelWriter(plans.writer, interrupt_fd=watch.lost_fd, replies=self._results)
         self._is_open = True
         self.num_plan_bytes = 0
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks, in order."""
         return self._watch.process_ids
 
     def launch(self, plan: StepPlan) -> LaunchedPlan:
-        """Send the plan to every rank. Raises RankLost where one is lost."""
+        """Send the plan to every rank. Raises RankLost if a rank is lost."""
         message = self._encoder.encode(plan)
         self._send(PLAN + message)
         self.num_plan_bytes += len(message)
         return LaunchedPlan(self)
 
     def call(self, name: str, arguments: Mapping[str, object] | None = None) -> list[RankMessage]:
-        """Have every rank do what it knows under this name, behind the plans launched so far; their answers.
+        """Have every rank run the call of this name after the plans launched so far; returns their answers.
 
-        Takes no results: those of steps in flight come afterwards, as ever.
+        Takes no results: those of steps in flight are still to be taken.
         """
         self._watch.may_be_busy = True
         try:
@@ -202,16 +202,16 @@ class ProcessGroup:
             self._watch.may_be_busy = False
 
     def drop(self) -> None:
-        """Not possible: ranks do what they were told, each at its time, and an error ends them."""
-        raise self._give_up("was to drop a step")
+        """Not possible: ranks run plans on their own, and an error ends them."""
+        raise self._give_up("cannot drop a step")
 
     def shutdown(self) -> None:
-        """End the ranks and free everything; a second time does nothing."""
+        """End the ranks and free everything; a second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False
         if self._watch.lost is None:
-            # Where this fails, ranks end because their lines are closed, which is next.
+            # If this fails, the ranks end when their connections are closed, which is next.
             with contextlib.suppress(ChannelInterrupted, ChannelTimeout):
                 self._plans.send(STOP, timeout_s=0.0)
         self._watch.stop()
@@ -220,10 +220,10 @@ class ProcessGroup:
         _close(*self._channels, self._heartbeats)
 
     def take_result(self) -> StepResult:
-        """The oldest result that nobody has taken. Raises RankLost."""
+        """The oldest result not taken yet. Raises RankLost."""
         left_s = self._limits.step_s
         while left_s > 0:
-            # A look at a time: when all of this was stopped, the clock went on, and of that one look counts.
+            # In short waits: if this process was stopped meanwhile, only one of them counts.
             look_s = min(_LOOK_S, left_s)
             try:
                 message = self._results.receive(timeout_s=look_s)
@@ -237,7 +237,7 @@ class ProcessGroup:
     def _answers_to(self, name: str, arguments: Mapping[str, object]) -> list[RankMessage]:
         self._send(CALL + json.dumps({"name": name, "arguments": arguments}).encode())
         answers: dict[int, RankMessage] = {}
-        # As long as loading may take: weights may be read again.
+        # The same timeout as for loading: weights may be read again.
         deadline = time.monotonic() + self._limits.start_s
         while len(answers) < len(self.process_ids):
             try:
@@ -255,17 +255,17 @@ class ProcessGroup:
         except ChannelInterrupted:
             raise self._lost() from None
         except ChannelTimeout:
-            raise self._give_up(f"took up no plan for {self._limits.room_s:g} s") from None
+            raise self._give_up(f"read no plan for {self._limits.room_s:g} s") from None
 
     def _give_up(self, why: str) -> RankLost:
-        # Whoever is behind the others holds them up.
+        # The slowest rank holds up the others.
         ranks = range(len(self.process_ids))
         return self._watch.blame(min(ranks, key=self._heartbeats.steps), why)
 
     def _lost(self) -> RankLost:
         lost = self._watch.lost
         assert lost is not None, "the channel was interrupted without a rank having been lost"
-        # A new one each time: an exception that is raised twice tells of both places at once.
+        # A new exception each time: one that is raised twice has the tracebacks of both.
         return RankLost(lost.rank, lost.why, lost.details)
 
 
@@ -276,21 +276,19 @@ class LaunchedPlan:
     group: ProcessGroup
 
     def result(self) -> StepResult:
-        """What the oldest step yielded whose result nobody has taken. Raises RankLost."""
+        """The oldest step's result not taken yet. Raises RankLost."""
         return self.group.take_result()
 
 
 def _object_in(message: RankMessage, key: str) -> RankMessage:
     value = message[key]
-    assert isinstance(value, dict), f"a rank says {value!r} where it has to say an object"
+    assert isinstance(value, dict), f"a rank sent {value!r}, expected an object"
     return value
 
 
 def _list_in(message: RankMessage, key: str) -> tuple[str, int, int]:
     value = message[key]
-    assert isinstance(value, list) and len(value) == 3, (
-        f"a rank says {value!r} where it has to say three things"
-    )
+    assert isinstance(value, list) and len(value) == 3, f"a rank sent {value!r}, expected three values"
     return value[0], value[1], value[2]
 
 

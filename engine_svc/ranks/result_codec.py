@@ -1,4 +1,4 @@
-"""Results as bytes, from the rank that samples to the engine and the stages before. Knows no channel."""
+"""Encodes results, from the rank that samples to the engine and to earlier stages. Knows no channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
 
 VERSION = 2
 
-# version, step number, how many rows, how many have drafts, logprobs, prompt logprobs.
+# Version, step number, number of rows, of drafts, of logprobs, of prompt logprobs.
 _HEADER = struct.Struct("<BQIIII")
 _ROW = struct.Struct("<I")
 _ROW_AND_POSITION = struct.Struct("<II")
@@ -17,7 +17,6 @@ _K = struct.Struct("<I")
 
 
 def encode_result(result: StepResult) -> bytes:
-    """The result as bytes."""
     writer = FieldWriter()
     writer.fixed(
         _HEADER,

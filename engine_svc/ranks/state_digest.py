@@ -1,4 +1,4 @@
-"""A digest of what a rank knows of its requests: ranks that did the same have to be in the same state.
+"""Digests of what a rank keeps of its requests, to compare ranks that must be in the same state.
 
 Keys and values of KV caches are left out: each rank has those of its own heads or layers.
 """
@@ -21,7 +21,7 @@ def batch_digest(decoder: PlanDecoder, batch: InputBatch, num_groups: int) -> st
     digest = hashlib.sha256()
     for request_id, (handle, num_computed) in sorted(decoder.rows().items()):
         row = batch.row_of[request_id]
-        # The token behind those with KV has been sampled, or is the prompt's next.
+        # The token after those with KV has been sampled, or is the prompt's next.
         token_ids = batch.token_ids[row, : num_computed + 1].tolist()
         tables = [batch.table(group, row) for group in range(num_groups)]
         digest.update(repr((request_id, handle, row, num_computed, token_ids, tables)).encode())
@@ -29,7 +29,7 @@ def batch_digest(decoder: PlanDecoder, batch: InputBatch, num_groups: int) -> st
 
 
 def sampler_digest(sampler: Sampler) -> str:
-    """Of all numbers that the sampler keeps of rows, in whatever parts it keeps them."""
+    """Of all numbers that the sampler and its parts keep of rows."""
     digest = hashlib.sha256()
     for data in _walk(sampler):
         digest.update(data)

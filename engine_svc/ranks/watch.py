@@ -1,6 +1,6 @@
-"""The ranks as processes: their start, what they say, their signs of life and their end. Knows no plans.
+"""Starts the rank processes and watches their messages, heartbeats and exits. Knows no plans.
 
-One thread owns them. It is their parent for the kernel too: should it end, whatever the reason, they end.
+One thread owns the processes. It is also their parent for the kernel: if it ends, for any reason, they end.
 """
 
 from __future__ import annotations
@@ -25,42 +25,15 @@ from engine_svc.ranks.progress_board import RankHeartbeats
 from service_kit.process import signal_name
 from service_kit.stacks import write_beside, write_stacks_of
 
-
-class Silence:
-    """Adds up silence, look by look. That of busy ranks is forgotten when they are no longer busy."""
-
-    def __init__(self, num_ranks: int, *, busy_limit_s: float, limit_s: float) -> None:
-        self._busy_limit_s = busy_limit_s
-        self._limit_s = limit_s
-        self._beats = [0] * num_ranks
-        self._silent_s = [0.0] * num_ranks
-        self._were_busy = True
-
-    def look(self, beats: Sequence[int], elapsed_s: float, *, may_be_busy: bool) -> tuple[int, float] | None:
-        """The first rank that has been silent for too long, and the limit; `beats` are the signs so far."""
-        if self._were_busy and not may_be_busy:
-            self._silent_s = [0.0] * len(self._silent_s)
-        self._were_busy = may_be_busy
-        limit_s = self._busy_limit_s if may_be_busy else self._limit_s
-        for rank, count in enumerate(beats):
-            is_alive = count != self._beats[rank]
-            self._silent_s[rank] = 0.0 if is_alive else self._silent_s[rank] + elapsed_s
-            self._beats[rank] = count
-        for rank, silent_s in enumerate(self._silent_s):
-            if silent_s >= limit_s:
-                return rank, limit_s
-        return None
-
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _RECEIVE_BYTES = 1 << 16
 _KILL_WAIT_S = 10.0
-# For the stacks of ranks that hang, before they are ended.
+# For writing the stacks of ranks that hang, before they are ended.
 _WRITE_S = 0.8
 
-# What a rank says on its line: one JSON object a message.
+# A message of a rank: one JSON object.
 RankMessage = dict[str, object]
 
 
@@ -79,7 +52,7 @@ class RankLost(DeviceLost):
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """How a rank is started: the module to run, its first message, and what it inherits."""
+    """How to start a rank: the module to run, its first message, and what it inherits."""
 
     module: str
     spec: Mapping[str, object]
@@ -89,22 +62,11 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class WatchLimits:
-    """How long ranks may be silent. A long step is no silence, as another thread gives the signs of life."""
+    """Time without heartbeats. A long step is not counted, as another thread sends the heartbeats."""
 
     hang_s: float = 4.0
     start_hang_s: float = 60.0  # until all are ready, and in a call: some work lets no other thread run
-    stop_s: float = 5.0  # from being asked to end to being killed
-
-
-@dataclass(slots=True)
-class _Rank:
-    """A rank's process and the parent's end of its line."""
-
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    line: socket.socket
-    unread: bytes = b""
-    is_line_open: bool = True
+    stop_s: float = 5.0  # from the request to end until the kill
 
 
 class RankWatch:
@@ -123,7 +85,7 @@ class RankWatch:
         self._on_lost = on_lost
         self._messages: SimpleQueue[tuple[int, RankMessage] | RankLost] = SimpleQueue()
         self._ranks: list[_Rank] = []
-        # Readable from the moment when nothing is to be waited for any more.
+        # Readable as soon as waits are to be interrupted.
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.lost: RankLost | None = None
@@ -131,36 +93,36 @@ class RankWatch:
         self._is_stopping = False
         self._grace_s = limits.stop_s
         self._silence = Silence(len(starts), busy_limit_s=limits.start_hang_s, limit_s=limits.hang_s)
-        # With what stops a heart for seconds, such as imports, or the end of a profile.
+        # Busy with work that stops heartbeats for seconds, such as imports, or the end of a profile.
         self.may_be_busy = True
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
     def next_message(self, timeout_s: float) -> tuple[int, RankMessage]:
-        """What a rank says next. Raises RankLost, and TimeoutError after timeout_s."""
+        """The next message of any rank. Raises RankLost, and TimeoutError after timeout_s."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except Empty:
-            raise TimeoutError(f"no rank said anything for {timeout_s:g} s") from None
+            raise TimeoutError(f"no rank sent a message for {timeout_s:g} s") from None
         if isinstance(message, RankLost):
             raise message
         return message
 
     def send(self, rank: int, message: Mapping[str, object]) -> None:
-        """Send a rank a message; only while it starts, as it listens to nothing but the end after that."""
-        # Short, and the rank waits for it, so it does not block.
+        """Send a rank a message; only while it starts, as it reads no messages afterwards."""
+        # The message is short and the rank waits for it, so this does not block.
         try:
-            self._ranks[rank].line.sendall(_line(message))
+            self._ranks[rank].connection.sendall(_encoded(message))
         except OSError as error:
-            # The watching thread finds out what happened to it.
-            logger.debug("a rank is not listening", extra={"rank": rank, "error": str(error)})
+            # The watching thread finds out what happened to the rank.
+            logger.debug("a rank cannot be sent a message", extra={"rank": rank, "error": str(error)})
 
     def all_are_ready(self) -> None:
-        """From now on silence is a hang."""
+        """From now on the shorter limit holds for ranks without heartbeats."""
         self.may_be_busy = False
 
     def blame(self, rank: int, why: str) -> RankLost:
-        """Give the ranks up because of what the caller has seen; returns what is lost when none is left."""
+        """End the ranks because of what the caller has observed; returns the loss when none is left."""
         self._blamed = RankLost(rank, why)
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
@@ -168,7 +130,7 @@ class RankWatch:
         return self.lost
 
     def stop(self, grace_s: float | None = None) -> None:
-        """End all ranks, those that have not ended after grace_s by force, and wait until none is left."""
+        """End all ranks and wait for them; those that have not ended after grace_s are killed."""
         if grace_s is not None:
             self._grace_s = grace_s
         self._is_stopping = True
@@ -179,7 +141,6 @@ class RankWatch:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of every rank that was started, in order."""
         return [rank.process.pid for rank in self._ranks]
 
     def _run(self) -> None:
@@ -192,11 +153,13 @@ class RankWatch:
             lost = self._watch()
         except OSError as error:
             lost = RankLost(len(self._ranks), "cannot be started", str(error))
-        except Exception as error:  # Whatever it is: nobody else looks, and the engine would wait for ever.
+        except (
+            Exception
+        ) as error:  # Otherwise nothing would watch the ranks, and the engine would wait forever.
             logger.exception("the watch over the ranks failed")
             lost = RankLost(0, f"can no longer be watched ({type(error).__name__})", str(error))
         finally:
-            # Whatever ended the watch: nobody is left behind.
+            # Whatever ended the watch, no rank is left behind.
             self._ask_to_end()
             if lost is not None:
                 self._kill_all()
@@ -211,41 +174,41 @@ class RankWatch:
         self._on_lost(lost)
 
     def _watch(self) -> RankLost | None:
-        """Until it is told to stop, or a rank is lost, which it returns."""
+        """Returns when stopped, or when a rank is lost, which it returns."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         for rank in self._ranks:
             poll.register(rank.pidfd, select.POLLIN)
-            poll.register(rank.line, select.POLLIN)
+            poll.register(rank.connection, select.POLLIN)
         looked_at = time.monotonic()
         while not self._is_stopping:
             ready = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
             now = time.monotonic()
-            # When this process itself did not run, nobody can be blamed for having been silent meanwhile.
+            # If this process itself did not run for a while, ranks are not at fault for that time.
             elapsed, looked_at = min(now - looked_at, 2 * _POLL_S), now
             failed = self._blamed
             for index, rank in enumerate(self._ranks):
-                if rank.line.fileno() in ready:
+                if rank.connection.fileno() in ready:
                     failed = self._read(index, rank) or failed
-                    if not rank.is_line_open:
-                        poll.unregister(rank.line)
+                    if not rank.is_connected:
+                        poll.unregister(rank.connection)
             if failed is not None and failed is not self._blamed:
-                # Ranks fail when another one is killed, and may be heard of before it.
+                # When a rank is killed, others fail, and their messages may arrive before its exit.
                 poll.poll(_POLL_S * 1000)
             killed, ended = self._find_ended()
             silent = self._find_silent(elapsed)
             lost = killed or failed or ended or silent
             if lost is not None and not self._is_stopping:
                 if lost is silent or lost is self._blamed:
-                    # It hangs: nobody can ask it where once it is ended.
+                    # The rank hangs: its stacks cannot be read once it is ended.
                     write_beside(partial(write_stacks_of, self.process_ids), _WRITE_S)
                 return lost
         return None
 
     def _read(self, index: int, rank: _Rank) -> RankLost | None:
-        """Pass on what a rank says; an error it reports is its loss."""
-        data = _receive(rank.line)
-        rank.is_line_open = bool(data)
+        """Pass on a rank's messages; an error that it reports is its loss."""
+        data = _receive(rank.connection)
+        rank.is_connected = bool(data)
         *lines, rank.unread = (rank.unread + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -269,11 +232,11 @@ class RankWatch:
     def _find_silent(self, elapsed: float) -> RankLost | None:
         beats = [self._heartbeats.beats(index) for index in range(len(self._ranks))]
         silent = self._silence.look(beats, elapsed, may_be_busy=self.may_be_busy)
-        return RankLost(silent[0], f"gave no sign of life for {silent[1]:g} s") if silent else None
+        return RankLost(silent[0], f"sent no heartbeat for {silent[1]:g} s") if silent else None
 
     def _ask_to_end(self) -> None:
         for rank in self._ranks:
-            rank.line.close()
+            rank.connection.close()
 
     def _kill_all(self) -> None:
         for rank in self._ranks:
@@ -295,6 +258,43 @@ class RankWatch:
             os.close(rank.pidfd)
 
 
+@dataclass(slots=True)
+class _Rank:
+    """A rank's process and the parent's end of its connection."""
+
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    connection: socket.socket
+    unread: bytes = b""
+    is_connected: bool = True
+
+
+class Silence:
+    """Accumulates the time without heartbeats. That of busy ranks is reset when they are no longer busy."""
+
+    def __init__(self, num_ranks: int, *, busy_limit_s: float, limit_s: float) -> None:
+        self._busy_limit_s = busy_limit_s
+        self._limit_s = limit_s
+        self._beats = [0] * num_ranks
+        self._silent_s = [0.0] * num_ranks
+        self._were_busy = True
+
+    def look(self, beats: Sequence[int], elapsed_s: float, *, may_be_busy: bool) -> tuple[int, float] | None:
+        """The first rank without heartbeats for too long, and the limit. `beats`: heartbeats so far."""
+        if self._were_busy and not may_be_busy:
+            self._silent_s = [0.0] * len(self._silent_s)
+        self._were_busy = may_be_busy
+        limit_s = self._busy_limit_s if may_be_busy else self._limit_s
+        for rank, count in enumerate(beats):
+            is_alive = count != self._beats[rank]
+            self._silent_s[rank] = 0.0 if is_alive else self._silent_s[rank] + elapsed_s
+            self._beats[rank] = count
+        for rank, silent_s in enumerate(self._silent_s):
+            if silent_s >= limit_s:
+                return rank, limit_s
+        return None
+
+
 def _start(start: RankStart) -> _Rank:
     mine, theirs = socket.socketpair()
     with theirs:
@@ -307,12 +307,12 @@ def _start(start: RankStart) -> _Rank:
     return _Rank(process, os.pidfd_open(process.pid), mine)
 
 
-def _receive(line: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     try:
-        return line.recv(_RECEIVE_BYTES)
+        return connection.recv(_RECEIVE_BYTES)
     except ConnectionResetError:
         return b""
 
 
-def _line(message: Mapping[str, object]) -> bytes:
+def _encoded(message: Mapping[str, object]) -> bytes:
     return json.dumps(message).encode() + b"\n"

@@ -1,6 +1,6 @@
-"""What is asked of all ranks of an engine beside steps: sleep, wake, other weights, profiles, memory.
+"""Calls to all ranks of an engine besides steps: sleep, wake, reload of weights, profiles, memory use.
 
-The engine's half is `RunnerControl`, a rank's half `runner_calls`; between them go plain values alone.
+`RunnerControl` is the engine's side, `runner_calls` a rank's side; only plain values pass between them.
 """
 
 from __future__ import annotations
@@ -19,45 +19,37 @@ _LOSS = "loss"
 
 
 class Refused(ValueError):
-    """What was asked for cannot be had; the message says why, and everything is as it was."""
+    """The call cannot be done; the message gives the reason, and nothing has changed."""
 
 
 class RanksDisagree(RuntimeError):
-    """Some ranks did what others refused, or otherwise: they hold no model together; the engine ends."""
+    """Some ranks succeeded and others failed: they no longer hold one model, so the engine ends."""
 
 
 class ControlledRunner(Protocol):
     """The runner of one rank."""
 
-    def sleep(self, level: int) -> None:
-        """Give memory back."""
+    def sleep(self, level: int) -> None: ...
 
-    def wake(self, tags: Collection[WakeTag]) -> None:
-        """Take it again."""
+    def wake(self, tags: Collection[WakeTag]) -> None: ...
 
-    def reload_weights(self, folder: Path | None) -> ModelFacts:
-        """Put other weights in the place of these."""
-        ...
+    def reload_weights(self, folder: Path | None) -> ModelFacts: ...
 
-    def start_profile(self, folder: Path, prefix: str) -> Path:
-        """Begin to record steps, for this file."""
-        ...
+    def start_profile(self, folder: Path, prefix: str) -> Path: ...
 
-    def stop_profile(self) -> Path:
-        """Write the file."""
-        ...
+    def stop_profile(self) -> Path: ...
 
 
 class Executor(Protocol):
-    """Whoever reaches all ranks."""
+    """Reaches all ranks of the engine."""
 
     def call(self, name: str, arguments: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
-        """Have each rank do this behind the steps launched so far; their answers, in order."""
+        """Have each rank run the call after the steps launched so far; returns their answers, in order."""
         ...
 
 
 def runner_calls(runner: ControlledRunner) -> dict[str, Call]:
-    """What a rank does when it is called by name."""
+    """The calls of a rank, by name."""
 
     def wake(arguments: Mapping[str, object]) -> Mapping[str, object]:
         tags = arguments["tags"]
@@ -94,42 +86,42 @@ def runner_calls(runner: ControlledRunner) -> dict[str, Call]:
 
 
 class RunnerControl:
-    """Asks all ranks for one thing, and tells what became of it."""
+    """Makes one call at a time to all ranks and combines their answers."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def sleep(self, level: int) -> None:
-        """0 gives nothing back, 1 the KV cache and a GPU's weights, which the host keeps, 2 all.
+        """Level 0 releases nothing, 1 the KV cache and a GPU's weights, which move to the host, 2 everything.
 
-        No step may be under way, no request may hold blocks, and what is cached has to be forgotten.
+        No step may be in flight, no request may hold blocks, and cached prefixes must be forgotten.
         """
-        self._ask("sleep", level=level)
+        self._call_all("sleep", level=level)
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
-        """Bring back what the tags name; the KV cache comes back empty.
+        """Bring back the parts that the tags name; the KV cache comes back empty.
 
-        Refused where any rank could not: others may be awake then, for whom the next wake has nothing to do.
+        Refused if any rank failed. The others may be awake then, and the next wake changes nothing for them.
         """
-        # What is awake is what was there before: ranks that are not all awake still hold one model.
-        self._ask_each("wake", tags=[tag.value for tag in tags])
+        # Parts come back as they were, so ranks still hold one model if only some are awake.
+        self._call_each("wake", tags=[tag.value for tag in tags])
 
     def reload_weights(self, folder: Path | None = None) -> str:
-        """Put the weights of `folder`, or the present ones' anew, in place; returns their digest.
+        """Replace the weights by those of `folder`, by default the current folder; returns their digest.
 
-        What is cached is of the old ones and has to be forgotten. Refused leaves the old ones; WeightsLost
-        leaves none in some ranks, and the old ones in the others: they have to be woken, or reloaded.
+        Cached KV belongs to the old weights and must be forgotten. After Refused all ranks have the old
+        weights. After WeightsLost some ranks have none and the others the old ones: wake or reload them.
         """
-        answers = self._ask("reload_weights", folder=None if folder is None else str(folder))
+        answers = self._call_all("reload_weights", folder=None if folder is None else str(folder))
         digests = {str(answer["weights_digest"]) for answer in answers}
         if len(digests) > 1:
             raise RanksDisagree("ranks have different weights: the folder changed while they were read")
         return digests.pop()
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> list[Path]:
-        """Record what steps do from now on; the files, one a rank, that the stop will write.
+        """Record steps from now on; returns the files, one per rank, that `stop_profile` will write.
 
-        Refused where any rank could not; then none records, or all do so as before.
+        Refused if any rank failed; then either none records, or all continue a recording begun before.
         """
         answers = self._executor.call("start_profile", {"folder": str(folder), "prefix": prefix})
         if refusals := _all_of(_REFUSAL, answers):
@@ -139,29 +131,29 @@ class RunnerControl:
         return [Path(str(answer["file"])) for answer in answers]
 
     def stop_profile(self) -> list[Path]:
-        """End that, and write them. Refused where any rank could not write its own; none records any more."""
-        return [Path(str(answer["file"])) for answer in self._ask_each("stop_profile")]
+        """Stop recording and write the files. Refused if any rank could not write; none records any more."""
+        return [Path(str(answer["file"])) for answer in self._call_each("stop_profile")]
 
     def num_bytes_in_use(self) -> list[int]:
-        """Memory that each rank holds: its GPU's, or on a CPU that of its process."""
-        return [int(str(answer["num_bytes"])) for answer in self._ask_each("memory")]
+        """Memory that each rank uses: of its GPU, or on a CPU of its process."""
+        return [int(str(answer["num_bytes"])) for answer in self._call_each("memory")]
 
-    def _ask_each(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
-        """What changes nothing that ranks hold together: Refused where any of them could not."""
+    def _call_each(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+        """For calls whose effect ranks need not have in common: Refused if any rank failed."""
         answers = self._executor.call(name, arguments)
         if refusals := _all_of(_REFUSAL, answers):
             raise Refused(refusals[0])
         return answers
 
-    def _ask(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
-        """What all ranks have to do, or none."""
+    def _call_all(self, name: str, **arguments: object) -> Sequence[Mapping[str, object]]:
+        """For calls that all ranks must do, or none."""
         answers = self._executor.call(name, arguments)
         refusals, losses = _all_of(_REFUSAL, answers), _all_of(_LOSS, answers)
         failures = losses + refusals
         if not failures:
             return answers
         if len(failures) < len(answers):
-            raise RanksDisagree(f"{name} was done by some ranks, and others say: {failures[0]}")
+            raise RanksDisagree(f"{name} succeeded on some ranks and failed on others: {failures[0]}")
         if losses:
             raise WeightsLost(losses[0])
         raise Refused(refusals[0])
@@ -172,7 +164,7 @@ def _all_of(key: str, answers: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _answering(call: Call) -> Call:
-    """The call, whose refusals are answers too: a rank outlives what people can mend."""
+    """The call with its refusals as answers: a rank continues after errors that an operator can fix."""
 
     def answer(arguments: Mapping[str, object]) -> Mapping[str, object]:
         try:

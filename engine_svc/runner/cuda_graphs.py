@@ -1,4 +1,4 @@
-"""Decode steps recorded once for a few batch sizes, and replayed: one launch a step instead of hundreds.
+"""Decode steps recorded once for a few batch sizes and replayed: one launch per step instead of hundreds.
 
 Knows no plan and no request.
 """
@@ -16,7 +16,7 @@ from engine_svc.model.context import ForwardContext, LayerCache
 from engine_svc.runner.input_batch import StepInputs
 from triptych_kernels import AttentionBatch
 
-# Records what a function does on the device; what it returns does that again.
+# Records what a function does on the device; the result repeats it.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
@@ -27,15 +27,15 @@ class _Model(Protocol):
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that are recorded: 1, 2, 4, then every eighth, wider apart from 256 on."""
+    """The batch sizes to record: 1, 2, 4, then multiples of 8, with larger gaps from 256 on."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 32, 32)]
     return sorted({min(size, max_num_seqs) for size in sizes})
 
 
 class DecodeGraphs:
-    """A recorded forward for each size; a batch is padded to the next one.
+    """One recorded forward per size; a batch is padded to the next size.
 
-    Padding rows have one token, at place 0 of the placeholder block, and store nothing.
+    Padding rows have one token, at position 0 of the placeholder block, and store nothing.
     """
 
     def __init__(
@@ -66,13 +66,12 @@ class DecodeGraphs:
         self._totals = zeros(largest, dtype=torch.int32).fill_(1)
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(largest, device=device)
-        # One buffer for all sizes: a result of its own each would stay allocated as long as its graph.
+        # One buffer for all sizes: a result per size would stay allocated as long as its graph.
         self._logits = zeros(largest, vocab_size, dtype=torch.float32)
-        # The largest first, so that the smaller ones find its memory and use it again.
+        # The largest first, so that the smaller ones reuse its memory.
         self._replays = {size: self._record(size, record) for size in reversed(self._sizes)}
 
     def has_room(self, num_rows: int) -> bool:
-        """Whether a batch of so many rows can be replayed."""
         return num_rows <= self._sizes[-1]
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -82,7 +81,7 @@ class DecodeGraphs:
         self._fill(inputs, num_rows, size)
         self._replays[size]()
         if len(inputs.sampling_rows) == num_rows == len(inputs.logit_rows):
-            # The step has no others. Its sampling comes before the next replay on the same stream.
+            # No other rows in the step. Its sampling comes before the next replay on the same stream.
             return self._logits[:num_rows]
         return self._logits[inputs.logit_rows]
 
@@ -107,7 +106,7 @@ class DecodeGraphs:
         return record(forward)
 
     def _context(self, size: int) -> ForwardContext:
-        # Anew for each run: what an op keeps in a batch for all layers has to be part of the recording.
+        # Made for each recording: what an op keeps in a batch for all layers has to be part of the recording.
         return ForwardContext(
             self._layers,
             [slots[:size] for slots in self._slots],
@@ -126,12 +125,13 @@ class DecodeGraphs:
 
 
 class CudaRecorder:
-    """Records with CUDA graphs that share one pool of memory."""
+    """Records with CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # Of its own and for all: cuBLAS keeps room for each stream that it has worked on, which no account of
-        # memory has in it, and that of the stream on which others record may be freed with their graphs.
+        # A separate stream, shared by all graphs. cuBLAS keeps a workspace per stream, which no memory
+        # statistics show, and that of the stream on which torch records by default may be freed with its
+        # graphs.
         self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:

@@ -1,11 +1,10 @@
-"""Rows whose prompts have embeddings in place of tokens, and which of these a step computes."""
+"""Keeps the prompt embeddings of rows, and finds those that a step computes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,20 +12,20 @@ from engine_svc.core.prompt_embeds import PromptEmbeds
 from engine_svc.core.step import StepPlan
 from engine_svc.model.context import EmbeddedTokens
 from engine_svc.runner.input_batch import StepInputs
-from engine_svc.runner.sampling.transfer import send, to_device
+from engine_svc.runner.sampling.transfer import Ints, send, to_device
 from engine_svc.tensors.to_torch import to_torch
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """places: [N] of the prompt, rising, on the host.  embeds: [N, hidden], on the device."""
+    """positions: [N] in the prompt, ascending, on the host.  embeds: [N, hidden], on the device."""
 
-    positions: npt.NDArray[np.int64]
+    positions: Ints
     embeds: Tensor
 
 
 class EmbeddedRows:
-    """The embeddings of the rows that have any, in the model's dtype, from entering until leaving."""
+    """The embeddings of rows that have any, in the model's dtype."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -34,17 +33,15 @@ class EmbeddedRows:
         self._held: dict[int, _Held] = {}
 
     def enter(self, row: int, content: PromptEmbeds | None) -> None:
-        """Keep what a row has, if anything."""
         if content is not None:
             embeds = send(to_torch(content.embeds), self._device).to(self._dtype)
             self._held[row] = _Held(np.array(content.positions, dtype=np.int64), embeds)
 
     def leave(self, row: int) -> None:
-        """Forget a row."""
         self._held.pop(row, None)
 
     def find(self, plan: StepPlan, inputs: StepInputs) -> EmbeddedTokens | None:
-        """The tokens of the step that come as embeddings; None where none does."""
+        """The tokens of the step that come as embeddings; None if there are none."""
         if not self._held:
             return None
         positions, rows = [], []

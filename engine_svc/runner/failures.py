@@ -1,4 +1,4 @@
-"""Which errors of a step are the device's. Knows no plan."""
+"""Recognizes errors of a step that are the device's fault. Knows no plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEVICE_LOST_TEXTS = ("CUDA error", "Triton Error [CUDA]", "CUDNN_STATUS_")
 
 
 def raise_translated(error: RuntimeError | MemoryError) -> NoReturn:
-    """Raise what `translated` makes of `error`, which is being handled."""
+    """Raise `translated(error)`; `error` is being handled."""
     translated_error = translated(error)
     try:
         if translated_error is error:
@@ -22,18 +22,19 @@ def raise_translated(error: RuntimeError | MemoryError) -> NoReturn:
             raise error
         raise translated_error from error
     finally:
-        # This frame is in the traceback of what it raises, and so is all that the step had computed: a cycle
-        # through a local would keep that until a full collection, and in an engine there may never be one.
+        # This frame is in the traceback of what it raises, and so is everything that the step had computed. A
+        # local that refers to the error would keep that until a full collection, which an engine may never
+        # do.
         del translated_error, error
 
 
 def translated(error: RuntimeError | MemoryError) -> Exception:
-    """The error to raise instead of `error`: what the device is at fault for as DeviceFull or DeviceLost.
+    """The error to raise instead of `error`: DeviceFull or DeviceLost if the device is at fault.
 
-    After most errors of CUDA every later call fails as well, so all of them are taken for the end.
+    After most CUDA errors every later call fails as well, so all of them count as DeviceLost.
     """
     if isinstance(error, PeersLost):
-        # Its text may be that of another machine's error.
+        # Its text may contain the error text of another machine.
         return error
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _contains_any(text, _OUT_OF_MEMORY_TEXTS):

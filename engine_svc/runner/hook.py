@@ -1,19 +1,18 @@
-"""Where optional features attach to a step on the device. Declared here, by their user."""
+"""Interfaces for optional features of a step on the device. Declared here, by their user."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from engine_svc.core.step import StepPlan
 from engine_svc.runner.input_batch import InputBatch
+from engine_svc.runner.sampling.transfer import Ints
 
 
 class RunnerHook(Protocol):
-    """Told before and after a forward."""
+    """Called before and after a forward."""
 
     def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
         """The batch holds the plan's rows; nothing is computed yet."""
@@ -23,10 +22,10 @@ class RunnerHook(Protocol):
 
 
 class LogitsProcessor(Protocol):
-    """Changes what is sampled from."""
+    """Changes the logits before sampling."""
 
-    def __call__(self, logits: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Logits [N, V] fp32 in place of those given, which may be written; entry n is of row rows[n].
+    def __call__(self, logits: Tensor, rows: Ints) -> Tensor:
+        """Returns the logits [N, V] fp32 to use; may write the given ones. Entry n is of row rows[n].
 
-        Those given are of this step alone: the next one writes where they are.
+        The given logits are valid for this step only: the next one overwrites them.
         """

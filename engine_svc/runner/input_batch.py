@@ -1,4 +1,4 @@
-"""The requests being run, as rows that persist on the device, and a step's inputs made from them."""
+"""The running requests as rows that persist on the device, and the inputs of a step made from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest, StepPlan
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import AttentionBatch
 
-Ints = npt.NDArray[np.int64]
-
-# Of 4 bytes or more each, so that a column begins at a multiple of 16 bytes.
+# The items have 4 bytes or more, so that a column begins at a multiple of 16 bytes.
 _ALIGNED_ITEMS = 4
-# Stands where an embedding does.
+# The token id at positions that have an embedding.
 NO_TOKEN = -1
 
 
@@ -26,9 +24,9 @@ NO_TOKEN = -1
 class StepInputs:
     """A step's rows flattened: first the tokens of the plan's row 0, then of row 1, and so on.
 
-    token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, last tokens
-    of rows that sample.  rows: [R], the batch's row of each of the plan's.  sampling_rows: [N], those that
-    sample; sampling_positions: [N], the places of the tokens that they sample.
+    token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, the indices
+    of the last tokens of rows that sample.  rows: [R], the batch's row of each of the plan's rows.
+    sampling_rows: [N], those that sample; sampling_positions: [N], the positions of the tokens to sample.
     """
 
     token_ids: Tensor
@@ -49,9 +47,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What steps share that run the same rows, so many tokens of each. Tensors are on the device.
+    """What steps with the same rows and token counts have in common. Tensors are on the device.
 
-    counts, rows: [R].  row_of_token: [T].  ends: [R], of each row's tokens.  samples: [R], None where all do.
+    counts, rows: [R].  row_of_token: [T].  ends: [R], ends of the rows' tokens.  samples: [R], None if all
+    sample.
     """
 
     request_ids: list[str]
@@ -70,7 +69,7 @@ class _Layout:
     max_count: int
 
     def is_of(self, plan: StepPlan) -> bool:
-        """Whether the plan runs these rows in this way. Decode steps mostly run those of the step before."""
+        """Whether the plan has the same rows and counts. Consecutive decode steps mostly do."""
         return (
             plan.num_tokens == self.num_tokens
             and plan.samples == self.sampling
@@ -79,10 +78,10 @@ class _Layout:
 
 
 class InputBatch:
-    """A row per admitted request; the row is free again once the request is released.
+    """One row per admitted request; the row is free again once the request is released.
 
-    Token ids live on the device, sampled ones are written there and never wait for the host. Block tables are
-    kept on the host, where plans change them, and what changed of them is copied.
+    Token ids are kept on the device: sampled ones are written there without waiting for the host. Block
+    tables are kept on the host, where plans change them; changed rows are copied to the device.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class InputBatch:
         self._block_size = block_size
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        # A token is sampled behind the longest sequence where a step was planned before its end was known.
-        # Never touched memory costs nothing, so every row may have the longest length.
+        # A step planned before the end of the longest sequence is known samples one more token. Untouched
+        # memory costs nothing, so every row has room for the maximum length.
         self.token_ids = torch.empty(max_num_seqs, max_model_len + 2, dtype=torch.int32, device=self.device)
         self._is_on_host = self.device.type == "cpu"
-        # The same memory, as numpy writes a few of them faster.
+        # The same memory as a numpy array, which writes a few elements faster.
         self._host_token_ids = (
             self.token_ids.numpy() if self._is_on_host else np.empty((0, 0), dtype=np.int32)
         )
@@ -114,7 +113,7 @@ class InputBatch:
         self._layout: _Layout | None = None
 
     def release(self, request_ids: Iterable[str]) -> list[int]:
-        """Free the rows of requests; returns them. Passes over who has none, because a step failed."""
+        """Free the rows of requests; returns them. Skips requests without one, as failed steps leave them."""
         rows = [self.row_of.pop(request_id) for request_id in request_ids if request_id in self.row_of]
         if rows:
             self._layout = None
@@ -122,12 +121,12 @@ class InputBatch:
         return rows
 
     def enter(self, admitted: AdmittedRequest) -> int:
-        """Give a request a row; returns it."""
+        """Give a request a row; returns the row."""
         self._layout = None
         return self._enter(admitted)
 
     def extend(self, plan: StepPlan) -> list[int]:
-        """Append the blocks that rows of the plan gain; returns those that came without KV."""
+        """Append the blocks that the plan's rows gain; returns those that came without KV."""
         fresh: list[int] = []
         for index, block_ids in enumerate(plan.new_block_ids):
             if block_ids:
@@ -142,7 +141,7 @@ class InputBatch:
         row = self.row_of[admitted.request_id] = self._free_rows.pop()
         known = np.array(admitted.token_ids, dtype=np.int32)
         if admitted.prompt_embeds is not None:
-            # No token was seen there: none is what penalties and reasoning markers look for.
+            # These positions have no token that penalties and reasoning markers could match.
             known[list(admitted.prompt_embeds.positions)] = NO_TOKEN
         self.token_ids[row, : len(admitted.token_ids)] = to_device(known, self.device)
         for group, block_ids in enumerate(admitted.block_ids):
@@ -230,7 +229,7 @@ class InputBatch:
         )
 
     def append(self, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
-        """Write each row's sampled token at its place. token_ids: [N] int64, on the device."""
+        """Write each row's sampled token at its position. token_ids: [N] int64, on the device."""
         if self._is_on_host:
             self._host_token_ids[rows, positions] = token_ids.numpy()
         else:
@@ -265,7 +264,7 @@ class InputBatch:
         """The columns, all of one dtype, as tensors on the device, in one copy."""
         if self._is_on_host:
             return [torch.from_numpy(column) for column in columns]
-        # Kernels are compiled anew for addresses that are aligned otherwise.
+        # Kernels are compiled again for addresses with another alignment.
         widths = [-(-len(column) // _ALIGNED_ITEMS) * _ALIGNED_ITEMS for column in columns]
         room = np.zeros(sum(widths), dtype=columns[0].dtype)
         starts = np.cumsum([0, *widths[:-1]]).tolist()

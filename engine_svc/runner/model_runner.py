@@ -19,7 +19,7 @@ from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.embedded_rows import EmbeddedRows
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.hook import LogitsProcessor, RunnerHook
-from engine_svc.runner.input_batch import InputBatch, Ints, StepInputs
+from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.memory.kv_tensors import KVTensors
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.prompt_rows import (
@@ -31,7 +31,7 @@ from engine_svc.runner.prompt_rows import (
 )
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
@@ -40,7 +40,7 @@ from triptych_kernels import AttentionBatch, Ops
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """The sizes that rows and block tables are made for, and what is told of sampled tokens."""
+    """The sizes that rows and block tables are made for, and which logprobs are returned."""
 
     max_num_seqs: int
     max_model_len: int
@@ -49,7 +49,7 @@ class RunnerConfig:
 
 
 class ModelRunner:
-    """Owns the rows and the KV tensors; one plan after the other."""
+    """Owns the rows and the KV tensors; runs one plan after the other."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ModelRunner:
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
     ) -> None:
-        """exchange: of a model whose experts are divided over engines; steps are run with all of them."""
+        """exchange: for a model whose experts are divided over engines, which run steps together."""
         self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
         self._ops = ops
@@ -73,7 +73,7 @@ class ModelRunner:
         self._hooks = tuple(hooks)
         self._profiler = Profiler()
         self._max_model_len = config.max_model_len
-        # On a CPU the references attend in half precision, whatever the table has for other dtypes.
+        # On a CPU the reference ops compute half precision, even if `ops` are others.
         is_reference = kv.device.type == "cpu" and facts.dtype == "float16"
         self._needs_clean_blocks = ops.needs_clean_blocks or is_reference
         self._sampler = Sampler(
@@ -95,19 +95,19 @@ class ModelRunner:
 
     @property
     def batch(self) -> InputBatch:
-        """The rows, for who brings tokens that another rank sampled."""
+        """The rows, for a stage that receives tokens sampled by another rank."""
         return self._batch
 
     @property
     def sampler(self) -> Sampler:
-        """What rows wish, for who compares ranks."""
+        """The sampler, for comparing the state of ranks."""
         return self._sampler
 
     def execute(self, plan: StepPlan) -> RunningStep:
-        """Do what the plan says; every row that samples yields one token. Never waits for the device.
+        """Run the plan; every row that samples gets one token. Never waits for the device.
 
-        After an error the rows are to be released by the next plan, those of this one too, whether or not it
-        came to enter them. Raises DeviceLost, DeviceFull and PeersLost where no request is at fault.
+        After an error the next plan must release all rows, including those of this plan, even if they were
+        not entered yet. Raises DeviceLost, DeviceFull and PeersLost if no request is at fault.
         """
         try:
             return self._execute(plan)
@@ -136,7 +136,7 @@ class ModelRunner:
         readers = self._sampler.readers(inputs.sampling_rows)
         embedded = self._embedded.find(plan, inputs)
         if embedded is not None:
-            # Models look the ids up, whatever stands there in the end.
+            # Models look the ids up before the embeddings replace the result.
             inputs.token_ids.index_fill_(0, embedded.positions, 0)
         with self._profiler.range("forward"):
             found = self._forward(model, inputs, readers if not prompts else None, embedded)
@@ -153,9 +153,9 @@ class ModelRunner:
         return RunningStep(plan, sampled, self._kv.device, prompt_parts, check=self._check)
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
-        """A step that computes nothing here, but for the tokens of other engines, where they need it."""
+        """A step without tokens of this engine; computes those of other engines, if experts are shared."""
         if self._exchange is not None:
-            assert isinstance(model, SharedModel), "who exchanges tokens has a part of a model"
+            assert isinstance(model, SharedModel), "an engine that exchanges tokens has a shared model"
             with self._profiler.range("take part"):
                 model.take_part()
         return RunningStep(plan, None, self._kv.device)
@@ -165,7 +165,7 @@ class ModelRunner:
             self._exchange.check()
 
     def _choose(self, inputs: StepInputs, found: Tensor | Largest, readers: Ints) -> Sampled | None:
-        """Choose tokens and write them where the next step reads them. None where nobody samples here."""
+        """Choose tokens and write them where the next step reads them. None if no row samples here."""
         rows, positions, token_ids = inputs.sampling_rows, inputs.sampling_positions, self._batch.token_ids
         num_found = (found.tokens if isinstance(found, Largest) else found).shape[0]
         if not len(rows) or not num_found:
@@ -179,9 +179,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run forwards that store nothing: the first request finds weights read and kernels compiled.
+        """Run forwards that store nothing, so that weights are read and kernels compiled in advance.
 
-        num_tokens: the most that a step computes.
+        num_tokens: the maximum that a step computes.
         """
         for count, total in rows_to_compute(num_tokens, self._max_model_len, self._kv.device):
             self._compute_alone(count, total)
@@ -208,27 +208,25 @@ class ModelRunner:
             )
 
     def sleep(self, level: int) -> None:
-        """Give memory back as Resident.sleep says. No step may be under way, and no request keep its KV."""
+        """See Resident.sleep. No step may be in flight, and no request may keep its KV."""
         self._resident.sleep(level)
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
-        """Bring back what `tags` name; the KV cache comes back empty."""
         self._resident.wake(tags)
 
     def reload_weights(self, folder: Path | None = None) -> ModelFacts:
-        """Put the weights of `folder` in place of the present ones; cached KV is of the old ones."""
+        """Replace the weights by those of `folder`; cached KV belongs to the old weights."""
         return self._resident.reload(folder)
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
-        """Record what steps do from now on, in the thread that runs them; the file that this is for."""
+        """Record steps from now on, in the thread that runs them; returns the file to be written."""
         return self._profiler.start(folder, prefix)
 
     def stop_profile(self) -> Path:
-        """End the recording and write its file."""
         return self._profiler.stop()
 
     def _apply(self, plan: StepPlan) -> None:
-        # Row by row, so that after an error whoever has a row in the one has it in the other.
+        # Row by row, so that after an error batch and sampler agree on which rows are in use.
         for row in self._batch.release(plan.released):
             self._sampler.leave(row)
             self._embedded.leave(row)
@@ -245,15 +243,15 @@ class ModelRunner:
     def _forward(
         self, model: Model, inputs: StepInputs, readers: Ints | None, embedded: EmbeddedTokens | None
     ) -> Tensor | Largest:
-        """Logits [N, V], or only those of `readers` where not all are read. None: they are read."""
+        """Logits [N, V], or only those of `readers` if the others are not needed. None: all are needed."""
         graphs = self._resident.graphs
-        # Recorded steps read ids alone.
+        # Recorded steps read token ids only.
         is_recorded = embedded is None and inputs.is_decode
         if graphs is not None and is_recorded and graphs.has_room(len(inputs.rows)):
             return graphs.forward(inputs)
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention, embedded)
         is_part_read = readers is not None and len(readers) < len(inputs.sampling_rows)
-        # Recorded steps have all logits, and the others of their engine are few.
+        # Recorded steps compute all logits; an engine with recorded steps runs few others.
         if graphs is None and readers is not None and is_part_read and isinstance(model, GreedyModel):
             kept = to_device(readers, self._kv.device)
             return model.forward_greedy(inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept)

@@ -1,6 +1,6 @@
 """Records where the time of steps goes, between a start and a stop, as a trace that browsers show.
 
-Knows no plan and no model. Whoever starts it is in the thread whose work is to be seen.
+Knows no plan and no model. It must be started in the thread whose work is to be recorded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 logger = logging.getLogger(__name__)
 
-# To end a recording, torch keeps all other threads of the process waiting, the longer the more it holds: 1 to
-# 2 s for 100,000 events. A step has tens of them with native kernels, thousands in transformers' own code.
+# When a recording ends, torch stops all other threads of the process, for longer the more it holds: 1 to 2 s
+# for 100,000 events. A step has tens of events with native kernels, thousands in transformers' own code.
 MAX_NUM_STEPS = 100
 
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
@@ -25,43 +25,41 @@ _NO_RANGE: AbstractContextManager[object] = nullcontext()
 class Profiler:
     """One recording at a time. While there is none, a range is one shared object that does nothing.
 
-    Of steps beyond max_num_steps nothing is recorded.
+    Steps beyond max_num_steps are not recorded.
     """
 
     def __init__(self, *, max_num_steps: int = MAX_NUM_STEPS) -> None:
         self._recording: profile | None = None
         self._max_num_steps = max_num_steps
-        self._num_steps = 0  # in the recording, or that came while it was full
+        self._num_steps = 0  # in the recording, including those that came when it was full
         self._target = Path()
         self._activities: list[ProfilerActivity] = []
         self._num_started = 0
 
     @property
     def is_recording(self) -> bool:
-        """Whether a start has not been stopped yet."""
         return self._recording is not None
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """Names, in the trace, what is done inside."""
+        """Name the enclosed work in the trace."""
         is_idle = self._recording is None or self._num_steps > self._max_num_steps
         return _NO_RANGE if is_idle else record_function(name)
 
     def begin_step(self) -> None:
-        """A step is about to run."""
         recording = self._recording
         if recording is None:
             return
         self._num_steps += 1
         if self._num_steps == self._max_num_steps + 1:
-            # What was recorded is written at the stop, whose caller knows that it takes a while.
+            # The file is written at the stop, whose caller expects that to take a while.
             recording.toggle_collection_dynamic(False, self._activities)
             fields = {"num_steps": self._max_num_steps, "file": str(self._target)}
             logger.warning("profile is full", extra=fields)
 
     def start(self, folder: Path, prefix: str = "engine") -> Path:
-        """Begin to record; returns where `stop` will write, a file of this process alone.
+        """Start a recording; returns the file that `stop` will write, which only this process uses.
 
-        ValueError where a recording is under way, OSError where the folder cannot be written to.
+        ValueError if a recording is in progress, OSError if the folder cannot be written to.
         """
         if self._recording is not None:
             raise ValueError(f"the profiler is recording already, for {self._target}")
@@ -82,7 +80,7 @@ class Profiler:
         return self._target
 
     def stop(self) -> Path:
-        """End the recording and write it; ValueError where there is none."""
+        """End the recording and write it; ValueError if there is none."""
         recording = self._recording
         if recording is None:
             raise ValueError("the profiler is not recording")

@@ -1,4 +1,4 @@
-"""The places of prompts that a step is to tell of: which logits they need, and what these say.
+"""Finds the prompt positions whose logprobs a step returns, and computes them from their logits.
 
 Knows no cache and no model.
 """
@@ -21,17 +21,17 @@ from engine_svc.runner.sampling.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A row of the plan whose prompt is told of."""
+    """A row of the plan with prompt logprobs."""
 
     index: int  # in the plan
-    row: int  # of the batch
-    positions: range  # each is told of by the logits of the place before it
-    first_token: int  # where in the step the token of the place before the first one is
+    row: int  # in the batch
+    positions: range  # each needs the logits of the position before it
+    first_token: int  # index in the step of the token before the first position
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What a step tells of one prompt. On the host, to be read once the device is done."""
+    """The prompt logprobs of one row in a step. On the host, to be read once the device is done."""
 
     index: int
     first_position: int
@@ -39,7 +39,7 @@ class PromptPart:
 
 
 def find_prompt_rows(plan: StepPlan, inputs: StepInputs, sampler: Sampler) -> list[PromptRow]:
-    """Who is told of its prompt in this step."""
+    """The rows that get prompt logprobs in this step."""
     found = []
     starts = (inputs.counts.cumsum() - inputs.counts).tolist()
     for index, (row, start) in enumerate(zip(inputs.rows.tolist(), plan.num_computed_tokens, strict=True)):
@@ -50,7 +50,7 @@ def find_prompt_rows(plan: StepPlan, inputs: StepInputs, sampler: Sampler) -> li
 
 
 def with_prompt_logits(inputs: StepInputs, prompts: Sequence[PromptRow], device: torch.device) -> StepInputs:
-    """The inputs with the logits that `prompts` need, behind those of the rows that sample."""
+    """The inputs with the logits that `prompts` need, after those of the rows that sample."""
     parts = [np.arange(prompt.first_token, prompt.first_token + len(prompt.positions)) for prompt in prompts]
     more = to_device(np.concatenate(parts), device)
     return replace(inputs, logit_rows=torch.cat([inputs.logit_rows, more]))
@@ -59,7 +59,7 @@ def with_prompt_logits(inputs: StepInputs, prompts: Sequence[PromptRow], device:
 def compute_prompt_logprobs(
     prompts: Sequence[PromptRow], logits: Tensor, token_ids: Tensor, sampler: Sampler
 ) -> list[PromptPart]:
-    """What the logits [M, V] of all places, prompt by prompt, say of the tokens that follow them."""
+    """Logprobs of the tokens that follow, from the logits [M, V] of all positions, prompt by prompt."""
     prompt_parts = []
     for prompt, part in zip(prompts, logits.split([len(one.positions) for one in prompts]), strict=True):
         following = token_ids[prompt.row, prompt.positions.start : prompt.positions.stop].long()

@@ -1,4 +1,4 @@
-"""A step on the device, and the result it leaves on the host. Knows no rows and no model."""
+"""A step on the device, and its result on the host. Knows no rows and no model."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.prompt_rows import PromptPart
 from engine_svc.runner.sampler import Sampled
+from engine_svc.runner.sampling.transfer import to_host
 
 
 class RunningStep:
-    """What a plan will have yielded. Its copies to the host are under way; `result` waits for them."""
+    """A launched step. Its copies to the host are in flight; `result` waits for them."""
 
     def __init__(
         self,
@@ -25,22 +25,22 @@ class RunningStep:
         prompts: Sequence[PromptPart] = (),
         check: Callable[[], None] | None = None,
     ) -> None:
-        """check: raises PeersLost where a GPU may have gone on without what other ranks had to send."""
+        """check: raises PeersLost if a GPU may have continued without the data of other ranks."""
         self._plan = plan
         self._prompts = prompts
         self._check = check
         self._sampled = sampled
         self._done: torch.cuda.Event | None = None
         if sampled is not None:
-            self._token_ids = _to_host(sampled.token_ids)
-            self._highest = _to_host(sampled.highest)
-        # Also where nothing was sampled: of chunks that nobody waits for, a GPU would have any number queued.
+            self._token_ids = to_host(sampled.token_ids)
+            self._highest = to_host(sampled.highest)
+        # Also if nothing was sampled: otherwise a GPU could queue any number of prefill chunks.
         if device.type == "cuda" and plan.request_ids:
             self._done = torch.cuda.Event()
             self._done.record()
 
     def result(self) -> StepResult:
-        """What the step yielded; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""
+        """The step's result; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""
         try:
             return self._result()
         except (RuntimeError, MemoryError) as error:
@@ -59,7 +59,7 @@ class RunningStep:
             )
         if self._sampled is None:
             return result
-        # Here and not with the choice: the next step does not wait for it.
+        # Done here and not when tokens are chosen: the next step does not wait for it.
         is_finite_of = self._highest.isfinite()
         if self._sampled.logprobs is None and is_finite_of.all():
             return result
@@ -67,7 +67,7 @@ class RunningStep:
         for entry in is_finite_of.logical_not().nonzero().flatten().tolist():
             index = indices[entry]
             result.sampled[index] = []
-            # Rules leave a token out by minus infinity; a model that computes yields none.
+            # Token rules exclude a token by minus infinity; a model's own logits are never minus infinity.
             is_barred = self._highest[entry].item() == -math.inf
             (result.barred if is_barred else result.non_finite).append(index)
         if self._sampled.logprobs is not None:
@@ -76,7 +76,7 @@ class RunningStep:
         return result
 
     def _columns(self) -> list[list[int]]:
-        """What each row sampled, whether or not it means anything."""
+        """The token of each row that samples, valid or not."""
         if self._sampled is None:
             return [[] for _ in self._plan.request_ids]
         tokens = self._token_ids.tolist()
@@ -84,10 +84,3 @@ class RunningStep:
             return [[token] for token in tokens]
         following = iter(tokens)
         return [[next(following)] if samples else [] for samples in self._plan.samples]
-
-
-def _to_host(values: Tensor) -> Tensor:
-    if values.device.type == "cpu":
-        return values
-    room = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return room.copy_(values, non_blocking=True)

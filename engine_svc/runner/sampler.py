@@ -1,6 +1,6 @@
-"""From logits to tokens, each row as its request wishes. Noise is a pure function of (seed, position).
+"""Chooses tokens from logits by each row's sampling parameters. Noise is a pure function of (seed, position).
 
-Nothing here waits for the device: what is done is decided by what rows wished when they entered.
+Nothing here waits for the device: which ops run depends only on the parameters of the rows.
 Knows no scheduler, no blocks and no model.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,17 +22,15 @@ from engine_svc.runner.sampling.parameters import DrawParameters
 from engine_svc.runner.sampling.penalties import Penalties
 from engine_svc.runner.sampling.thinking import ThinkingBudgets
 from engine_svc.runner.sampling.token_rules import TokenRules
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import Ops, uniform_noise
 from triptych_kernels.reference.sampling import MIN_TEMPERATURE, kept_weights
 
-_Ints = npt.NDArray[np.int64]
-
 
 class LogprobsMode(Enum):
-    """What is told as the log probability of a sampled token: before all changes or after, normed or not.
+    """Which logprobs are returned: from the logits before all changes or after, normalized or not.
 
-    After all changes means with what was cut away at -inf; to find it, a GPU is waited for.
+    After all changes, excluded tokens have -inf; finding them waits for a GPU.
     """
 
     RAW_LOGPROBS = "raw_logprobs"
@@ -43,20 +40,19 @@ class LogprobsMode(Enum):
 
     @property
     def is_raw(self) -> bool:
-        """Whether the model's own logits are told of."""
         return self in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
 
     @property
     def is_normed(self) -> bool:
-        """Whether log probabilities are told, and not logits."""
         return self in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What N rows chose, on the device. A row whose largest logit is not finite chose nothing of meaning.
+    """The tokens of N rows, on the device. A row whose largest logit is not finite has no valid token.
 
-    token_ids: [N] int64.  highest: [N] fp32, the largest logits.  logprobs: of rows that asked, or None.
+    token_ids: [N] int64.  highest: [N] fp32, the largest logits.  logprobs: of rows that requested them, or
+    None.
     """
 
     token_ids: Tensor
@@ -86,11 +82,11 @@ class Sampler:
         self._penalties = Penalties(max_num_seqs, device, ops.penalise)
         self._thinking = ThinkingBudgets(vocab_size, device)
         self._logprob_specs = LogprobSpecs(vocab_size, device)
-        # Of which rows more than the largest logit is read, or that one changed.
+        # Rows for which more than the largest of the unchanged logits is needed.
         self._reads = np.zeros(max_num_seqs, dtype=bool)
 
     def enter(self, row: int, admitted: AdmittedRequest) -> None:
-        """From now on `row` is that request's, with the tokens it has already."""
+        """From now on `row` belongs to the request, which may have output tokens already."""
         sampling, num_prompt_tokens = admitted.sampling, admitted.num_prompt_tokens
         self._parameters.enter(row, sampling)
         self._rules.enter(row, sampling, num_prompt_tokens)
@@ -107,23 +103,22 @@ class Sampler:
         )
 
     def leave(self, row: int) -> None:
-        """The request of `row` is gone."""
         self._rules.leave(row)
         self._penalties.leave(row)
         self._thinking.leave(row)
         self._logprob_specs.leave(row)
         self._parameters.leave(row)
 
-    def readers(self, rows: _Ints) -> _Ints:
-        """The entries of `rows` whose logits are needed; of the others only the largest is."""
+    def readers(self, rows: Ints) -> Ints:
+        """The entries of `rows` whose logits are needed; for the others only the largest is."""
         return self._reads[rows].nonzero()[0]
 
     def choose_most(
-        self, largest: Largest, readers: _Ints, rows: _Ints, positions: _Ints, token_ids: Tensor
+        self, largest: Largest, readers: Ints, rows: Ints, positions: Ints, token_ids: Tensor
     ) -> Sampled:
-        """As `choose`, where the largest of each of N rows is known and `readers` have their logits.
+        """As `choose`, if the largest logit of each of N rows is known and `readers` have their logits.
 
-        What they choose is written into `largest`.
+        The readers' choices are written into `largest`.
         """
         if not len(readers):
             return Sampled(largest.tokens, largest.highest, None)
@@ -135,8 +130,8 @@ class Sampler:
             None if some.logprobs is None else some.logprobs.moved(readers),
         )
 
-    def choose(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> Sampled:
-        """One token for each of `rows`, to stand at `positions`, i.e. behind as many known tokens.
+    def choose(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> Sampled:
+        """One token for each of `rows`, to be written at `positions`, i.e. after as many known tokens.
 
         logits: [N, V] contiguous, entry n of rows[n]; fp32 ones are written.  token_ids: [max_num_seqs, L]
         int32, of which token_ids[rows[n], :positions[n]] are read.
@@ -150,9 +145,9 @@ class Sampler:
             logits = process(logits, rows).contiguous()
         self._rules.apply(logits, rows, positions, token_ids)
         self._penalties.apply(logits, rows, positions, token_ids)
-        # Last, for what ends a block of reasoning must be chosen whatever else was wished.
+        # Last: the end of a reasoning block must be chosen regardless of the other parameters.
         self._thinking.apply(logits, rows, positions, token_ids)
-        # One pass gives the greedy token and finds NaN, which is larger than every number here.
+        # One pass gives the greedy token and detects NaN, which compares larger than every number here.
         highest, tokens = self._ops.greedy(logits)
         if self._parameters.any_draws:
             tokens = self._draw(logits, rows, positions, tokens)
@@ -165,19 +160,19 @@ class Sampler:
 
     @property
     def any_wants_prompt_logprobs(self) -> bool:
-        """Whether some row wants to be told of its prompt; mostly none does, and no other need be asked."""
+        """Whether any row has prompt logprobs; mostly none does, and rows need not be checked."""
         return self._logprob_specs.any_wants_prompt
 
     def prompt_positions(self, row: int, start: int, end: int) -> range | None:
-        """The prompt places to be told of where places start to end - 1 of `row` are computed, if any."""
+        """The prompt positions with logprobs if positions start to end - 1 of `row` are computed, if any."""
         return self._logprob_specs.prompt_positions(row, start, end)
 
     def prompt_logprobs(self, logits: Tensor, token_ids_next: Tensor, row: int) -> PromptLogprobs:
-        """What the model's own logits [M, V] say of the prompt tokens [M] int64 that follow their places."""
+        """Logprobs of prompt tokens [M] int64 by the unchanged logits [M, V] of the positions before them."""
         return self._logprob_specs.gather_prompt(logits, token_ids_next, row)
 
-    def _draw(self, logits: Tensor, rows: _Ints, positions: _Ints, greedy_tokens: Tensor) -> Tensor:
-        """The tokens [N], with those of rows that draw drawn."""
+    def _draw(self, logits: Tensor, rows: Ints, positions: Ints, greedy_tokens: Tensor) -> Tensor:
+        """The tokens [N], replaced by draws for rows that draw."""
         drawn = self._parameters.is_drawn(rows).nonzero()[0]
         if not len(drawn):
             return greedy_tokens
@@ -201,11 +196,11 @@ class Sampler:
         return values.index_select(0, to_device(np.array(indices, dtype=np.int64), self._device))
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """What is told of each token, [P, V] that no later change of the logits reaches."""
+        """The values to return for each token, [P, V], unaffected by later changes of the logits."""
         return logits.log_softmax(-1) if self._mode.is_normed else logits.clone()
 
-    def _processed(self, logits: Tensor, rows: _Ints, positions: _Ints, asking: list[int]) -> Tensor:
-        """Logits [P, V] of the entries that ask as they were drawn from: by temperature, -inf where cut."""
+    def _processed(self, logits: Tensor, rows: Ints, positions: Ints, asking: list[int]) -> Tensor:
+        """Logits [P, V] of entries with logprobs as used for draws: by temperature, -inf where excluded."""
         indices = np.array(asking, dtype=np.int64)
         picked = self._pick(logits, asking)
         drawn = self._parameters.is_drawn(rows[indices]).nonzero()[0]
@@ -215,8 +210,8 @@ class Sampler:
         columns = self._parameters.columns(rows[indices[drawn]], positions[indices[drawn]])
         part = picked.index_select(0, selected)
         weights = kept_weights(part, columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-        # A weight is 0 also where it is too small for a number: such a token is cut away only by a cut, and
-        # by top-k only where so many larger ones are left.
+        # A weight is also 0 if it underflows. Such a token is excluded only if some cut applies, and by top-k
+        # only if enough larger ones are left.
         is_full = (columns.top_k > 0) & (weights.count_nonzero(-1) >= columns.top_k)
         has_cut = (columns.min_p > 0.0) | (columns.top_p < 1.0) | is_full
         changed = (part / columns.temperature.clamp(min=MIN_TEMPERATURE)[:, None]).masked_fill_(

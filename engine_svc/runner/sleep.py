@@ -1,6 +1,6 @@
-"""What a runner keeps on its device and can give back for a while: weights, recorded steps, the KV cache.
+"""Releases a runner's device memory for a while: weights, recorded steps, the KV cache.
 
-Knows no plan and no request: who sleeps must have no step under way, and must forget which KV was cached.
+Knows no plan and no request: a caller must have no step in flight, and must forget which KV was cached.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What another checkpoint must share with the one that it replaces: caches and rows are made for it.
+# What another checkpoint must have in common with the one it replaces: caches and rows are made for it.
 _FORM = ("architecture", "kv_shapes", "vocab_size", "max_position", "dtype")
 
 
 class WakeTag(enum.Enum):
-    """What can be woken by itself; the value is its name on the wire. A runner has no part in scheduling."""
+    """A part to wake separately; the value is its name on the wire. The runner has no SCHEDULING."""
 
     SCHEDULING = "scheduling"
     WEIGHTS = "weights"
@@ -39,8 +39,6 @@ class WakeTag(enum.Enum):
 
 
 class Location(enum.Enum):
-    """Where the weights or the KV cache are."""
-
     DEVICE = "device"
     HOST = "host"  # of a GPU's machine
     NOWHERE = "nowhere"
@@ -54,20 +52,20 @@ _TRANSITIONS: dict[Location, frozenset[Location]] = {
 
 
 class WeightsLost(RuntimeError):
-    """Neither other weights nor the old ones could be loaded: there are none until a wake or a reload."""
+    """Neither new weights nor the old ones could be loaded: there are none until a wake or a reload."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where a runner's weights come from, and what has to be made anew once they are there."""
+    """Loads a runner's weights, and makes what depends on them."""
 
     folder: Path
-    load: Callable[[Path], tuple[Model, ModelFacts]]  # a folder's model, in the way of the first one
-    record: Callable[[Model], DecodeGraphs | None]  # its decode steps: tensors need not lie where they did
+    load: Callable[[Path], tuple[Model, ModelFacts]]  # loads a folder in the same way as the first one
+    record: Callable[[Model], DecodeGraphs | None]  # records decode steps: tensors may have other addresses
 
 
 class Resident:
-    """A model, its recorded steps and its KV cache, in memory or not. Without a source weights stay."""
+    """A model, its recorded steps and KV cache, in memory or not. Without a source it keeps the weights."""
 
     def __init__(
         self,
@@ -88,28 +86,28 @@ class Resident:
 
     @property
     def asleep(self) -> frozenset[WakeTag]:
-        """What is not on the device."""
+        """The parts that are not on the device."""
         return frozenset(tag for tag, location in self._locations.items() if location is not Location.DEVICE)
 
     def awake_model(self) -> Model:
-        """The model. RuntimeError while any part of what a step needs is away."""
+        """The model. RuntimeError while any part that a step needs is asleep."""
         if self._model is None or self._parked:
             away = ", ".join(sorted(tag.value for tag in self.asleep))
             raise RuntimeError(f"a step cannot run: asleep are {away}")
         return self._model
 
     def sleep(self, level: int) -> None:
-        """Give memory back. What is away stays away; nothing happens to what is deeper asleep.
+        """Release memory. Released parts stay released; nothing changes for parts at a deeper level.
 
-        0: none.  1: the KV cache's; of a GPU also the weights', which are kept in the host's memory, while a
-        CPU has no other place for them and keeps them.  2: that of both, and weights have to be loaded again.
+        0: nothing.  1: the KV cache; on a GPU also the weights, which are kept in host memory, while a CPU
+        keeps them where they are.  2: both, and weights have to be loaded again.
         """
         if level not in (0, 1, 2):
             raise ValueError(f"sleep level is {level}, it has to be 0, 1 or 2")
         if level == 0:
             return
         if level == 2 and self._source is None:
-            raise ValueError("sleep level 2 gives weights up, and there is nothing to load them from")
+            raise ValueError("sleep level 2 drops the weights, and there is nothing to load them from")
         self.graphs = None
         if self._locations[WakeTag.KV_CACHE] is Location.DEVICE:
             self._park_cache()
@@ -123,10 +121,10 @@ class Resident:
         logger.info("asleep", extra={"level": level, "parts": sorted(tag.value for tag in self.asleep)})
 
     def wake(self, tags: Iterable[WakeTag] = tuple(WakeTag)) -> None:
-        """Bring back the parts named, where they are away. The KV cache comes back empty.
+        """Bring back the named parts that are asleep. The KV cache comes back empty.
 
-        Raises CheckpointError where weights cannot be loaded again or are others now, NoRoom where the device
-        is short of memory; all that was asleep is asleep as before then.
+        Raises CheckpointError if weights cannot be loaded again or have changed, NoRoom if the device has too
+        little memory; then all parts are asleep as before.
         """
         wanted = self.asleep.intersection(tags)
         if WakeTag.KV_CACHE in wanted:
@@ -144,12 +142,12 @@ class Resident:
             logger.info("awake", extra={"parts": sorted(tag.value for tag in wanted)})
 
     def reload(self, folder: Path | None = None) -> ModelFacts:
-        """Put the weights of `folder`, by default those of the same as before, in place of the present ones.
+        """Replace the weights by those of `folder`, by default the folder of the current ones.
 
-        Where they cannot be taken, CheckpointError or UnsupportedModel is raised and the old ones are there
-        again; WeightsLost where these cannot be loaded either, e.g. from a folder that was overwritten: then
-        they are asleep. After any other error the weights are the old ones, or asleep. The new ones are on
-        the device, whatever is asleep beside them.
+        If they cannot be loaded, raises CheckpointError or UnsupportedModel and restores the old ones. If
+        these cannot be loaded either, e.g. because the folder was overwritten, raises WeightsLost, and the
+        weights are asleep. After any other error the weights are the old ones, or asleep. New weights are on
+        the device, even if the KV cache is asleep.
         """
         if self._source is None:
             raise ValueError("weights cannot be reloaded: there is nothing to load them from")
@@ -176,15 +174,15 @@ class Resident:
         try:
             self._record_again()
         except Exception:
-            # The caller has heard of no other weights, so it is the old ones that a wake has to find.
+            # The caller gets an error and not the new facts, so a wake must load the old weights.
             self._give_up_weights()
             self.facts = old
             raise
         self._source = source
 
     def _return_to_old(self, error: Exception) -> None:
-        """Bring the weights back that were given up for what `error` has prevented."""
-        # What was read is held by the frames that the error came through: both may be more than fits.
+        """Restore the weights that were dropped for the reload that `error` has ended."""
+        # The error's frames hold what was read: old and new weights together may not fit.
         clear_frames(error)
         return_free_memory(self._kv.device)
         try:
@@ -213,7 +211,7 @@ class Resident:
         if WakeTag.WEIGHTS in self._parked:
             self._restore(WakeTag.WEIGHTS)
             return
-        assert self._source is not None, "nobody gives up what he cannot load again"
+        assert self._source is not None, "weights are dropped only if they can be loaded again"
         model, facts = self._loaded(self._source)
         if facts.weights_digest != self.facts.weights_digest:
             raise CheckpointError(
@@ -232,7 +230,7 @@ class Resident:
             model, facts = source.load(source.folder)
         except torch.OutOfMemoryError as error:
             raise NoRoom(
-                f"weights of {source.folder} cannot be allocated: free what others hold, and try again"
+                f"weights of {source.folder} cannot be allocated: free memory used by others, and try again"
             ) from error
         ours, theirs = _form(self.facts), _form(facts)
         for name, old, new in zip(_FORM, ours, theirs, strict=True):

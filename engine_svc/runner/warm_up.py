@@ -1,6 +1,6 @@
-"""What a runner computes before its first request, so that no step has to wait for what is done once.
+"""Computations before the first request, so that no step has to wait for one-time work.
 
-A step that takes seconds is taken for hung, and kernels for a GPU are compiled when they are first used.
+A step that takes seconds counts as hung, and kernels for a GPU are compiled when they are first used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.sampler import Sampler
 from triptych_kernels import Ops
 
-# Uses every kernel of a CPU, and is soon computed.
+# Uses every kernel of a CPU, and is fast.
 _USUAL_PROMPT = 64
 _EVERYTHING = SamplingParams(
     max_tokens=1,
@@ -31,9 +31,9 @@ _EVERYTHING = SamplingParams(
 def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -> list[tuple[int, int]]:
     """Rows, each a step of its own, as (tokens to compute, tokens with KV afterwards).
 
-    num_tokens: the most that a step computes.
-    One is enough where weights have to be read and nothing is compiled. A GPU has kernels for prompts by
-    their length, and for single tokens by how many others they see.
+    num_tokens: the maximum that a step computes.
+    On a CPU one row is enough: weights have to be read, but nothing is compiled. A GPU has kernels for
+    prompts by their length, and for single tokens by the number of tokens that they attend to.
     """
     longest = min(num_tokens, max_model_len)
     if device.type == "cpu":
@@ -45,11 +45,11 @@ def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -
 
 
 def warm_up_sampler(ops: Ops, vocab_size: int, token_ids: Tensor) -> None:
-    """Have a row choose that wishes all for which there are kernels. token_ids: of the runner's rows."""
+    """Sample for a row with all parameters for which there are kernels. token_ids: of the runner's rows."""
     device = token_ids.device
     sampler = Sampler(ops, max_num_seqs=1, vocab_size=vocab_size, device=device)
     sampler.enter(0, AdmittedRequest("warm-up", [0], 1, _EVERYTHING, [[]]))
-    # What the rows hold before requests enter are no ids of tokens.
+    # Before requests enter, the rows hold no valid token ids.
     known = torch.zeros_like(token_ids[:1])
     logits = torch.zeros(1, vocab_size, device=device)
     sampler.choose(logits, np.zeros(1, np.int64), np.ones(1, np.int64), known)

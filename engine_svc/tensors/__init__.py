@@ -1,1 +1,1 @@
-"""Tensors that come over the wire: their form, their bytes, and where these were on the way."""
+"""Tensors that arrive over the wire: their form, their bytes, and the ways they are transferred."""

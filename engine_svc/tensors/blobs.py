@@ -1,4 +1,4 @@
-"""Bytes that frontends upload before the requests that refer to them, by digest. Knows no request."""
+"""Stores bytes that frontends upload, by digest, before the requests that refer to them. Knows no request."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class _Blob:
 
 
 class BlobStore:
-    """At most `max_bytes` of blobs, those of uploads under way included.
+    """At most `max_bytes` of blobs, including those of uploads in progress.
 
-    A blob stays while a tensor made from it is held, and its time to live after its last use; where room is
-    needed, those that nobody uses go before that, the one used longest ago first.
+    A blob is kept while a tensor made from it exists, and for its time to live after its last use. If room is
+    needed, unused blobs are dropped earlier, the least recently used first.
     """
 
     def __init__(self, clock: Clock, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._clock = clock
-        self._blobs: dict[str, _Blob] = {}  # the one used longest ago first
+        self._blobs: dict[str, _Blob] = {}  # least recently used first
         self._used_bytes = 0
         self._reserved_bytes = 0
-        # Appended to by whoever lets go of a tensor, in whatever thread.
+        # Finalizers of tensors append to it, in any thread.
         self._left: deque[str] = deque()
 
     def __len__(self) -> int:
@@ -52,11 +52,10 @@ class BlobStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of blobs that are there."""
         return self._used_bytes
 
     def touch(self, digest: str) -> float | None:
-        """Count a blob as used just now: its time to live in seconds; None where it is not there."""
+        """Mark a blob as used now. Returns its time to live in seconds, or None if it is not stored."""
         blob = self._blobs.pop(digest, None)
         if blob is None:
             return None
@@ -65,16 +64,16 @@ class BlobStore:
         return blob.ttl_s
 
     def get(self, digest: str) -> bytes | None:
-        """The bytes of a blob, which count as used just now."""
+        """The bytes of a blob, which is marked as used now."""
         return None if self.touch(digest) is None else self._blobs[digest].data
 
     def pin(self, digest: str, tensor: HostTensor) -> None:
-        """Keep a blob, which must be there, until `tensor` is gone."""
+        """Keep a blob, which must be stored, until `tensor` is gone."""
         self._blobs[digest].num_users += 1
         weakref.finalize(tensor, self._left.append, digest).atexit = False
 
     def reserve(self, num_bytes: int) -> bool:
-        """Keep room for an upload; False where what is in use leaves none."""
+        """Reserve room for an upload. False if blobs in use leave too little."""
         self.expire()
         idle = [digest for digest, blob in self._blobs.items() if not blob.num_users]
         while self._used_bytes + self._reserved_bytes + num_bytes > self.max_bytes:
@@ -85,17 +84,17 @@ class BlobStore:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Give up room that was reserved."""
+        """Release reserved room."""
         self._reserved_bytes -= num_bytes
 
     def put(self, digest: str, data: bytes, ttl_s: float) -> None:
-        """Keep a blob, for which room was reserved and released just now."""
+        """Store a blob, for which room was reserved and released just now."""
         if self.touch(digest) is None:
             self._blobs[digest] = _Blob(data, ttl_s, self._clock.now())
             self._used_bytes += len(data)
 
     def expire(self) -> None:
-        """Drop what nobody uses and nobody has used for its time to live."""
+        """Drop blobs that are not in use and whose time to live since the last use is over."""
         now = self._clock.now()
         while self._left:
             digest = self._left.popleft()
@@ -111,7 +110,7 @@ class BlobStore:
 
 
 class BlobUploads:
-    """The calls that fill a store: a few at a time, each within limits of size and time."""
+    """Handles upload calls: a few at a time, each within limits of size and time."""
 
     def __init__(self, store: BlobStore, max_blob_bytes: int) -> None:
         self._store = store
@@ -121,19 +120,19 @@ class BlobUploads:
     async def receive(
         self, requests: AsyncIterable[engine_pb2.UploadBlobRequest]
     ) -> engine_pb2.UploadBlobResponse:
-        """Store one blob. One that is there already is answered at once, whatever follows its header.
+        """Store one blob. If it is stored already, the call returns at once and ignores the chunks.
 
-        Raises InvalidArgument for what is not what its header says, ResourceExhausted, DeadlineExceeded.
+        Raises InvalidArgument if the bytes do not match the header, ResourceExhausted, DeadlineExceeded.
         """
         if self._num_running >= _MAX_UPLOADS:
             raise ResourceExhausted(
-                f"{_MAX_UPLOADS} uploads are under way, the limit is {_MAX_UPLOADS}",
+                f"{_MAX_UPLOADS} uploads are in progress, the limit is {_MAX_UPLOADS}",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         self._num_running += 1
         try:
             async with asyncio.timeout(_MAX_UPLOAD_S):
-                # Not before: what is asked for messages and never read complains of it.
+                # Not before: an iterator that is created and never read logs a warning.
                 return await self._receive(aiter(requests))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the upload took more than {_MAX_UPLOAD_S:g} s") from error
@@ -180,7 +179,7 @@ async def _read_chunks(
     data, digest = bytearray(), hashlib.sha256()
     async for request in requests:
         if request.WhichOneof("part") != "chunk":
-            raise InvalidArgument("what follows the header are chunks", field="chunk")
+            raise InvalidArgument("only chunks may follow the header", field="chunk")
         chunk = request.chunk
         if len(chunk) > MAX_CHUNK_BYTES or len(data) + len(chunk) > header.size_bytes:
             raise InvalidArgument(

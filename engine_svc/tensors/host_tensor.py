@@ -1,4 +1,4 @@
-"""A dense array as bytes in the host's memory, checked against its type and shape. Knows no wire."""
+"""A dense array as bytes in host memory, checked against its type and shape. Knows no wire."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# By the names that torch has for them.
+# Keys are torch's names.
 ITEM_SIZES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
     "int64": 8, "int32": 4, "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
 _MAX_DIMENSIONS = 8
-# The largest number of float16, and the bits of the largest bfloat16 below it.
+# The largest float16, and the bits of the largest bfloat16 below it.
 MAX_MODERATE = 65_504.0
 _MAX_MODERATE_BF16 = 0x477F
 
 
 class BadTensor(ValueError):
-    """Type, shape and bytes do not belong together. The message says what is wrong, without the bytes."""
+    """Type, shape and bytes do not match. The message states the error, without the bytes."""
 
 
-# Compared and kept by identity: what it weighs is given back when the last holder lets go of it.
+# Compared by identity: its memory is accounted until its last reference is gone.
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class HostTensor:
     """Row-major, little-endian, without padding. Never written."""
@@ -33,14 +33,13 @@ class HostTensor:
     data: bytes
 
     def __post_init__(self) -> None:
-        """Raises BadTensor."""
         expected = size_bytes(self.dtype, self.shape)
         if len(self.data) != expected:
             raise BadTensor(f"{list(self.shape)} of {self.dtype} is {expected} bytes, {len(self.data)} came")
 
     @property
     def is_moderate(self) -> bool:
-        """Whether no element of a floating type is beyond what float16 can hold, so that sums stay finite."""
+        """Whether all elements of a floating type are within float16's range, so that sums stay finite."""
         match self.dtype:
             case "float32":
                 return bool((np.abs(np.frombuffer(self.data, "<f4")) <= MAX_MODERATE).all())
@@ -50,16 +49,16 @@ class HostTensor:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all of its elements are numbers: finite where the type has others, 0 or 1 of bool."""
+        """Whether all elements are valid: finite for floating types, 0 or 1 for bool."""
         match self.dtype:
             case "float32" | "float16":
                 kind = "<f4" if self.dtype == "float32" else "<f2"
                 return bool(np.isfinite(np.frombuffer(self.data, kind)).all())
             case "bfloat16":
-                # All bits of the exponent: infinity or NaN.
+                # All bits of the exponent are set: infinity or NaN.
                 return not bool((np.frombuffer(self.data, "<u2") & 0x7F80 == 0x7F80).any())
             case "float8_e4m3fn":
-                # It has no infinity, and one NaN of either sign.
+                # This type has no infinity, and one NaN of each sign.
                 return not bool((np.frombuffer(self.data, "u1") & 0x7F == 0x7F).any())
             case "bool":
                 return bool((np.frombuffer(self.data, "u1") <= 1).all())
@@ -67,7 +66,7 @@ class HostTensor:
 
 
 def size_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of an array. BadTensor where there is no such type, or too many dimensions."""
+    """The size of an array. Raises BadTensor for an unknown type or too many dimensions."""
     if dtype not in ITEM_SIZES:
         raise BadTensor(f"dtype is {dtype}, it takes one of {', '.join(ITEM_SIZES)}")
     if len(shape) > _MAX_DIMENSIONS:

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor come from: the message, a blob, or shared memory of a proven neighbour."""
+"""Gets a tensor's bytes from the message, from a blob, or from shared memory of a frontend on this host."""
 
 from __future__ import annotations
 
@@ -26,33 +26,6 @@ from service_kit.field_checks import unserved
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import engine_pb2
 
-
-class TensorMemory:
-    """Counts tensors from when they came until nobody holds them, in whatever thread that is."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._used_bytes = 0
-        # Appended to by whoever lets go of a tensor, where no lock may be taken.
-        self._freed: deque[int] = deque()
-
-    @property
-    def used_bytes(self) -> int:
-        """What is held now."""
-        while self._freed:
-            self._used_bytes -= self._freed.popleft()
-        return self._used_bytes
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes more may be held."""
-        return self.used_bytes + num_bytes <= self._max_bytes
-
-    def count(self, tensor: HostTensor) -> None:
-        """Count a tensor until it is gone."""
-        self._used_bytes += len(tensor.data)
-        weakref.finalize(tensor, self._freed.append, len(tensor.data)).atexit = False
-
-
 logger = logging.getLogger(__name__)
 
 MAX_TENSOR_BYTES = 64 * 1024 * 1024
@@ -60,9 +33,9 @@ _MAX_STORE_BYTES = 512 * 1024 * 1024
 _MAX_HELD_BYTES = 512 * 1024 * 1024
 _RETRY_AFTER_MS = 1000
 _SECRET_BYTES = 32
-# Heartbeats between two looks for what dead processes left: 1 s.
+# Heartbeats between two sweeps for segments of dead processes: 1 s.
 _BEATS_A_SWEEP = 2
-# What the system lacks just now and not the segment.
+# Shortages of the system that may pass, as opposed to errors of the segment.
 _PASSING_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 _DTYPES = {
@@ -79,9 +52,9 @@ _DTYPES = {
 
 
 class TensorReceiver:
-    """What one engine has for tensors: a store of blobs, a limit for what requests hold, its segments.
+    """Tensor resources of one engine: the blob store, the limit of tensor memory, its shared memory segments.
 
-    One that is not open takes nothing. Belongs to the event loop.
+    Accepts no tensors unless `is_open`. Belongs to the event loop.
     """
 
     def __init__(
@@ -120,7 +93,7 @@ class TensorReceiver:
         return TensorSource(self, frontend_id, probe)
 
     def beat(self) -> None:
-        """Forget blobs whose time is over, and now and then what killed frontends left in shared memory."""
+        """Expire blobs, and now and then remove what killed frontends left in shared memory."""
         self.blobs.expire()
         self._num_beats += 1
         if self._has_shared_memory and self._num_beats % _BEATS_A_SWEEP == 0:
@@ -130,39 +103,12 @@ class TensorReceiver:
         try:
             shared_memory.sweep()
         except OSError as error:
-            # Told once and not with each beat, until it is over.
+            # Logged once, not with each heartbeat, until a sweep succeeds.
             if self._was_swept:
                 logger.warning("shared memory not swept", extra={"reason": error.strerror})
             self._was_swept = False
         else:
             self._was_swept = True
-
-
-class HostProbe:
-    """A secret that only processes of this host and user can read."""
-
-    def __init__(self, segment: shared_memory.Segment, proof: bytes) -> None:
-        self.name = segment.name
-        self._segment = segment
-        self._digest = proof
-
-    @classmethod
-    def make(cls, name: str, session_id: str) -> HostProbe | None:
-        """A new one for a session; None where the host has no room for it."""
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        try:
-            segment = shared_memory.create(name, secret)
-        except OSError:
-            return None
-        return cls(segment, hmac.digest(secret, session_id.encode(), "sha256"))
-
-    def is_valid(self, digest: bytes) -> bool:
-        """Whether whoever sent this has read it."""
-        return hmac.compare_digest(digest, self._digest)
-
-    def close(self) -> None:
-        """Take it away."""
-        self._segment.close()
 
 
 class TensorSource:
@@ -173,16 +119,16 @@ class TensorSource:
         self._frontend_id = frontend_id
         self._probe = probe
         self._is_neighbour = False
-        # Of the message at hand: the requests of a sampling group share their tensor.
+        # Of the current message: the requests of a sampling group share their tensor.
         self._taken: dict[tuple[str, int], HostTensor] = {}
 
     @property
     def probe_name(self) -> str:
-        """What hello_ack offers; empty where there is nothing to prove, or no more."""
+        """The name to offer in hello_ack; empty if there is none, or it was used."""
         return "" if self._probe is None else self._probe.name
 
     def verify_host(self, digest: bytes) -> bool:
-        """Take a frontend's proof that it shares this host; there is one attempt. False: it is none."""
+        """Check a frontend's proof that it is on this host; there is one attempt. False if it is invalid."""
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.close()
@@ -195,7 +141,9 @@ class TensorSource:
             raise unserved(field)
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
-            raise InvalidArgument(f"{field}.dtype is {tensor.dtype}, which is none", field=f"{field}.dtype")
+            raise InvalidArgument(
+                f"{field}.dtype is {tensor.dtype}, which is no known type", field=f"{field}.dtype"
+            )
         shape = tuple(tensor.shape)
         try:
             num_bytes = size_bytes(dtype, shape)
@@ -219,13 +167,12 @@ class TensorSource:
         raise InvalidArgument(f"{field} has no payload, it needs one", field=field)
 
     def release(self) -> None:
-        """The message at hand is over: remove what was taken from shared memory, which tells its owner."""
+        """Called at the end of a message. Removes the segments that were read, which signals their owner."""
         for name, _ in self._taken:
             shared_memory.remove(name)
         self._taken.clear()
 
     def close(self) -> None:
-        """The session is over."""
         self.release()
         if self._probe is not None:
             self._probe.close()
@@ -237,7 +184,7 @@ class TensorSource:
         data = self._receiver.blobs.get(reference.sha256)
         if data is None:
             raise Unavailable(
-                f"{field}.blob is not here (any more): upload it first", reason="BLOB_NOT_FOUND"
+                f"{field}.blob is not stored (any more): upload it first", reason="BLOB_NOT_FOUND"
             )
         if reference.size != len(data):
             raise InvalidArgument(
@@ -255,10 +202,10 @@ class TensorSource:
         num_bytes: int,
         field: str,
     ) -> HostTensor:
-        # Never from a peer that may be on another host: it would be told apart by what it makes us read.
+        # Never from a peer on another host: the outcome of reads would reveal what segments this host has.
         if not self._is_neighbour:
             raise PermissionDenied(
-                f"{field}.shm is taken from frontends alone that have proven to share the host",
+                f"{field}.shm is only accepted from frontends that have proven to be on the same host",
                 reason="HOST_NOT_PROVEN",
             )
         name = reference.name
@@ -295,3 +242,53 @@ class TensorSource:
             raise ResourceExhausted(
                 "requests hold as many bytes of tensors as the engine takes", retry_after_ms=_RETRY_AFTER_MS
             )
+
+
+class HostProbe:
+    """A secret that only processes of this host and user can read."""
+
+    def __init__(self, segment: shared_memory.Segment, proof: bytes) -> None:
+        self.name = segment.name
+        self._segment = segment
+        self._digest = proof
+
+    @classmethod
+    def make(cls, name: str, session_id: str) -> HostProbe | None:
+        """A new probe for a session; None if the host has no room for it."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        try:
+            segment = shared_memory.create(name, secret)
+        except OSError:
+            return None
+        return cls(segment, hmac.digest(secret, session_id.encode(), "sha256"))
+
+    def is_valid(self, digest: bytes) -> bool:
+        """Whether the sender of this digest has read the secret."""
+        return hmac.compare_digest(digest, self._digest)
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+class TensorMemory:
+    """Counts the bytes of tensors while they exist, in any thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._used_bytes = 0
+        # Finalizers append to it: no lock may be taken there.
+        self._freed: deque[int] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        while self._freed:
+            self._used_bytes -= self._freed.popleft()
+        return self._used_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.used_bytes + num_bytes <= self._max_bytes
+
+    def count(self, tensor: HostTensor) -> None:
+        """Count a tensor until it is gone."""
+        self._used_bytes += len(tensor.data)
+        weakref.finalize(tensor, self._freed.append, len(tensor.data)).atexit = False

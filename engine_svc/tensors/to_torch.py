@@ -1,4 +1,4 @@
-"""From the bytes of a tensor to torch. Knows no wire."""
+"""Converts a tensor's bytes to torch. Knows no wire."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _DTYPES = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The type of this name, which must be one that a tensor may have."""
+    """The type of this name, which must be one of a HostTensor's."""
     return _DTYPES[name]
 
 
 def to_torch(tensor: HostTensor) -> Tensor:
-    """A tensor of its own memory, on the host: what is done to it leaves the message as it came."""
+    """A tensor with its own memory, on the host: writing it does not change the message."""
     dtype = _DTYPES[tensor.dtype]
     if not tensor.data:
         return torch.empty(tensor.shape, dtype=dtype)
-    # Through an array that can be written, and so is a copy.
+    # A bytearray copies the bytes and is writable.
     return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)

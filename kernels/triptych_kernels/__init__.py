@@ -1,4 +1,4 @@
-"""The door to every op: picks, once, which implementation serves a device."""
+"""Entry point of the ops: selects, once, the implementation that serves a device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 def ops_for(device: torch.device, *, deterministic: bool = False, cpu_isa: str = "auto") -> Ops:
     """The fastest ops that run on `device`; with `deterministic`, the fastest that are batch-invariant.
 
-    On a CPU without native kernels these are the references, which are not quite.
-    cpu_isa: the widest instruction set of cpu.ISAS that a CPU's kernels use, or "auto"; each rounds
-    otherwise.
+    On a CPU without native kernels these are the reference ops, which are not fully batch-invariant.
+    cpu_isa: the widest instruction set of cpu.ISAS that a CPU's kernels use, or "auto". Results differ
+    between instruction sets by rounding.
     """
     if device.type == "cuda":
-        # Here and not above: triton need not be installed where there is no GPU.
+        # Imported here: triton need not be installed where there is no GPU.
         from triptych_kernels.triton import triton_ops
 
         return triton_ops(deterministic=deterministic)
@@ -33,5 +33,5 @@ def ops_for(device: torch.device, *, deterministic: bool = False, cpu_isa: str =
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Compute threads of the native CPU kernels, the caller's included."""
+    """Number of compute threads of the native CPU kernels, including the caller's."""
     cpu.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""What attention must know of a step beside the tensors of a layer. Made once a step, read by every layer."""
+"""What attention needs to know of a step besides the tensors of a layer. Made once per step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Rows of a step: how many tokens each computes, how long it then is, and where its KV lies.
+    """Rows of a step: number of tokens to compute, total length, and the blocks of their KV.
 
     block_tables: [R, max_blocks] int32, last dimension contiguous, row r valid up to
     ceil(total_lengths[r] / block_size) columns.
     query_starts: [R + 1] int32; row r computes the step's tokens query_starts[r] to query_starts[r + 1] - 1.
     A row without tokens is padding: nothing of it is read.
     total_lengths: [R] int32, tokens of the row with KV once this step's are written.
-    max_query_length, max_total_length: at least the largest of the rows, known without asking the device.
-    `derived` is where an implementation keeps index tensors that all layers share.
+    max_query_length, max_total_length: at least the largest of the rows, known without waiting for the
+    device.
+    `derived` holds index tensors that an implementation shares between layers.
     """
 
     block_tables: Tensor
@@ -32,12 +33,11 @@ class AttentionBatch:
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return self.total_lengths.shape[0]
 
     @property
     def query_lengths(self) -> Tensor:
-        """[R] int32, tokens that each row computes."""
+        """[R] int32, number of tokens that each row computes."""
         return self.query_starts.diff()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A gated projection made of two ops, for devices whose kernels do not join them."""
+"""A gated projection made of two ops, for devices without a fused kernel."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ class GatedLinear:
 
     @property
     def in_features(self) -> int:
-        """Of the projection."""
         return self.gate_up.in_features
 
     @property
     def out_features(self) -> int:
-        """Half of the projection's."""
         return self.gate_up.out_features // 2
 
     @property
     def num_bytes(self) -> int:
-        """Of the projection."""
         return self.gate_up.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:

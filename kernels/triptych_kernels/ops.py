@@ -1,4 +1,4 @@
-"""The ops a model is made of, as one table: which implementation serves each of them is decided once."""
+"""The ops that models are made of, as one table: their implementations are selected once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from triptych_kernels.attention_batch import AttentionBatch
 
 
 class Linear(Protocol):
-    """A projection whose weight is laid out for the device it runs on."""
+    """A projection whose weight is packed for its device."""
 
     @property
-    def in_features(self) -> int:
-        """How wide a row is that it takes."""
+    def in_features(self) -> int: ...
 
     @property
-    def out_features(self) -> int:
-        """How wide a row is that it gives."""
+    def out_features(self) -> int: ...
 
     @property
     def num_bytes(self) -> int:
-        """Of what it keeps, weight and bias."""
+        """Of weight and bias."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T + b. x: [T, in_features], rows contiguous. Returns [T, out_features]."""
@@ -35,13 +33,13 @@ class Experts(Protocol):
     """The gated feed-forward networks of a mixture of experts."""
 
     num_bytes: int
-    expert_range: tuple[int, int]  # the first of the model's that is here, and the first behind them
+    expert_range: tuple[int, int]  # half-open range of the model's experts that are here
 
     def take(self, first: int, end: int) -> Experts:
-        """Experts first to end - 1, some of those that are here, in memory of their own."""
+        """Experts first to end - 1, which must be here, in memory of their own."""
 
     def join(self, more: Experts) -> Experts:
-        """These, and behind them `more` of the same kind and shape, in new memory."""
+        """These experts followed by `more` of the same kind and shape, in new memory."""
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Sum over a token's k experts, in order, of weight * down(silu(gate(x)) * up(x)).
@@ -52,7 +50,7 @@ class Experts(Protocol):
 
 
 class PackLinear(Protocol):
-    """Lays a weight out once, at load."""
+    """Packs a weight once, at load."""
 
     def __call__(
         self,
@@ -64,13 +62,13 @@ class PackLinear(Protocol):
     ) -> Linear:
         """weight: [N, K], bias: [N].  out_dtype: of the result, None is x's.
 
-        quantization: "" keeps the weight's dtype; "int8" stores int8 with one fp32 scale an output
-        (symmetric, absolute maximum over 127); ValueError where the device has no such kernel.
+        quantization: "" keeps the weight's dtype; "int8" stores int8 with one fp32 scale per output
+        (symmetric, absolute maximum over 127); ValueError if the device has no such kernel.
         """
 
 
 class PackExperts(Protocol):
-    """Lays experts' weights out once, at load."""
+    """Packs experts' weights once, at load."""
 
     def __call__(self, gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
         """gate_up: [E, 2 F, hidden], gates first.  down: [E, hidden, F].
@@ -80,11 +78,11 @@ class PackExperts(Protocol):
 
 
 class LayerCache(Protocol):
-    """Where an attention layer keeps its KV."""
+    """The KV cache of one attention layer."""
 
     @property
     def group(self) -> int:
-        """Of layers that share block tables."""
+        """Index of the layer group: layers of a group share block tables."""
 
     @property
     def key_cache(self) -> Tensor:
@@ -97,9 +95,9 @@ class LayerCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """A decoder layer whose feed-forward network is one: what it computes with, all of it on this rank."""
+    """A decoder layer with a dense feed-forward network: its weights, all of them on this rank."""
 
-    input_norm: Tensor  # [hidden], like the other one
+    input_norm: Tensor  # [hidden], as the other norm
     qkv: Linear
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None
@@ -128,17 +126,18 @@ class FusedLayers(Protocol):
     ) -> Tensor:
         """Hidden states [N, hidden] of the tokens at `rows`, normed for the head; KV is stored.
 
-        x: [T, hidden], embedded tokens, written.  positions: [T] int64.  rows: [N] int64, places in the step.
-        caches: of every layer.  slot_mappings: [T] int64 of every group, like attention.  IndexError and
-        ValueError as the ops raise them, where the cache may hold a part of the step.
+        x: [T, hidden], embedded tokens, written.  positions: [T] int64.  rows: [N] int64, indices in the
+        step.
+        caches: of every layer.  slot_mappings: [T] int64 of every group, as attention.  IndexError and
+        ValueError as the ops raise them; the cache may hold a part of the step then.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Penalised:
-    """P of a step's rows and what they asked for. On the device of the logits, contiguous: else ValueError.
+    """P rows of a step with penalties. On the device of the logits, contiguous: else ValueError.
 
-    places: [P] int64, rows of the logits.  rows: [P] int64, rows of the token ids.
+    logit_rows: [P] int64, rows of the logits.  rows: [P] int64, rows of the token ids.
     num_prompt_tokens: [P] int64.  amounts: [3, P] fp32: presence, frequency, repetition.
     """
 
@@ -160,11 +159,11 @@ class Penalised:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """One function an op; reference/ says what each computes. `name` is what logs and fingerprints say."""
+    """One function per op; reference/ defines what each computes. `name` appears in logs and fingerprints."""
 
     name: str
     is_batch_invariant: bool  # a token's result depends on no other row and not on how a prompt was chunked
-    needs_clean_blocks: bool  # what attention may not see must be finite all the same
+    needs_clean_blocks: bool  # masked positions must hold finite numbers
     pack_linear: PackLinear
     pack_gated_linear: PackLinear  # of gates over ups, [2 F, K]: silu_and_mul of the projection, [T, F]
     pack_experts: PackExperts
@@ -181,7 +180,7 @@ class Ops:
     penalise: Callable[[Tensor, Tensor, Penalised, Tensor], None]
     lora_shrink: Callable[..., Tensor]
     lora_expand: Callable[..., None]
-    # Of layers, final_norm and cos_sin. None where they, or this device, are not for it: then op by op.
+    # Arguments: layers, final_norm and cos_sin. None if the layers, or this device, do not support it.
     fuse_layers: Callable[[Sequence[DenseLayer], Tensor, Tensor], FusedLayers | None] = (
         lambda layers, final_norm, cos_sin: None
     )

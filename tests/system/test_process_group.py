@@ -143,7 +143,7 @@ def test_ranks_are_in_the_same_state_after_1000_steps(division: dict[str, int], 
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gave no sign of life")],
+    [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sent no heartbeat")],
     ids=["killed", "stopped"],
 )
 def test_a_rank_that_ends_or_stops_is_seen_in_a_step(how: signal.Signals, why: str, folders) -> None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder: found and fingerprinted. Safetensors only, no pickles."""
+"""Finds and fingerprints the files of a checkpoint folder. Safetensors only, no pickles."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SAMPLE_BYTES = 4096
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, all present: one file, or the shards that the index names.
+    """The safetensors files of the folder, all present: one file, or the shards that the index lists.
 
-    Where there are both it is the one file, as in transformers.
+    Where there are both, the single file is used, as in transformers.
     """
     if (folder / _SINGLE_NAME).is_file():
         return [folder / _SINGLE_NAME]
@@ -43,9 +43,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_digest(folder: Path, files: list[SafetensorsFile], dtype: torch.dtype) -> str:
-    """A sha256 that tells models apart without reading them: the same whoever loads the folder, and how.
+    """A sha256 that identifies a model without reading all weights, however the folder is loaded.
 
-    Over config.json, each file's name, size and header, a sample from the middle of each tensor, the dtype.
+    Over config.json, each file's name, size and header, a sample from the middle of each tensor, and the
+    dtype.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in files:

@@ -1,6 +1,6 @@
-"""From what a user calls a model to its folder on this machine. Opens no socket for a folder that is there.
+"""Finds the folder of a model by path or hub id, downloading it if needed. A local folder needs no network.
 
-HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME are read by huggingface_hub itself. Knows no tensors.
+huggingface_hub itself reads HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and HF_HOME. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NEEDED = ("*.safetensors", "*.json", "*.jinja")
 _WANTED = (*_NEEDED, "tokenizer.model")
-# Other forms of the same weights, and of other tools.
+# The same weights in other formats, and files of other tools.
 _UNWANTED = ("*/*", "consolidated*.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ _GIB = 1024**3
 
 
 def is_hub_id(name_or_path: str) -> bool:
-    """Whether this names a model of the hub, "org/name", and nothing that is on this machine."""
+    """Whether this is the name of a hub model, "org/name", and not a path on this machine."""
     return _HUB_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).exists()
 
 
@@ -46,13 +46,12 @@ def find_model(
     revision: str | None = None,
     progress: Progress,
 ) -> Path:
-    """The folder of the model: of that path, or of the hub's copy of "org/name", downloaded if need be.
+    """The folder of the model: that path, or the hub's "org/name" in the local cache, downloaded if needed.
 
     Downloads safetensors, JSON, templates and a tokenizer.model, never pickles, into the hub's cache. token
-    and offline are for callers who know better than the environment; revision is a branch, tag or commit of
-    the hub.
-    progress is told ("download", bytes done, bytes missing at first).
-    Raises CheckpointError, a line that says what to do, where the model cannot be had.
+    and offline override the environment; revision is a branch, tag or commit of the hub.
+    progress is called with ("download", bytes done, bytes missing at first).
+    Raises CheckpointError, with a message that states what to do, if the model is not available.
     """
     if not is_hub_id(name_or_path):
         if revision is not None:
@@ -72,7 +71,7 @@ class _Hub:
     """One model of the hub."""
 
     def __init__(self, name: str, revision: str | None, token: str | None) -> None:
-        # Here and not above: a folder needs none of it.
+        # Imported here: a local folder needs none of it.
         from huggingface_hub import constants
 
         self._name = name
@@ -82,7 +81,7 @@ class _Hub:
         self._cache = Path(constants.HF_HUB_CACHE)
 
     def fetch(self, *, offline: bool, progress: Progress) -> Path:
-        """The folder in the cache, with all that is wanted in it."""
+        """The folder in the cache, with all wanted files."""
         from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of its HTTP library.
             GatedRepoError,
             HfHubHTTPError,
@@ -96,7 +95,7 @@ class _Hub:
         if offline:
             return self._cached("offline was asked for")
         try:
-            missing = self._missing_bytes(self._ask())
+            missing = self._missing_bytes(self._model_info())
             folder = self._download(missing, progress)
         except OfflineModeIsEnabled:
             return self._cached("HF_HUB_OFFLINE is set")
@@ -132,7 +131,7 @@ class _Hub:
                 f"{self._name} is neither a folder here nor a name of the hub: {_first_line(error)}"
             ) from error
 
-    def _ask(self) -> ModelInfo:
+    def _model_info(self) -> ModelInfo:
         from huggingface_hub import HfApi
 
         info = HfApi(token=self._token).model_info(
@@ -148,7 +147,7 @@ class _Hub:
         return info
 
     def _missing_bytes(self, info: ModelInfo) -> int:
-        """What is to be downloaded; refused where the disk has no room for it."""
+        """Number of bytes to download. Raises CheckpointError if the disk has no room for them."""
         from huggingface_hub import try_to_load_from_cache
 
         missing = sum(
@@ -186,7 +185,7 @@ class _Hub:
         )
 
     def _cached(self, why: str, error: Exception | None = None) -> Path:
-        """The folder as an earlier download left it, complete; `why` the hub is not asked."""
+        """The folder as an earlier download left it, complete; `why` the hub is not contacted."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
@@ -204,7 +203,7 @@ class _Hub:
         try:
             return self._snapshot(_WANTED)
         except LocalEntryNotFoundError:
-            # Whoever filled the cache may have left out what is only read where there is no tokenizer.json.
+            # The cache may lack what is only read where there is no tokenizer.json.
             folder = self._snapshot(_NEEDED)
             if not (folder / "tokenizer.json").is_file():
                 raise
@@ -248,11 +247,11 @@ def _is_wanted(name: str) -> bool:
 
 
 def _progress_bar_class(on_bytes: Callable[[int], None]) -> Any:
-    """A class of progress bars for the hub's library that draws nothing and tells the bytes so far."""
+    """A progress bar class for the hub's library that draws nothing and reports the bytes done so far."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
-        """One of the library's bars: some count bytes, each of them all files; others count files."""
+        """One of the library's bars. Bars that count bytes each cover all files; the others count files."""
 
         def __init__(self, *args: object, **options: Any) -> None:
             self._counts_bytes = options.get("unit") == "B"
@@ -260,7 +259,6 @@ def _progress_bar_class(on_bytes: Callable[[int], None]) -> Any:
             super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
-            """Count n more."""
             self._num_bytes += int(n or 0)
             if self._counts_bytes:
                 on_bytes(self._num_bytes)

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model that is ready for its first step. Never touches the network."""
+"""Loads a Hugging Face folder into a model that is ready for its first step. Never accesses the network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what there is to know about it."""
+    """A model ready to run, with its facts."""
 
     model: NativeDecoder | TransformersModel
     facts: ModelFacts
@@ -46,21 +46,21 @@ class LoadedModel:
 
     @property
     def implementation(self) -> str:
-        """Which of the two ways the model runs: "native" or "transformers"."""
+        """The implementation that runs the model: "native" or "transformers"."""
         return "native" if isinstance(self.model, NativeDecoder) else "transformers"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is to be loaded.
+    """How to load a model.
 
-    dtype: "auto" takes the checkpoint's own.  device: "auto" takes a GPU where there is one.
-    model_impl: "auto" takes the native decoder where there is one for the architecture.
-    quantization: "" or "int8" ("fp8" on a GPU), of the projections, at load; native models alone.
+    dtype: "auto" is the checkpoint's own.  device: "auto" is a GPU if there is one.
+    model_impl: "auto" is the native decoder if there is one for the architecture.
+    quantization: "" or "int8" ("fp8" on a GPU), of the projections, at load; native models only.
     num_threads: CPU threads of this process from now on; None is one less than the CPUs it may run on.
-    is_deterministic: logits depend on nothing but weights and the tokens before; None is so on a CPU, where
-        there are kernels for it, and not on a GPU.
-    cpu_isa: "auto" takes the widest instructions of the CPU; "avx512" and "avx2" leave wider ones alone.
+    is_deterministic: logits depend only on the weights and the tokens before; None is True on a CPU, if there
+        are kernels for it, and False on a GPU.
+    cpu_isa: "auto" uses the widest instructions of the CPU; "avx512" and "avx2" do not use wider ones.
     """
 
     dtype: str = "auto"
@@ -73,7 +73,7 @@ class LoadOptions:
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
-    """For callers who show nobody how far loading is."""
+    """For callers that do not report progress."""
 
 
 def load_model(
@@ -87,9 +87,10 @@ def load_model(
 ) -> LoadedModel:
     """Load the folder at `path`, or this rank's share of it.
 
-    share: which experts to load, where they are divided over engines: of native mixtures of experts alone.
-    progress is told ("weights", bytes done, total).
-    Raises CheckpointError where files are missing or broken, UnsupportedModel where the kind of model is.
+    share: which experts to load, if they are divided over engines; native mixtures of experts only.
+    progress is called with ("weights", bytes done, total).
+    Raises CheckpointError if files are missing or broken, UnsupportedModel if the kind of model is not
+    supported.
     """
     options = options or LoadOptions()
     started_at = time.perf_counter()
@@ -104,7 +105,7 @@ def load_model(
         "model loaded",
         extra={
             "architecture": loaded.facts.architecture,
-            "road": loaded.implementation,
+            "model_impl": loaded.implementation,
             "ops": ops.name,
             "device": str(device),
             "num_parameters": loaded.facts.num_parameters,
@@ -117,7 +118,7 @@ def load_model(
 
 
 def _default_num_threads() -> int:
-    # Compute threads wait for each other many times a step. Where one shares its CPU with other work, all
+    # Compute threads wait for each other many times a step. If one shares its CPU with other work, all
     # wait for it: on two busy CPUs steps with two threads took 35 times as long as with one.
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
@@ -130,7 +131,7 @@ def _choose_device(requested: str) -> torch.device:
         raise CheckpointError("device is cuda, but torch finds no CUDA device here")
     if requested == "cpu" or not has_gpu:
         return torch.device("cpu")
-    # By its number: GPUs are connected by it, and one without is taken for another.
+    # With its index: GPUs are compared with it, and a device without index equals none with one.
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -149,11 +150,11 @@ def _load(
         )
     config = _read_config(folder, options)
     if config.max_position < 0:
-        raise CheckpointError(f"{folder}/config.json: sequences of {config.max_position} tokens are none")
+        raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
     reader = WeightReader(weight_files(folder), progress, device=device)
     dtype = _choose_dtype(options.dtype, config, reader)
     reader.set_dtype(dtype)
-    # In half precision the references run on a CPU.
+    # On a CPU the reference ops compute half precision.
     is_invariant = ops.is_batch_invariant and not (device.type == "cpu" and dtype is torch.float16)
     name = str(dtype).removeprefix("torch.")
     if not is_invariant:
@@ -175,7 +176,7 @@ def _load(
         kv_shapes: tuple[KVShape, ...] = model.kv_shapes
         num_parameters = model.num_parameters
     else:
-        # Here and not above: transformers' model code takes long to import, and native models need none.
+        # Imported here: transformers' model code takes long to import, and native models do not need it.
         from engine_svc.model.transformers.load import load_transformers_model
 
         model, warm, num_parameters = load_transformers_model(config, reader, folder, dtype, device, ops)
@@ -189,7 +190,7 @@ def _load(
 
 
 def _note_variance(requested: bool | None, device: torch.device, ops: Ops, where: str, cure: str) -> None:
-    """UnsupportedModel where determinism is asked for and is not there; a warning on a CPU, by default."""
+    """Raise UnsupportedModel if determinism is requested; by default, log a warning on a CPU."""
     differs = "logits may differ by rounding with batch and chunking"
     if requested:
         raise UnsupportedModel(f"deterministic is on, but {differs} {where}: choose {cure}")
@@ -202,7 +203,7 @@ def _read_config(folder: Path, options: LoadOptions | None = None) -> ModelConfi
         stated = read_stated_config(folder)
         if stated is not None:
             return stated
-    # Here and not above, as `stated_config` says.
+    # Imported here for the reason given in `stated_config`.
     from engine_svc.model.transformers.registry import read_config
 
     return read_config(folder)
@@ -224,7 +225,7 @@ def expert_builder(
     dtype: str,
     digest: str,
 ) -> DecoderBuilder:
-    """Who reads more experts of a model that came from the folder. CheckpointError if it has another now."""
+    """Reads more experts of a model loaded from the folder. CheckpointError if its weights have changed."""
     reader = WeightReader(weight_files(folder), ignore_progress, device=device, dtype=_DTYPES[dtype])
     if weights_digest(folder, reader.files, _DTYPES[dtype]) != digest:
         raise CheckpointError(f"{folder} has other weights than when it was loaded")
@@ -240,7 +241,7 @@ def expert_builder(
 def _is_native(
     config: ModelConfig, options: LoadOptions, parallel: Parallel, share: ExpertShare | None
 ) -> bool:
-    """Whether the native decoder runs this model; UnsupportedModel where it must and cannot."""
+    """Whether the native decoder runs this model. UnsupportedModel where it must and cannot."""
     if options.model_impl == "transformers":
         if parallel.tp_size * parallel.pp_size > 1:
             raise UnsupportedModel("several ranks need a native model, and model_impl is transformers")
@@ -304,12 +305,12 @@ def _native(
 
 def _rotary_table(config: ModelConfig, facts: ModelFacts) -> Tensor:
     try:
-        # One place more than the longest sequence: a step may be planned before its end is known.
+        # One position more than the longest sequence: a step may be planned before its end is known.
         table = rotary_table(config.config, facts.max_position + 1)
         if not table.isfinite().all():
             raise ValueError("its angles are no numbers")
         return table
-    # What the functions of transformers raise for parameters that they were not made for.
+    # What functions of transformers raise for parameters that they were not made for.
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{facts.architecture}: rope cannot be computed as config.json states it: "
@@ -338,8 +339,8 @@ def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     strange = {each for each in ids if not 0 <= each < config.vocab_size}
     if strange:
-        # No token is one of these, so none ends by it.
-        logger.warning("eos_token_id names what is no token", extra={"ids": sorted(strange)})
+        # No token has such an id, so no sequence ends with it.
+        logger.warning("eos_token_id is outside the vocabulary", extra={"ids": sorted(strange)})
     return tuple(sorted(ids - strange))
 
 

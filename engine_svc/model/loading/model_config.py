@@ -1,4 +1,4 @@
-"""What loading a checkpoint needs of its config.json, whoever has read it."""
+"""What loading a checkpoint needs from its config.json, read with transformers or without."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ModelConfig:
 
     architecture: str
     vocab_size: int
-    max_position: int  # the longest sequence; 0 where nothing says
+    max_position: int  # the longest sequence; 0 where the config does not state it
     eos_token_id: int | list[int] | None
-    dtype: torch.dtype | None  # None: the weights say
-    config: Any  # its further attributes, under the names that transformers gives them
-    # None where transformers was not asked: a native decoder runs it.
+    dtype: torch.dtype | None  # None: that of the weights
+    config: Any  # further attributes, under the names that transformers gives them
+    # None where the config was read without transformers: a native decoder runs it.
     model_class: type[PreTrainedModel] | None

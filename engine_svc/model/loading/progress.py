@@ -1,4 +1,4 @@
-"""How far loading is, told while it gets on. Knows nobody who listens."""
+"""The callback that reports how far loading has got."""
 
 from __future__ import annotations
 

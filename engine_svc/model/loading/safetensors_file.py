@@ -1,4 +1,4 @@
-"""Where the tensors of one safetensors file lie, and their bytes. Knows no model and no folder."""
+"""Reads the tensors of one safetensors file. Knows no model and no folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _METADATA = "__metadata__"
 
 
 class _Entry(TypedDict):
-    """What the header says of one tensor."""
+    """One tensor's entry in the header."""
 
     dtype: str
     shape: list[int]
@@ -47,7 +47,7 @@ class _Entry(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as it lies in its file, row-major."""
+    """One tensor as stored in its file, row-major."""
 
     name: str
     dtype: torch.dtype
@@ -57,9 +57,10 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """One file, checked when it is opened. Tensors are read past the page mapping: nothing stays mapped.
+    """One file, checked when it is opened. Tensors are read, not memory-mapped: no mapping remains.
 
-    Raises CheckpointError for a file that is no safetensors file, is cut short, or has a dtype torch lacks.
+    Raises CheckpointError for a file that is no safetensors file, is truncated, or has a dtype that torch
+    lacks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +84,7 @@ class SafetensorsFile:
         return self._read_at(stored, stored.offset, stored.shape)
 
     def read_slice(self, stored: StoredTensor, dim: int, start: int, end: int) -> Tensor:
-        """Places start to end of dimension `dim`, contiguous; the rest is not kept in memory."""
+        """Indices start to end - 1 of dimension `dim`, contiguous; the rest is not kept in memory."""
         shape = (*stored.shape[:dim], end - start, *stored.shape[dim + 1 :])
         if dim == 0:
             row_bytes = stored.num_bytes // stored.shape[0] if stored.shape[0] else 0
@@ -96,7 +97,7 @@ class SafetensorsFile:
         return part.clone(memory_format=torch.contiguous_format)
 
     def sample(self, stored: StoredTensor, num_bytes: int) -> bytes:
-        """At most so many bytes of the tensor, from its middle on."""
+        """At most `num_bytes` bytes of the tensor, from its middle on."""
         middle = stored.num_bytes // 2
         with self.path.open("rb") as file:
             file.seek(stored.offset + middle)
@@ -119,7 +120,7 @@ class SafetensorsFile:
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(offset)
-                # One call reads 2 GiB at most.
+                # One call reads at most 2 GiB.
                 while num_read < len(room):
                     num_new = file.readinto(room[num_read:])
                     if not num_new:

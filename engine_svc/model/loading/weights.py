@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, read one tensor at a time. Knows files and tensors, no architecture."""
+"""Reads the weights of a checkpoint, one tensor at a time. Knows files and tensors, no architecture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTen
 
 
 class WeightReader:
-    """Reads what it is asked for, when it is asked: nothing is kept but what the caller keeps.
+    """Reads tensors on request, and keeps none of them.
 
     Progress counts bytes of the phase "weights"; `finish` ends it. Floating point tensors come in `dtype`
-    (None: as stored), all on `device`. Where two files have a name, the later file's is meant.
-    Several threads may read; progress is told under a lock, in the thread that reads.
-    `names` are the tensors that there are.
+    (None: as stored), all on `device`. If two files have the same name, the later file's tensor is used.
+    Several threads may read; progress is reported under a lock, in the thread that reads.
+    `names` are the tensors of the checkpoint.
     Raises CheckpointError for files that cannot be read and names that they lack.
     """
 
@@ -45,7 +45,7 @@ class WeightReader:
         progress("weights", 0, self._total)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read for it."""
+        """The shape of a tensor, without reading it."""
         return self._find(name)[1].shape
 
     def main_dtype(self) -> torch.dtype | None:
@@ -54,7 +54,7 @@ class WeightReader:
         return next((dtype for dtype in stored if dtype.is_floating_point), None)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """From now on floating point tensors come in this dtype: it may depend on what the files hold."""
+        """From now on floating point tensors come in this dtype. It may depend on what the files hold."""
         self._dtype = dtype
 
     def read(self, name: str) -> Tensor:
@@ -62,25 +62,25 @@ class WeightReader:
         return self._converted(self.read_stored(name))
 
     def read_stored(self, name: str) -> Tensor:
-        """The tensor as its file has it, in the host's memory."""
+        """The tensor as stored, in host memory."""
         file, stored = self._find(name)
         return self._counted(name, file.read(stored))
 
     def read_slice(self, name: str, dim: int, start: int, end: int) -> Tensor:
-        """Places start to end of its dimension `dim`, in memory of their own; the rest is not read."""
+        """Indices start to end - 1 of dimension `dim`, in memory of their own; the rest is not read."""
         file, stored = self._find(name)
         if not 0 <= dim < len(stored.shape) or not 0 <= start <= end <= stored.shape[dim]:
             raise CheckpointError(
-                f"{name} has shape {stored.shape}: it has no places {start} to {end} in dimension {dim}"
+                f"{name} has shape {stored.shape}: it has no indices {start} to {end} in dimension {dim}"
             )
         return self._converted(self._counted(name, file.read_slice(stored, dim, start, end)))
 
     def unread(self) -> list[str]:
-        """The tensors that nobody has asked for so far."""
+        """The tensors that were not read so far."""
         return list(self._unread)
 
     def finish(self) -> None:
-        """Tell that reading is over, whatever was left unread."""
+        """Report that reading is over, even if tensors were left unread."""
         self._done = self._total
         self._progress("weights", self._total, self._total)
 
@@ -93,7 +93,7 @@ class WeightReader:
     def _counted(self, name: str, tensor: Tensor) -> Tensor:
         with self._lock:
             self._unread.pop(name, None)
-            # A tensor may be read twice, for two uses: it is there once.
+            # A tensor may be read twice, for two uses; it counts once.
             self._done = min(self._total, self._done + tensor.nbytes)
             self._progress("weights", self._done, self._total)
         return tensor
@@ -104,14 +104,13 @@ class WeightReader:
 
 
 class LazyTensor:
-    """A tensor that is read, as stored, when it is sliced: transformers does so when it has a place."""
+    """A tensor that is read, as stored, when it is sliced, as transformers does to assign the tensor."""
 
     def __init__(self, reader: WeightReader, name: str) -> None:
         self._reader = reader
         self._name = name
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        """All of it."""
         return self._reader.read_stored(self._name)
 
 

@@ -1,4 +1,4 @@
-"""From a spec and weights to a native decoder: which tensors make which part, and this rank's share."""
+"""Builds a native decoder from a spec and weights: which tensors make which part, and this rank's share."""
 
 from __future__ import annotations
 
@@ -26,32 +26,29 @@ from triptych_kernels import Experts, FusedLayers, Linear, Ops, PackLinear
 
 
 def expert_range(num_experts: int, rank: int, size: int) -> tuple[int, int]:
-    """The first expert of a rank, and the first that is no more its own; shares differ by one at most."""
+    """Half-open range of experts owned by `rank`; shard sizes differ by at most one."""
     return rank * num_experts // size, (rank + 1) * num_experts // size
 
 
 class NoExperts:
-    """The experts of a rank that has none, because there are more ranks than experts."""
+    """The experts of a rank without any, because there are more ranks than experts. They add nothing."""
 
     num_bytes = 0
     expert_range = (0, 0)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """Adds nothing."""
         return torch.zeros_like(x)
 
     def take(self, first: int, end: int) -> Experts:
-        """There is nothing to take."""
         return self
 
     def join(self, more: Experts) -> Experts:
-        """These and none."""
         return more
 
 
 @dataclass(slots=True)
 class DecoderBuilder:
-    """Reads what this rank needs, tensor by tensor, and lays it out for its device."""
+    """Reads the tensors that this rank needs, one by one, and lays them out for its device."""
 
     spec: DecoderSpec
     weights: WeightReader
@@ -59,7 +56,7 @@ class DecoderBuilder:
     parallel: Parallel
     dtype: torch.dtype
     quantization: str = ""  # of the layers' projections
-    share: ExpertShare | None = None  # where the experts are divided over engines
+    share: ExpertShare | None = None  # set if the experts are divided over engines
     num_parameters: int = 0
     num_bytes: int = 0
 
@@ -68,7 +65,9 @@ class DecoderBuilder:
         self._check_divides()
         spec, parallel = self.spec, self.parallel
         if self.quantization and spec.has_experts:
-            raise UnsupportedModel(f"quantization {self.quantization} is not there for mixtures of experts")
+            raise UnsupportedModel(
+                f"quantization {self.quantization} is not supported for mixtures of experts"
+            )
         is_first, is_last = parallel.pp_rank == 0, parallel.pp_rank == parallel.pp_size - 1
         first = spec.num_layers * parallel.pp_rank // parallel.pp_size
         end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
@@ -118,7 +117,7 @@ class DecoderBuilder:
 
     def _check_divides(self) -> None:
         spec, ranks = self.spec, self.parallel.tp_size
-        # Experts have a width of their own.
+        # Experts have an intermediate size of their own.
         has_dense = not all(spec.experts)
         for what, number in (
             ("attention heads", spec.num_heads),
@@ -142,7 +141,7 @@ class DecoderBuilder:
 
     def _head(self) -> Linear:
         spec, parallel = self.spec, self.parallel
-        # As in transformers: a head of its own counts, also where the config says that it is tied.
+        # As in transformers, a separate head takes precedence, even if the config states tied embeddings.
         name = "lm_head.weight"
         if spec.ties_embeddings and name not in self.weights.names:
             name = "model.embed_tokens.weight"
@@ -172,7 +171,7 @@ class DecoderBuilder:
     def _attention(self, prefix: str, index: int, local_index: int) -> Attention:
         spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
         num_heads, num_kv_heads, dim = spec.num_heads // ranks, self._num_kv_heads, spec.head_dim
-        # Where there are fewer KV heads than ranks, neighbours hold the same one.
+        # With fewer KV heads than ranks, neighbouring ranks hold the same head.
         first_kv_head = rank * spec.num_kv_heads // ranks
         parts = (
             ("q_proj", spec.num_heads, rank * num_heads, num_heads),
@@ -264,7 +263,7 @@ class DecoderBuilder:
     def _rows_linear(
         self, parts: list[tuple[str, int, int, int]], num_columns: int, has_bias: bool, pack: PackLinear
     ) -> Linear:
-        """One projection of several, each given as (name, rows in all, first row, rows of this rank)."""
+        """One projection of several parts, each given as (name, total rows, first row, rows of this rank)."""
         weight = torch.cat(
             [
                 self._read(name + ".weight", (total, num_columns), 0, first, count)
@@ -281,13 +280,13 @@ class DecoderBuilder:
     def _columns_linear(
         self, name: str, num_rows: int, total: int, first: int, count: int, has_bias: bool
     ) -> Linear:
-        """A projection of which each rank holds a share of the inputs, so that their results add up."""
+        """A projection of which each rank holds a share of the inputs; the ranks' results add up."""
         weight = self._read(name + ".weight", (num_rows, total), 1, first, count)
         bias = None
         if has_bias:
             bias = self._read(name + ".bias", (num_rows,))
             if self.parallel.tp_rank:
-                # Once in the sum.
+                # The bias is added by one rank only.
                 bias = torch.zeros_like(bias)
         return self._packed(weight, bias, self.quantization, self.ops.pack_linear)
 
@@ -324,7 +323,7 @@ class DecoderBuilder:
 
 
 def _joined(name: str, parts: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
-    """The same parts where the checkpoint has them one below the other, as `name`."""
+    """The same parts, for a checkpoint that has them concatenated by rows in one weight, `name`."""
     totals = [total for _, total, _, _ in parts]
     return [
         (name, sum(totals), sum(totals[:local_index]) + first, count)

@@ -1,4 +1,4 @@
-"""A native decoder: a step's tokens through the layers of this rank. Knows no files and no request."""
+"""A native decoder: runs a step's tokens through the layers of this rank. Knows no files and no request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triptych_kernels import FusedLayers, Linear, Ops
 
 @dataclass(slots=True)
 class TokenEmbedding:
-    """The rows of the embedding that this rank holds."""
+    """The rows of the embedding table that this rank holds."""
 
     weight: Tensor  # [V / ranks, hidden]
     first_token_id: int
@@ -37,14 +37,14 @@ class TokenEmbedding:
 
 @dataclass(slots=True, weakref_slot=True)
 class NativeDecoder:
-    """The layers of one pipeline stage; the first stage embeds, the last yields logits."""
+    """The layers of one pipeline stage. The first stage embeds tokens, the last one computes logits."""
 
     name: str
     ops: Ops
     parallel: Parallel
-    embedding: TokenEmbedding | None  # of the first stage
+    embedding: TokenEmbedding | None  # on the first stage
     layers: list[DecoderLayer]
-    final_norm: Tensor | None  # of the last stage, like the head
+    final_norm: Tensor | None  # on the last stage
     head: Linear | None
     cos_sin: Tensor  # [max_positions, head_dim] fp32
     kv_shapes: tuple[KVShape, ...]
@@ -52,17 +52,16 @@ class NativeDecoder:
     dtype: torch.dtype
     num_parameters: int
     num_bytes: int  # of this rank's parameters
-    fused: FusedLayers | None = None  # all layers as one op, where there is one
+    fused: FusedLayers | None = None  # all layers as one op, if the ops have one
     exchange: ExpertExchange = field(default_factory=NoExchange)
 
     @property
     def mixtures(self) -> list[SharedMixture]:
-        """Of the layers, in order, those whose experts are divided over engines."""
+        """The layers' mixtures whose experts are divided over engines, in order."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, SharedMixture)]
 
     @property
     def embedding_size(self) -> int:
-        """The width of an input embedding."""
         return self.hidden_size
 
     def forward(
@@ -70,8 +69,8 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
 
-        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step. On a stage that is not
-        the last the result is empty.
+        token_ids, positions: [T] int64.  logit_rows: [N] int64, indices in the step. Empty on a stage that is
+        not the last.
         """
         x = self._last_hidden(token_ids, positions, logit_rows, context)
         if self.head is None:
@@ -97,7 +96,7 @@ class NativeDecoder:
         return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
 
     def take_part(self) -> None:
-        """Serve the tokens of other engines with the experts that are here, in a step without own ones."""
+        """Serve other engines' tokens with this engine's experts, in a step without tokens of its own."""
         self.exchange.begin(0, 0)
         nothing = self.layers[0].input_norm.new_empty(0, self.hidden_size)
         for mixture in self.mixtures:
@@ -106,7 +105,7 @@ class NativeDecoder:
     def _last_hidden(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
-        """[N, hidden] that the head reads. A stage that is not the last has sent on what it computed."""
+        """[N, hidden], the input of the head. Any stage but the last sends its result to the next one."""
         self.exchange.begin(token_ids.shape[0], logit_rows.shape[0])
         residual = self._enter(token_ids, context)
         if self.fused is not None:

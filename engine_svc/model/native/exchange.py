@@ -1,4 +1,4 @@
-"""What a native decoder asks of engines that hold other experts of its layers. Declared here, by its user."""
+"""The interface between a native decoder and engines that hold other experts. Declared here, by its user."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import Tensor
 
 
 class ExpertExchange(Protocol):
-    """Brings tokens to all experts, and what these make of them back.
+    """Sends tokens to all experts, and the experts' results back.
 
-    Engines of a group call the same methods in the same order, each with tokens of its own or none.
-    Raises PeersLost where another engine is gone.
+    The engines of a group call the same methods in the same order, each with tokens of its own or none.
+    Raises PeersLost if another engine is gone.
     """
 
     def begin(self, num_tokens: int, num_rows: int) -> None:
-        """A step begins with so many tokens of this engine; its last layer computes `num_rows` of them."""
+        """Start a step with `num_tokens` tokens of this engine; its last layer computes `num_rows`."""
         ...
 
     def gather(self, x: Tensor, *, is_last_layer: bool) -> Tensor:
-        """[tokens of all engines, hidden] of each one's [T, hidden]."""
+        """[tokens of all engines, hidden], from each engine's [T, hidden]."""
         ...
 
     def add_up(self, parts: Tensor, *, is_last_layer: bool) -> Tensor:
-        """[T, hidden], the sum over all engines of what their experts add to this one's tokens.
+        """[T, hidden], the sum over all engines of what their experts add to this engine's tokens.
 
-        parts: of this engine's experts, for the tokens of all, as gathered.
+        parts: the results of this engine's experts for the gathered tokens.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """Which of the experts an engine loads where they are divided over engines, and how these meet."""
+    """The experts that an engine loads if they are divided over engines, and the engines' exchange."""
 
     rank: int
     size: int
@@ -43,13 +43,10 @@ class ExpertShare:
 class NoExchange:
     """The exchange of a model that has all its experts here."""
 
-    def begin(self, num_tokens: int, num_rows: int) -> None:
-        """Nobody has to know."""
+    def begin(self, num_tokens: int, num_rows: int) -> None: ...
 
     def gather(self, x: Tensor, *, is_last_layer: bool) -> Tensor:
-        """There are no others."""
         return x
 
     def add_up(self, parts: Tensor, *, is_last_layer: bool) -> Tensor:
-        """There are no other parts."""
         return parts

@@ -1,4 +1,4 @@
-"""The parts of a native decoder layer, on the ops of their device; what ranks share, `parallel` joins."""
+"""The parts of a native decoder layer. `parallel` combines the ranks' shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triptych_kernels import DenseLayer, Experts, Linear, Ops
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """The network after attention in a layer."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], this rank's share of it."""
@@ -26,10 +26,10 @@ class Attention:
     """Queries, keys and values in one projection; attention over the cache; the projection back."""
 
     ops: Ops
-    layer: int  # of this rank's attention layers
+    layer: int  # index among this rank's attention layers
     qkv: Linear
     out: Linear
-    num_heads: int  # of this rank, like num_kv_heads
+    num_heads: int  # on this rank, as num_kv_heads
     num_kv_heads: int
     head_dim: int
     window: int | None
@@ -40,7 +40,7 @@ class Attention:
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden], this rank's share; where given, of tokens at `rows`."""
+        """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
         cache = context.layers[self.layer]
         qkv = self.qkv(x)
         self.ops.rotary_kv_write(
@@ -72,7 +72,7 @@ class Attention:
 class GatedFeedForward:
     """down(silu(gate(x)) * up(x)), with gate and up in one projection."""
 
-    gate_up: Linear  # and what becomes of it
+    gate_up: Linear  # with silu(gate) * up as its result
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -107,17 +107,17 @@ class SharedMixture:
     is_last_layer: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden]; meanwhile this engine's experts serve the others' tokens."""
+        """x: [T, hidden]. Returns [T, hidden]; also serves the tokens of the other engines."""
         tokens = self.exchange.gather(x, is_last_layer=self.is_last_layer)
         if not tokens.shape[0]:
-            # All engines know it, and none waits.
+            # All engines skip the exchange in this case, so none waits.
             return x
         return self.exchange.add_up(self.mixture(tokens), is_last_layer=self.is_last_layer)
 
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Attention and a feed-forward network, each behind a norm that also takes in what came before it."""
+    """Attention and a feed-forward network, each preceded by a norm that also adds the residual."""
 
     ops: Ops
     parallel: Parallel
@@ -128,7 +128,7 @@ class DecoderLayer:
     eps: float
 
     def as_dense(self) -> DenseLayer | None:
-        """This layer for ops that take layers whole; None where experts are in it."""
+        """This layer for ops that compute whole layers; None if it has experts."""
         attention, network = self.attention, self.feed_forward
         if not isinstance(network, GatedFeedForward):
             return None
@@ -157,9 +157,9 @@ class DecoderLayer:
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """x: [T, hidden], normed. residual: [T, hidden], written. Returns what to add to it, and it.
+        """x: [T, hidden], normed. residual: [T, hidden], written. Returns the summand and the residual.
 
-        Where `rows` are given, nobody reads the other tokens' result: only theirs is computed.
+        If `rows` are given, only these tokens' results are computed: the others' are not used.
         """
         attended = self.parallel.all_reduce(self.attention(x, positions, cos_sin, context, rows))
         if rows is not None:

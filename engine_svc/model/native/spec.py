@@ -1,4 +1,4 @@
-"""What a native decoder is built from, read off a checkpoint's config. Knows no weights and no step."""
+"""The spec of a native decoder, read from a checkpoint's config. Knows no weights and no step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How each family names the parts of its mixture of experts, below a layer: router, gate, up, down.
+# Names of the parts of each family's mixture of experts, below a layer: router, gate, up, down.
 _MIXTRAL_EXPERTS = (
     "block_sparse_moe.gate",
     "block_sparse_moe.experts.{}.w1",
@@ -23,22 +23,22 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.down_proj",
 )
 _FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-# Where each layer has a kind of its own, with a window or without.
+# Families in which each layer states its own kind, with a window or without.
 _FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3"})
-# With these, a row's angles depend on the longest row of the batch, or on its own length.
+# With other types, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The mixture of experts that takes the place of a layer's feed-forward network."""
+    """The mixture of experts that replaces a layer's feed-forward network."""
 
     num_experts: int
     num_chosen: int
     intermediate_size: int
-    normalizes: bool  # the chosen experts' weights add up to 1
+    normalizes: bool  # the chosen experts' weights are scaled to add up to 1
     router_name: str
-    gate_name: str  # with a place for the expert's index, like the next two
+    gate_name: str  # with {} for the expert's index, as in the next two
     up_name: str
     down_name: str
 
@@ -58,12 +58,12 @@ class DecoderSpec:
     eps: float
     has_qk_norm: bool
     has_qkv_bias: bool
-    has_out_bias: bool  # of attention's last projection
-    has_mlp_bias: bool  # of dense layers
-    is_joined: bool  # a checkpoint's Q, K and V are one weight, its gate and up another
+    has_out_bias: bool  # attention's output projection
+    has_mlp_bias: bool  # in dense layers
+    is_joined: bool  # the checkpoint has Q, K and V as one weight, gate and up as another
     ties_embeddings: bool
     windows: tuple[int | None, ...]  # per layer
-    experts: tuple[ExpertsSpec | None, ...]  # per layer; None has a dense network
+    experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
 
     @property
     def has_experts(self) -> bool:
@@ -72,27 +72,27 @@ class DecoderSpec:
 
 
 class NotNative(ValueError):
-    """The config asks for something that the native decoder does not compute; the message names it."""
+    """The config needs something that the native decoder does not compute; the message names it."""
 
 
 def read_spec(config: Any) -> DecoderSpec:
     """The spec of `config`, whose attributes have the names that transformers gives them.
 
-    Raises NotNative, with the reason, where the native decoder would be wrong.
+    Raises NotNative, with the reason, if the native decoder would compute something else.
     """
     if config.model_type not in _FAMILIES:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
     if config.hidden_act != "silu":
         raise NotNative(f"hidden_act is {config.hidden_act}, the native decoder has silu")
     if not config.rms_norm_eps >= 0:
-        raise NotNative(f"rms_norm_eps is {config.rms_norm_eps}, which makes no number")
+        raise NotNative(f"rms_norm_eps is {config.rms_norm_eps}, which is not at least 0")
     rope = _rope_parameters(config)
     if rope["rope_type"] not in _ROPE_TYPES:
         raise NotNative(f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotNative("rope turns a part of each head only")
+        raise NotNative("rope rotates only a part of each head")
     num_layers, family = config.num_hidden_layers, config.model_type
-    # The code of the other families does not ask the config.
+    # The code of the other families ignores this setting.
     has_attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(config.attention_bias)
     return DecoderSpec(
         model_type=family,
@@ -128,7 +128,7 @@ def rotary_table(config: Any, num_positions: int) -> Tensor:
         )
         scale = 1.0
     else:
-        # Here and not above: it takes long to import, and plain kinds do without.
+        # Imported here: it takes long, and the plain kind does not need it.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
@@ -151,7 +151,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if config.model_type == "llama" and window is not None:
         raise NotNative(f"sliding_window is {window}, which the code of a llama does not apply")
-    # The code of the other families has one mask for all layers, whatever kinds a file states.
+    # The code of the other families uses one mask for all layers, whatever layer types the config states.
     kinds = getattr(config, "layer_types", None) if config.model_type in _FAMILIES_OF_LAYER_TYPES else None
     kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

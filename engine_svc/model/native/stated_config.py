@@ -1,8 +1,8 @@
-"""The config.json of a native family, read without transformers where it states all that counts.
+"""Reads the config.json of a native family without transformers, if the file states everything that counts.
 
-To import what reads any config takes as long as all else that an engine does before its first token. What a
-file leaves out has a default that transformers knows, and what is not known here may change the model: in
-both cases nothing is read, and transformers is to be asked.
+Importing transformers takes as long as everything else that an engine does before its first token. A value
+that the file omits has a default that only transformers knows, and an unknown key may change the model. In
+both cases nothing is read here, and the caller has to use transformers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# What every family has to state.
+# Required in every family.
 _STATED: Mapping[str, _Check] = {
     "hidden_act": lambda value: value == "silu",
     "hidden_size": _is_size,
@@ -87,13 +87,13 @@ _STATED_BY_FAMILY: Mapping[str, Mapping[str, _Check]] = {
         "mlp_only_layers": lambda value: isinstance(value, list) and _is_ids(value),
     },
 }
-# What may be left out, and is looked at where it stands.
+# May be omitted; checked if present.
 _OPTIONAL = frozenset(
     {"model_type", "head_dim", "dtype", "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling"}
 )
-# Left out, these are false in every family that knows them.
+# If omitted, these are false in every family that has them.
 _BIASES = ("attention_bias", "mlp_bias")
-# What tells nothing of the numbers that a native decoder computes.
+# Keys that do not affect what a native decoder computes.
 _PASSED_OVER = frozenset(
     {
         "architectures", "attention_dropout", "bos_token_id", "initializer_range", "output_router_logits",
@@ -101,13 +101,13 @@ _PASSED_OVER = frozenset(
         "transformers_version", "use_cache",
     }
 )  # fmt: skip
-# The same, of families that state that no layer has a window.
+# The same, for families that state that no layer has a window.
 _OF_UNUSED_WINDOWS = frozenset({"layer_types", "max_window_layers", "sliding_window"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_stated_config(folder: Path) -> ModelConfig | None:
-    """The config of the checkpoint in `folder`; None where transformers is to be asked."""
+    """The config of the checkpoint in `folder`; None if transformers has to read it."""
     try:
         content = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -116,7 +116,7 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         return None
     if model_type == "qwen3_moe" and "num_experts" not in content:
-        # As transformers has called it since 5.
+        # The name in transformers since version 5.
         content["num_experts"] = content.pop("num_local_experts", None)
     stated = {**_STATED, **_STATED_BY_FAMILY[model_type]}
     if not all(name in content and check(content[name]) for name, check in stated.items()):
@@ -126,7 +126,7 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
         allowed |= _OF_UNUSED_WINDOWS
     rope, dtype = _rope(content), content.get("dtype", content.get("torch_dtype"))
     is_known = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
-    # transformers refuses, or reads in a way of its own, what is not so.
+    # transformers rejects other values, or interprets them differently.
     is_sound = (
         content["hidden_size"] % content["num_attention_heads"] == 0
         and _is_full(content.get("layer_types"), content["num_hidden_layers"])
@@ -157,7 +157,7 @@ def _is_full(layer_types: Any, num_layers: int) -> bool:
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters of the plain kind of rope, as files of today or of transformers before 5 state them."""
+    """The parameters of the default kind of rope, in the format of transformers 5 or of earlier versions."""
     if "rope_parameters" in content:
         rope = content["rope_parameters"]
         if "rope_theta" in content or "rope_scaling" in content:

@@ -19,7 +19,7 @@ from triptych_kernels import Ops
 
 logger = logging.getLogger(__name__)
 
-# What the code of a model raises for a config or weights that it was not made for.
+# What a model's code raises for a config or weights that it was not made for.
 _FOREIGN_ERRORS = (
     RuntimeError,
     ValueError,
@@ -40,18 +40,18 @@ def load_transformers_model(
     device: torch.device,
     ops: Ops,
 ) -> tuple[TransformersModel, WarmModel, int]:
-    """The model, what its first forwards have shown, and how many parameters it has.
+    """The model, what its first forwards have shown, and its number of parameters.
 
-    UnsupportedModel where it would run wrongly.
+    Raises UnsupportedModel for a model that would run wrongly.
     """
     assert config.model_class is not None, "transformers has read the config"
     with quiet_transformers():
-        # What packs experts on a CPU replaces them; to a GPU the library's own choice is faster.
+        # On a CPU the packed experts replace these; for a GPU the library's own choice is faster.
         experts = "eager" if device.type == "cpu" else None
         module = _build(config.model_class, config.config, reader, dtype, folder, experts)
         reader.finish()
         module.to(device)  # type: ignore[arg-type]  # The stubs of transformers take no device.
-        # Counted before: packed projections keep no parameters.
+        # Counted before warm-up: packed projections keep no parameters.
         num_parameters = module.num_parameters()
         model = TransformersModel(module, ops)
         warm = warm_up(model)
@@ -66,7 +66,7 @@ def _build(
     folder: Path,
     experts: str | None,
 ) -> PreTrainedModel:
-    """The module with the weights in it; transformers renames and merges them as the architecture wants."""
+    """The module with its weights; transformers renames and merges them as the architecture requires."""
     try:
         built: tuple[PreTrainedModel, dict[str, Any]] = chosen_class.from_pretrained(  # type: ignore[assignment]
             None,
@@ -74,7 +74,7 @@ def _build(
             state_dict=lazy_weights(reader),
             dtype=dtype,
             local_files_only=True,
-            # What the warm-up compares with; faster ones leave out what they cannot do.
+            # The warm-up compares with "eager"; faster implementations skip what they do not support.
             attn_implementation="eager",
             experts_implementation=experts,
             ignore_mismatched_sizes=True,

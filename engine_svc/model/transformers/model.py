@@ -1,7 +1,7 @@
 """Any transformers decoder over the paged KV cache, through transformers' own attention interface.
 
 A step's tokens go through the model flattened, as one sequence with explicit positions. The model makes no
-masks; its attention layers call back here: keys and values are written to the cache, queries read it.
+masks. Its attention layers call back here: keys and values are written to the cache, and queries read it.
 Knows no checkpoint files and no request.
 """
 
@@ -19,17 +19,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.errors import UnsupportedModel
-from engine_svc.model.transformers.batch_invariance import even_out, prepack_calls
+from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant, prepack_calls
 from engine_svc.model.transformers.packing import prepack_experts, prepack_projections
 from triptych_kernels import Ops
 
-# By these one knows embeddings of positions whose caller takes positions from the length of a cache.
+# Parameters of position embeddings that compute positions from the length of a cache.
 _POSITION_OPTIONS = frozenset({"past_key_values_length", "position_ids"})
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What an attention layer asks for. query: [1, H, T, D], key: [1, G, T, D], value: [1, G, T, E]."""
+    """Arguments of an attention layer's call. query: [1, H, T, D], key: [1, G, T, D], value: [1, G, T, E]."""
 
     module: nn.Module
     query: Tensor
@@ -37,7 +37,7 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     scale: float
-    window: int | None  # as the layer says it, where it does; what holds is what its mask shows
+    window: int | None  # as the layer passes it, if it does; the mask is what counts
     sinks: Tensor | None
     soft_cap: float | None
     others: dict[str, object]
@@ -48,17 +48,17 @@ MakeMask = Callable[..., Tensor | None]
 
 
 class TransformersModel:
-    """A transformers decoder whose attention reads and writes the cache of the step at hand.
+    """A transformers decoder whose attention reads and writes the cache of the current step.
 
-    It must have been warmed up (warm_up.py), which is what refuses models that would run wrongly.
+    It must have been warmed up (warm_up.py), which rejects models that would run wrongly.
     """
 
     def __init__(self, module: PreTrainedModel, ops: Ops) -> None:
         self.module = module
         self.name = type(module).__name__
         self.ops = ops
-        # By the first name the model makes no masks: no step has a use for them, and a GPU is waited for to
-        # see whether several sequences are in one.
+        # Under the first name the model makes no masks. No step uses them, and making one waits for the GPU
+        # to see whether the batch contains several sequences.
         self._interface = f"triptych_{uuid.uuid4().hex}"
         self._interface_with_masks = f"{self._interface}_with_masks"
         self._attend: Attend = self._attend_paged
@@ -76,7 +76,6 @@ class TransformersModel:
 
     @property
     def device(self) -> torch.device:
-        """Where a step's tensors have to be."""
         device: torch.device = self.module.device
         return device
 
@@ -85,28 +84,29 @@ class TransformersModel:
         self._windows = tuple(windows)
 
     def use_last_position(self, last_position: int) -> None:
-        """Tokens behind this place are computed as if they were there.
+        """Clamp positions to this one.
 
-        A step may be planned before a sequence's end is known: for its tokens nothing may have been learned.
+        A step may be planned before the end of a sequence is known. The model may have no learned embedding
+        for the positions of such tokens.
         """
         self._last_position = last_position
 
-    def take_over_attention(self) -> None:
-        """From now on the module's attention layers ask this object."""
+    def use_paged_attention(self) -> None:
+        """From now on the module's attention layers call this object."""
         self.module.set_attn_implementation(self._interface)
 
-    def give_back_attention(self) -> None:
+    def use_eager_attention(self) -> None:
         """From now on the module computes attention itself."""
         self.module.set_attn_implementation("eager")
 
     def pack_projections(self, token_ids: Tensor) -> None:
-        """Lay the module's weights out for its device; token_ids are a sample that it computes for that."""
+        """Lay the module's weights out for its device. token_ids: a sample for the forwards it takes."""
         prepack_projections(self.module, self.ops, lambda: self.logits_alone(token_ids))
         prepack_experts(self.module, self.ops)
         prepack_calls(self.module, self.ops, lambda: self.logits_alone(token_ids))
-        # No multiple of a vector's elements.
+        # A length that is no multiple of a vector's elements.
         odd_number = token_ids[: len(token_ids) - 1 + len(token_ids) % 2]
-        even_out(self.module, self.ops, lambda: self.logits_alone(odd_number))
+        make_elementwise_invariant(self.module, self.ops, lambda: self.logits_alone(odd_number))
 
     def logits_alone(self, token_ids: Tensor) -> Tensor:
         """[T, V] of one sequence, as the module computes it when it numbers the tokens itself."""
@@ -122,10 +122,10 @@ class TransformersModel:
         return weight.shape[1]
 
     def check_embeds(self, token_ids: Tensor) -> None:
-        """UnsupportedModel where a sequence is not the same to the module as its tokens' embeddings."""
+        """Raise UnsupportedModel where the embeddings of a sequence give other logits than its token ids."""
         same = False
         if self.embedding_size:
-            self.give_back_attention()
+            self.use_eager_attention()
             try:
                 embeds = self._embed(token_ids)[None]
                 output = self.module(inputs_embeds=embeds, use_cache=False, return_dict=True)
@@ -133,14 +133,14 @@ class TransformersModel:
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UnsupportedModel(f"{self.name} takes no embeddings for tokens: {error}") from error
             finally:
-                self.take_over_attention()
+                self.use_paged_attention()
         if not same:
             raise UnsupportedModel(f"{self.name} takes no embeddings in place of tokens")
 
     def forward_with(self, attend: Attend, make_mask: MakeMask, token_ids: Tensor) -> None:
         """Run one sequence with `attend` in place of paged attention; it returns [1, T, H, E].
 
-        make_mask stands in for transformers' own functions that make masks, and gets their arguments.
+        make_mask replaces transformers' own functions that make masks, and gets their arguments.
         """
         self.module.set_attn_implementation(self._interface_with_masks)
         self._attend, self._make_mask = attend, make_mask
@@ -149,14 +149,14 @@ class TransformersModel:
             self._run(token_ids, positions, positions)
         finally:
             self._attend, self._make_mask = self._attend_paged, None
-            self.take_over_attention()
+            self.use_paged_attention()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         """Logits [N, V] fp32 of the tokens at `logit_rows`; afterwards the cache holds the step's KV.
 
-        token_ids, positions: [T] int64.  logit_rows: [N] int64, places in the step.
+        token_ids, positions: [T] int64.  logit_rows: [N] int64, indices in the step.
         """
         self._context = context
         self._layer = 0
@@ -166,18 +166,18 @@ class TransformersModel:
         return logits.float()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """[T, hidden], as the module's first layer would get them."""
+        """[T, hidden], the input of the module's first layer."""
         embeds: Tensor = self.module.get_input_embeddings()(token_ids)
         return embeds
 
     def _register(self) -> None:
-        # Some models drop keyword arguments on the way, so the step comes from this object, not the call.
-        # What is registered stays for ever: it must not keep the model's weights.
+        # Some models drop keyword arguments on the way to their layers, so the step comes from this object.
+        # The registration is never removed, so it must not keep the model's weights alive.
         owner = weakref.ref(self)
 
         def model() -> TransformersModel:
             found = owner()
-            assert found is not None, "a module runs whose model is gone"
+            assert found is not None, "the model of a running module still exists"
             return found
 
         def attend(
@@ -200,7 +200,7 @@ class TransformersModel:
 
         def make_mask(**arguments: object) -> Tensor | None:
             make = model()._make_mask
-            assert make is not None, "a step asks for masks"
+            assert make is not None, "no mask is made in a step"
             return make(**arguments)
 
         AttentionInterface.register(self._interface, attend)
@@ -208,7 +208,7 @@ class TransformersModel:
         AttentionMaskInterface.register(self._interface_with_masks, make_mask)
 
     def _hand_positions_to_embeddings(self) -> bool:
-        """For models that number tokens by the length of their own cache; False where this is none."""
+        """Set the positions of models that number tokens by the length of a cache. False if this is none."""
 
         def replace(
             _: nn.Module, arguments: tuple[object, ...], options: dict[str, object]
@@ -276,5 +276,5 @@ class TransformersModel:
             sinks=call.sinks,
             soft_cap=call.soft_cap,
         )
-        # Some models look at it as another shape, which only contiguous memory allows.
+        # Some models view the result in another shape, which requires contiguous memory.
         return attended[None].to(call.value.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Projections of transformers' modules with weights laid out for the device once, at load, not in every call.
+"""Replaces projections and experts of transformers' modules by ops whose weights are laid out once, at load.
 
 Faster for few tokens than the plain call, and on a CPU a row's result is bitwise the same in every batch.
 """
@@ -14,31 +14,13 @@ from transformers.pytorch_utils import Conv1D
 
 from triptych_kernels import REFERENCE, Experts, Linear, Ops
 
-
-class PackedProjection(nn.Module):
-    """x W^T + b by a packed projection.
-
-    `weight` is an empty tensor: some models ask for its dtype and device.
-    """
-
-    def __init__(self, linear: Linear, weight: Tensor) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-        self._linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features] of the weight's dtype. Returns [..., out_features]."""
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+_NUM_GATE_SAMPLES = 64
 
 
 def prepack_projections(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
     """Replace every plain projection that `run`, a forward of `model`, calls; returns how many.
 
-    Some models multiply by a projection's weight without calling it: those keep it as it is.
+    Some models use a projection's weight without calling the projection: such projections are not replaced.
     """
     called = _called(model, run)
     packed_of: dict[int, PackedProjection] = {}
@@ -70,7 +52,7 @@ def _called(model: nn.Module, run: Callable[[], object]) -> set[int]:
 
 def _weight_of(module: nn.Module) -> Tensor | None:
     """[out_features, in_features] of a plain projection; None for any other module."""
-    # Subclasses compute something else; only the exact classes are known to be x W^T + b.
+    # A subclass may compute something else; only these exact classes are known to compute x W^T + b.
     if type(module) is nn.Linear:
         return module.weight.detach()
     if type(module) is Conv1D:
@@ -82,14 +64,74 @@ def _bias_of(module: nn.Module) -> Tensor | None:
     return module.bias.detach() if isinstance(module.bias, Tensor) else None
 
 
-_NUM_GATE_SAMPLES = 64
+class PackedProjection(nn.Module):
+    """x W^T + b by a packed projection.
+
+    `weight` is an empty tensor: some models read its dtype and device.
+    """
+
+    def __init__(self, linear: Linear, weight: Tensor) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] of the weight's dtype. Returns [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        return self._linear(rows).view(*x.shape[:-1], self.out_features)
+
+
+def prepack_experts(model: nn.Module, ops: Ops) -> int:
+    """Replace the experts that transformers' interface computes; returns the number of modules.
+
+    Does nothing if `ops` are not batch-invariant.
+    """
+    if not ops.is_batch_invariant:
+        return 0
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            packed = _packed(child, ops)
+            if packed is not None:
+                setattr(parent, name, packed)
+                num_packed += 1
+    return num_packed
+
+
+def _packed(module: nn.Module, ops: Ops) -> nn.Module | None:
+    """None for a module that is no experts module, and for experts that only transformers can compute."""
+    if not isinstance(module, _ByInterface) or hasattr(module, "post_expert_norm"):
+        return None
+    up_name = "gate_up_proj" if module.has_gate else "up_proj"
+    up, down = _weights(module, up_name), _weights(module, "down_proj")
+    gate: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn  # type: ignore[assignment]
+    packed: nn.Module
+    if module.has_gate and not module.has_bias and _is_silu_and_mul(gate, up):
+        packed = PackedExperts(ops.pack_experts(up, down))
+    elif down.device.type == "cpu":
+        up_bias, down_bias = _biases(module, up_name), _biases(module, "down_proj")
+        packed = SingleExperts(
+            [ops.pack_linear(weight, bias) for weight, bias in zip(up, up_bias, strict=True)],
+            gate,
+            [ops.pack_linear(weight, bias) for weight, bias in zip(down, down_bias, strict=True)],
+        )
+    else:
+        # Only the GPU knows which experts were chosen, and a step must not wait for it.
+        return None
+    # The gate keeps a reference to the module, which must not keep the weights.
+    for name, _ in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, None)
+    return packed
 
 
 @runtime_checkable
 class _ByInterface(Protocol):
-    """Experts that transformers' own interface computes; it says what these mean.
+    """Experts that transformers' own interface computes; the attributes describe their weights.
 
-    up_proj instead of gate_up_proj without a gate; biases, of names that end in _bias, with has_bias.
+    Without a gate, up_proj replaces gate_up_proj. With has_bias there are biases, whose names end in _bias.
     """
 
     has_gate: bool
@@ -112,7 +154,7 @@ class PackedExperts(nn.Module):
 
 
 class SingleExperts(nn.Module):
-    """Expert by expert, for gates of any kind."""
+    """Computes one expert after the other, for gates of any kind."""
 
     def __init__(
         self, up: Sequence[Linear], gate: Callable[[Tensor], Tensor], down: Sequence[Linear]
@@ -131,49 +173,6 @@ class SingleExperts(nn.Module):
         return (parts * top_k_weights[..., None].float()).sum(1).to(hidden_states.dtype)
 
 
-def prepack_experts(model: nn.Module, ops: Ops) -> int:
-    """Replace the experts that transformers' interface computes; returns how many modules.
-
-    Where `ops` make no promise about batches, all stay as they are.
-    """
-    if not ops.is_batch_invariant:
-        return 0
-    num_packed = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            packed = _packed(child, ops)
-            if packed is not None:
-                setattr(parent, name, packed)
-                num_packed += 1
-    return num_packed
-
-
-def _packed(module: nn.Module, ops: Ops) -> nn.Module | None:
-    """None for what are no experts, and for experts that only transformers knows to compute."""
-    if not isinstance(module, _ByInterface) or hasattr(module, "post_expert_norm"):
-        return None
-    up_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = _weights(module, up_name), _weights(module, "down_proj")
-    gate: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn  # type: ignore[assignment]
-    packed: nn.Module
-    if module.has_gate and not module.has_bias and _is_silu_and_mul(gate, up):
-        packed = PackedExperts(ops.pack_experts(up, down))
-    elif down.device.type == "cpu":
-        up_bias, down_bias = _biases(module, up_name), _biases(module, "down_proj")
-        packed = SingleExperts(
-            [ops.pack_linear(weight, bias) for weight, bias in zip(up, up_bias, strict=True)],
-            gate,
-            [ops.pack_linear(weight, bias) for weight, bias in zip(down, down_bias, strict=True)],
-        )
-    else:
-        # Which experts were chosen is known to a GPU alone, and a step must not wait for it.
-        return None
-    # The gate keeps the module.
-    for name, _ in list(module.named_parameters(recurse=False)):
-        module.register_parameter(name, None)
-    return packed
-
-
 def _weights(module: nn.Module, name: str) -> Tensor:
     """[E, outputs, inputs]."""
     weight = module.get_parameter(name).detach()
@@ -187,8 +186,8 @@ def _biases(module: nn.Module, name: str) -> Sequence[Tensor | None]:
 
 
 def _is_silu_and_mul(gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> bool:
-    """Whether that is what the gate does: a name would not tell of limits or factors."""
-    # From small to beyond any limit.
+    """Whether the gate computes silu(gate) * up: its name would not reveal limits or factors."""
+    # From small values to values beyond any limit.
     widths = torch.logspace(-2, 2, _NUM_GATE_SAMPLES, device=gate_up.device)[:, None]
     generator = torch.Generator(gate_up.device).manual_seed(0)
     sample = widths * torch.randn(

@@ -1,4 +1,4 @@
-"""Which checkpoints can be served, and by which class. Refuses by name what would run wrongly."""
+"""Decides which checkpoints transformers can serve, and by which class. Rejects what would run wrongly."""
 
 from __future__ import annotations
 
@@ -14,25 +14,9 @@ from transformers.utils import logging as transformers_logging
 from engine_svc.model.errors import CheckpointError, ModelError, UnsupportedModel
 from engine_svc.model.loading.model_config import ModelConfig
 
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no messages below critical inside the block; as before after it."""
-    verbosity = transformers_logging.get_verbosity()
-    has_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if has_bar:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-# What transformers raises for values that it did not expect.
+# What transformers raises for unexpected values.
 _FOREIGN_ERRORS = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError,
 )  # fmt: skip
@@ -88,8 +72,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             f"{name} has layers of kind {kinds}; only full and sliding attention can be served"
         )
     if getattr(text_config, "attn_temperature_tuning", False) and not all(text_config.no_rope_layers):
-        # Queries are scaled by their place in the step, but by 1 up to a place that no sample reaches.
-        raise UnsupportedModel(f"{name} tunes the temperature of attention by places in the batch")
+        # Queries are scaled by their position in the step. The factor is 1 up to a position that no sample
+        # reaches.
+        raise UnsupportedModel(f"{name} tunes the temperature of attention by positions in the batch")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{name} (model type {config.model_type}) does not generate text")
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -98,7 +83,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def own_config(config: PreTrainedConfig, chosen_class: type[PreTrainedModel]) -> PreTrainedConfig:
-    """The config that the class is made from: that of its text part, where the class is no more than that."""
+    """The config to build the class from: that of the text part if the class implements only this part."""
     if chosen_class.config_class is config.sub_configs.get("text_config"):
         return config.get_text_config()
     return config
@@ -107,7 +92,7 @@ def own_config(config: PreTrainedConfig, chosen_class: type[PreTrainedModel]) ->
 def max_position(config: PreTrainedConfig) -> int:
     """The longest sequence for which every row of a mixed batch is computed as it would be alone.
 
-    0 where the config does not say.
+    0 where the config does not state it.
     """
     text_config = config.get_text_config()
     limits = (getattr(text_config, name, None) for name in _LENGTH_LIMITS)
@@ -115,10 +100,10 @@ def max_position(config: PreTrainedConfig) -> int:
     rope = getattr(text_config, "rope_parameters", None) or {}
     per_layer_type = rope.values() if all(isinstance(part, dict) for part in rope.values()) else [rope]
     for part in per_layer_type:
-        # Beyond this length such a model turns every row's positions by the longest row of the batch.
+        # Beyond this length, these types rotate every row's positions by the longest row of the batch.
         if part.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
             limit = min(limit, part.get("original_max_position_embeddings") or limit)
-        # Where the config was extended by these parameters alone.
+        # The config's own limit may be that before the extension by these parameters.
         if part.get("rope_type") == "yarn" and part.get("original_max_position_embeddings"):
             limit = max(limit, int(part.get("factor", 1.0) * part["original_max_position_embeddings"]))
     return int(limit)
@@ -126,3 +111,18 @@ def max_position(config: PreTrainedConfig) -> int:
 
 def _name(config: PreTrainedConfig) -> str:
     return (config.architectures or [type(config).__name__.removesuffix("Config")])[0]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside the block transformers shows no progress bars and logs nothing below critical."""
+    verbosity = transformers_logging.get_verbosity()
+    has_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bar:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""The first forwards of a model: learn what its layers keep of a token, refuse it if it would run wrongly.
+"""The first forwards of a model: find out what its layers cache per token, and reject it if it runs wrongly.
 
-A model that computes attention by itself only logs a warning when it is told to use the interface, and then
-runs on wrong numbers. So calls are counted, masks and arguments checked, logits compared with its own.
-Windows are read off the masks, so they are exact at any length; the comparison runs at most _MAX_SAMPLE
-tokens and leaves a window of more than that untried.
+A model that computes attention by itself only logs a warning when the attention interface is set, and then
+produces wrong numbers. So calls are counted, masks and arguments checked, and logits compared with the
+model's own. Windows are read off the masks, so they are exact at any length. The comparison runs at most
+_MAX_SAMPLE tokens, so it does not exercise a longer window.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MIN_SAMPLE, _MAX_SAMPLE = 19, 64
 _NUM_SINGLE = 5
 _BLOCK_SIZE = 4
 _KNOWN_TENSORS = frozenset({"position_ids", "cache_position", "logits_to_keep"})
-# In half precision two right ways to compute differ by a few percent, and a router may pick another expert.
+# In half precision two correct computations differ by a few percent, and a router may pick another expert.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# What the code of a model raises when it is not made for being called like this.
+# What a model's code raises when it is not made for being called like this.
 _FOREIGN_ERRORS = (
     RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, ImportError,
     AssertionError,
@@ -42,15 +42,15 @@ _FOREIGN_ERRORS = (
 class WarmModel:
     """What the first forwards have shown."""
 
-    kv_shapes: tuple[KVShape, ...]  # what each attention layer keeps, in order
-    is_batch_invariant: bool  # as the ops are: samples had the same bits alone, in chunks and together
+    kv_shapes: tuple[KVShape, ...]  # per attention layer, in order
+    is_batch_invariant: bool  # as the ops are: samples gave the same bits alone, in chunks and together
 
 
 @torch.inference_mode()
 def warm_up(model: TransformersModel) -> WarmModel:
     """Bind the model's attention to the paged cache.
 
-    Raises UnsupportedModel, by name and reason, for a model that cannot run over a paged cache.
+    Raises UnsupportedModel, with the model's name and the reason, if it cannot run over a paged cache.
     """
     try:
         return _warm_up(model)
@@ -66,28 +66,28 @@ def _warm_up(model: TransformersModel) -> WarmModel:
     config = model.module.config.get_text_config()
     shapes = _learn_shapes(model, config)
     _check_cache(model.name, config, shapes)
-    model.give_back_attention()
+    model.use_eager_attention()
     limit = max_position(config)
     if not limit:
-        raise UnsupportedModel(f"{model.name} does not say how long its sequences may be")
+        raise UnsupportedModel(f"{model.name} does not state its maximum sequence length")
     length = _sample_length(shapes, limit)
     samples = [_sample(model, config, length), _sample(model, config, length // 2 + 1)]
     expected = [model.logits_alone(sample) for sample in samples]
     model.pack_projections(samples[0])
-    model.take_over_attention()
+    model.use_paged_attention()
     model.use_windows([shape.window for shape in shapes])
     model.use_last_position(limit - 1)
     difference = _difference(model, shapes, samples, expected)
     if difference > _TOLERANCE[expected[0].dtype]:
         raise UnsupportedModel(
-            f"{model.name} yields other logits over the paged cache than alone: "
+            f"{model.name} computes other logits over the paged cache than alone: "
             f"they differ by {difference:.1%}"
         )
     return WarmModel(shapes, model.ops.is_batch_invariant and _is_batch_invariant(model, shapes, samples))
 
 
 def _sample_length(shapes: Sequence[KVShape], limit: int) -> int:
-    """Tokens that pass every window twice, where that is affordable."""
+    """Enough tokens to exceed each window twice, up to _MAX_SAMPLE."""
     windows = [shape.window for shape in shapes if shape.window is not None]
     wanted = max([_MIN_SAMPLE, *(2 * window + 6 for window in windows if window < _MAX_SAMPLE)])
     return min(wanted, _MAX_SAMPLE, limit)
@@ -99,7 +99,7 @@ def _sample(model: TransformersModel, config: PreTrainedConfig, length: int) -> 
 
 
 def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[KVShape, ...]:
-    """What each attention layer keeps, from a forward in which every call is looked at."""
+    """What each attention layer caches, from a forward in which every call is checked."""
     masks = MaskBook()
     shapes: list[KVShape] = []
 
@@ -116,11 +116,11 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
     except OddMask as odd:
         raise UnsupportedModel(f"{model.name} {odd}") from odd
     num_layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
-    # More calls than layers: some layers attend more than once.
+    # A multiple of the layers: some layers attend more than once.
     if not shapes or len(shapes) % num_layers:
         raise UnsupportedModel(
             f"{model.name} has {num_layers} layers, but called the attention interface "
-            f"{len(shapes)} times: it computes attention, or a state in its place, in a way of its own"
+            f"{len(shapes)} times: it computes attention, or a state instead of it, by itself"
         )
     return tuple(shapes)
 
@@ -128,7 +128,7 @@ def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[K
 def _check_call(model: TransformersModel, call: AttentionCall) -> None:
     name = model.name
     is_causal = getattr(call.module, "is_causal", True) and call.others.get("is_causal") is not False
-    # Transformers asks the layer where it has no mask, which SDPA may leave out; otherwise the mask counts.
+    # Without a mask, which SDPA allows, transformers reads the layer's attribute. Otherwise the mask decides.
     if not is_causal and (call.mask is None or model.module._supports_sdpa):
         raise UnsupportedModel(f"{name} lets tokens see later ones: it is no decoder")
     if call.key.shape[2] != call.query.shape[2]:
@@ -142,7 +142,7 @@ def _check_call(model: TransformersModel, call: AttentionCall) -> None:
 
 
 def _window(name: str, masks: MaskBook, call: AttentionCall) -> int | None:
-    """What the layer's mask shows; where the model makes no mask, what the layer says."""
+    """The window of the layer's mask; where the model makes no mask, the window that the layer passes."""
     if call.mask is None:
         return call.window
     try:
@@ -152,7 +152,7 @@ def _window(name: str, masks: MaskBook, call: AttentionCall) -> int | None:
 
 
 def _check_cache(name: str, config: PreTrainedConfig, shapes: tuple[KVShape, ...]) -> None:
-    """Refuse a model whose own cache forgets tokens that its attention sees: it has two answers."""
+    """Reject a model whose own cache drops tokens that its attention sees: its results are ambiguous."""
     kept = [
         getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
         for layer in DynamicCache(config=config).layers
@@ -168,7 +168,7 @@ def _check_cache(name: str, config: PreTrainedConfig, shapes: tuple[KVShape, ...
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of a sample that is computed in one forward."""
+    """A part of a sample that is computed in one forward."""
 
     row: int
     start: int
@@ -176,9 +176,9 @@ class _Chunk:
 
 
 def _chunk_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
-    """The prompts of two sequences in pieces, alone and together.
+    """The prompts of two sequences in chunks, alone and together.
 
-    A model in which one sees the other, or which numbers tokens by their place in the batch, is noticed.
+    Detects a model in which one sequence sees the other, or which numbers tokens by their index in the batch.
     """
     long, short = lengths
     return [
@@ -188,15 +188,15 @@ def _chunk_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
 
 
 def _single_steps(lengths: Sequence[int]) -> list[list[_Chunk]]:
-    """The last tokens of the longer one, one by one.
+    """The last tokens of the longer sequence, one by one.
 
-    A model that carries something from token to token beside what attention keeps is noticed.
+    Detects a model that carries state from token to token outside of attention.
     """
     return [[_Chunk(0, end - 1, end)] for end in range(lengths[0] - _NUM_SINGLE + 1, lengths[0] + 1)]
 
 
 class _Trial:
-    """Two samples over a paged cache of their own, in steps of chunks."""
+    """Two samples over a paged cache of their own, computed in steps of chunks."""
 
     def __init__(self, model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> None:
         self._model, self._samples = model, samples
@@ -205,7 +205,7 @@ class _Trial:
         self._num_groups = len(group_layers(shapes))
 
     def run(self, chunks: list[_Chunk], rows: Tensor) -> Tensor:
-        """The logits at these places of the step."""
+        """The logits at these indices of the step."""
         device = self._model.device
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks]).to(device)
         token_ids = torch.cat([self._samples[chunk.row][chunk.start : chunk.end] for chunk in chunks])
@@ -216,13 +216,13 @@ class _Trial:
 def _difference(
     model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor], expected: list[Tensor]
 ) -> float:
-    """How far the logits over a paged cache are from the expected, relative to these; NaN counts as far."""
+    """Relative distance of the logits over a paged cache from the expected ones; NaN counts as infinite."""
     lengths = [len(sample) for sample in samples]
     trial = _Trial(model, shapes, samples)
 
     def run(chunks: list[_Chunk]) -> Tensor:
         num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        # Every other one, as a step wants logits of some of its tokens alone.
+        # Every other token, as a step needs logits of only some of its tokens.
         rows = torch.arange((num_tokens + 1) % 2, num_tokens, 2)
         ours = trial.run(chunks, rows)
         theirs = torch.cat([expected[chunk.row][chunk.start : chunk.end] for chunk in chunks])
@@ -232,14 +232,14 @@ def _difference(
 
     parts = [run(chunks) for chunks in _chunk_steps(lengths)]
     parts.append(torch.cat([run(chunks) for chunks in _single_steps(lengths)]))
-    # In half precision a token that a router sent elsewhere must not condemn the model.
+    # In half precision a router may send a token elsewhere. One such token is no reason to reject the model.
     is_exact = expected[0].dtype is torch.float32
     worst = torch.stack([part.max() if is_exact else part.median() for part in parts]).max()
     return float(worst.nan_to_num(torch.inf))
 
 
 def _is_batch_invariant(model: TransformersModel, shapes: tuple[KVShape, ...], samples: list[Tensor]) -> bool:
-    """Whether the samples' logits have the same bits alone and as other steps compute them."""
+    """Whether the samples' logits have the same bits alone and in other batches and chunks."""
     lengths = [len(sample) for sample in samples]
     trial = _Trial(model, shapes, samples)
     alone = [trial.run([_Chunk(row, 0, length)], torch.arange(length)) for row, length in enumerate(lengths)]
@@ -277,7 +277,7 @@ def _make_layers(
 def _context(
     layers: list[LayerCache], num_groups: int, chunks: list[_Chunk], num_rows: int, device: torch.device
 ) -> ForwardContext:
-    """The step of these chunks; block b of a row is block b * num_rows + row of the cache."""
+    """The step of these chunks. Block b of a row is block b * num_rows + row of the cache."""
     num_blocks = layers[0].key_cache.shape[0] // num_rows
     tables = torch.stack([torch.arange(num_blocks) * num_rows + chunk.row for chunk in chunks])
     slots = []

@@ -1,4 +1,4 @@
-"""What a device has free for the KV cache once the model is there and a step has had what it needs."""
+"""Measures how much memory a device has free for the KV cache besides the model and a step's needs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from engine_svc.runner.memory.kv_sizing import FreeMemory
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from triptych_kernels import AttentionBatch
 
-# Of the memory that the machine has free: other engines and the operating system live there too.
+# Share of the machine's free memory: other engines and the operating system need memory too.
 _HOST_SHARE = 0.25
 _MIB = 1 << 20
-# Logits in fp32, their probabilities, and what top-k and top-p sort of them.
+# Logits in fp32, their probabilities, and the sorted copies of top-k and top-p.
 _COPIES_OF_LOGITS = 4
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_memory(control_group: Path = _CONTROL_GROUP) -> FreeMemory:
-    """A share of what the machine has free, or the container, as it sees its limits in `control_group`."""
-    # Here and not above: a GPU needs none of it.
+    """A share of the free memory of the machine, or of the container, whose limits are in `control_group`."""
+    # Imported here: with a GPU it is not needed.
     import psutil
 
     free = psutil.virtual_memory().available
@@ -35,7 +35,7 @@ def free_host_memory(control_group: Path = _CONTROL_GROUP) -> FreeMemory:
 
 
 def num_bytes_in_use() -> int:
-    """Memory that tensors of this process have on its GPU; of a process without one, all that is resident."""
+    """Memory of this process's tensors on its GPU; without a GPU, the resident memory of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_allocated()
     import psutil
@@ -44,7 +44,7 @@ def num_bytes_in_use() -> int:
 
 
 def _left_of_container(control_group: Path) -> int | None:
-    """What the limit of the container, as it sees itself, leaves; None where there is none."""
+    """What the container's memory limit leaves, as seen from inside; None without a limit."""
     try:
         limit = (control_group / "memory.max").read_text(encoding="ascii").strip()
         used = (control_group / "memory.current").read_text(encoding="ascii")
@@ -54,7 +54,7 @@ def _left_of_container(control_group: Path) -> int | None:
 
 
 def present_device_memory() -> FreeMemory:
-    """What nobody holds of the GPU's memory now, whatever a step may need of it."""
+    """The free memory of the GPU now, without regard to what a step needs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return FreeMemory(free, f"{free // _MIB} MiB free of {total // _MIB} MiB")
@@ -70,9 +70,9 @@ def free_device_memory(
     max_model_len: int,
     utilization: float,
 ) -> FreeMemory:
-    """What is left of `utilization` of the GPU's memory beside the largest step, which is run to see.
+    """What is left of `utilization` of the GPU's memory after the largest step, which is run to measure it.
 
-    utilization: share of the whole memory that this process may use.
+    utilization: the share of the total memory that this process may use.
     """
     device = torch.device("cuda")
     torch.cuda.empty_cache()
@@ -80,15 +80,15 @@ def free_device_memory(
     before = torch.cuda.memory_allocated()
     _run_largest_step(model, facts, max_num_seqs, max_num_batched_tokens, device)
     peak = torch.cuda.max_memory_allocated() - before
-    # Who asks for logprobs of a prompt has logits at all its places, in the model's dtype and in fp32.
+    # A request for prompt logprobs needs logits at all its positions, in the model's dtype and in fp32.
     num_positions = max((_COPIES_OF_LOGITS - 1) * max_num_seqs, 2 * max_num_batched_tokens)
     peak += num_positions * facts.vocab_size * torch.float32.itemsize
-    # Rows of tokens, and block tables and logits, once for the rows and once for recorded steps.
+    # Rows of tokens; block tables and logits, both for the rows and for recorded steps.
     num_entries = max_model_len * (1 + len(facts.groups))
     peak += max_num_seqs * torch.int32.itemsize * (num_entries + facts.vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    # What others hold counts against the share as well: it is not there to be taken.
+    # Memory used by other processes counts against the share as well, as it is not available.
     left = int(total * utilization) - (total - free) - peak
     how = (
         f"{utilization:.0%} of {total // _MIB} MiB, less {(total - free) // _MIB} in use "

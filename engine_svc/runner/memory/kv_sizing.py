@@ -1,4 +1,4 @@
-"""How many blocks the KV cache has: by what was asked for, or by what is really free."""
+"""Chooses the number of blocks of the KV cache, from the configuration or from free memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """What the device has left for the cache, and how that was found, in words."""
+    """The memory available for the cache, and a description of how it was determined."""
 
     num_bytes: int
     how: str
@@ -28,7 +28,7 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheOptions:
-    """What was asked for. Blocks come before bytes, bytes before what is free."""
+    """The configured sizes. Blocks take precedence over bytes, bytes over free memory."""
 
     block_size: int
     max_num_seqs: int
@@ -40,10 +40,10 @@ class KVCacheOptions:
 def size_kv_cache(
     facts: ModelFacts, options: KVCacheOptions, *, max_model_len: int, free: FreeMemory
 ) -> KVSizing:
-    """Choose the number of blocks: what was asked for, else what free memory holds.
+    """Choose the number of blocks: as configured, or as many as fit into free memory.
 
-    Never more than max_num_seqs requests of full length can use, unless num_kv_blocks says so.
-    Raises KVCapacityError when one request of max_model_len tokens does not fit.
+    Never more than max_num_seqs requests of full length can use, unless num_kv_blocks is set.
+    Raises KVCapacityError if one request of max_model_len tokens does not fit.
     """
     size = bytes_per_block(facts, options.block_size)
     needed = _blocks_of(facts, options, max_model_len)
@@ -59,7 +59,7 @@ def size_kv_cache(
         num_blocks = min(num_blocks, options.max_num_seqs * needed)
     sizing = KVSizing(num_blocks, options.block_size, size)
     if sizing.total_bytes > free.num_bytes:
-        # On a CPU nothing is taken before it is used, so this shows only when most of the blocks have been.
+        # A CPU's memory is allocated on first use, so this fails only when most blocks have been used.
         logger.warning(
             "the KV cache is larger than free memory",
             extra={"kv_cache_mib": sizing.total_bytes // _MIB, "free_mib": free.num_bytes // _MIB},
@@ -68,9 +68,9 @@ def size_kv_cache(
 
 
 def fit_max_model_len(facts: ModelFacts, options: KVCacheOptions, free: FreeMemory) -> int:
-    """The longest sequence that the cache has room for, at most the model's limit; warns where it is less.
+    """The longest sequence that fits into the cache, at most the model's limit; warns if it is less.
 
-    Raises KVCapacityError where not even one block fits.
+    Raises KVCapacityError if not even one block fits.
     """
     num_blocks, source = _found_blocks(options, bytes_per_block(facts, options.block_size), free)
     if num_blocks >= _blocks_of(facts, options, facts.max_position):
@@ -86,7 +86,7 @@ def fit_max_model_len(facts: ModelFacts, options: KVCacheOptions, free: FreeMemo
 
 
 def longest_fitting(facts: ModelFacts, options: KVCacheOptions, num_blocks: int) -> int:
-    """The most tokens of a request that `num_blocks` hold, by bisection."""
+    """The maximum number of tokens of a request that fit into `num_blocks`, by bisection."""
     fits, too_long = 0, facts.max_position + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

@@ -1,4 +1,4 @@
-"""The memory of the paged KV cache: how many blocks there are, and the tensors that hold them."""
+"""The memory of the paged KV cache: the tensors of its blocks, and their sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVCapacityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVSizing:
-    """How large the cache is. Block ids are 0 to num_blocks - 1."""
+    """The size of the cache. Block ids are 0 to num_blocks - 1."""
 
     num_blocks: int
     block_size: int
@@ -37,17 +37,17 @@ class KVSizing:
 
     @property
     def total_bytes(self) -> int:
-        """What the tensors take once every block has been used."""
+        """The size of the tensors, once every block has been used."""
         return self.num_blocks * self.bytes_per_block
 
 
 def assign_layers(
     shapes: Sequence[KVShape], groups: Sequence[LayerGroup]
 ) -> tuple[dict[KVShape, int], list[int]]:
-    """How many pairs of tensors of each shape there are, and which of its shape each layer has.
+    """The number of tensor pairs of each shape, and the index of each layer among those of its shape.
 
-    A block belongs to one group at a time, so that layers of different groups may keep their KV in the same
-    tensors; those of one group may not. Windows are no part of a shape here.
+    A block belongs to one group at a time, so layers of different groups can share tensors; layers of one
+    group cannot. Windows are not part of a shape here.
     """
     counts: Counter[KVShape] = Counter()
     index_of = [0] * len(shapes)
@@ -62,7 +62,7 @@ def assign_layers(
 
 
 def bytes_per_block(facts: ModelFacts, block_size: int) -> int:
-    """What one block takes in all tensors."""
+    """The size of one block in all tensors."""
     counts, _ = assign_layers(facts.kv_shapes, facts.groups)
     values = sum(
         count * shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape, count in counts.items()
@@ -73,14 +73,14 @@ def bytes_per_block(facts: ModelFacts, block_size: int) -> int:
 def max_blocks_per_request(
     groups: Sequence[LayerGroup], *, num_tokens: int, max_in_flight_tokens: int, block_size: int
 ) -> int:
-    """Most blocks that a request of `num_tokens` holds at once, in all groups together."""
+    """The maximum number of blocks that a request of `num_tokens` holds at once, in all groups together."""
     total = 0
     for group in groups:
         whole = -(-num_tokens // block_size)
         if group.window is None:
             total += whole
         else:
-            # The window and what is in flight, and one block more as neither need begin with a block.
+            # The window, the tokens in flight, and one block more as neither need begin at a block boundary.
             held = min(group.window - 1 + max_in_flight_tokens, num_tokens)
             total += min(-(-held // block_size) + 1, whole)
     return total
@@ -89,7 +89,7 @@ def max_blocks_per_request(
 class KVTensors:
     """A key cache [B, G, S, D] and a value cache [B, G, S, E] per attention layer.
 
-    Raises KVCapacityError where the device has no room for them at all.
+    Raises KVCapacityError if the device cannot allocate them.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class KVTensors:
         *,
         at_once: bool = False,
     ) -> None:
-        """at_once: on a CPU, get the memory from the system now, beside what else is done, not by use."""
+        """at_once: on a CPU, allocate the memory now, in a separate thread, not when blocks are used."""
         self.sizing = sizing
         self.device = device or torch.device("cpu")
         dtype = DTYPES[facts.dtype]
@@ -129,17 +129,17 @@ class KVTensors:
         return [*self._keys.values(), *self._values.values()]
 
     def renew(self) -> None:
-        """The tensors have other memory than before, not yet touched."""
+        """Called when the tensors have new memory, which is not touched yet."""
         if self._prefault is not None:
             self._prefault.restart()
 
     def reach(self, block_id: int) -> None:
-        """A block enters a block table without KV: be ready for the next ones."""
+        """A block enters a block table without KV: prepare memory for the next ones."""
         if self._prefault is not None:
             self._prefault.reach(block_id)
 
     def clear(self, block_ids: list[int]) -> None:
-        """Zero blocks that enter a block table without KV: what their last owner left, NaN too, ends here."""
+        """Zero blocks that enter a block table without KV, as their last owner may have left NaN."""
         if block_ids:
             indices = to_device(np.array(block_ids, dtype=np.int64), self.device)
             for stack in self.stacks:
@@ -148,7 +148,7 @@ class KVTensors:
     def _stack(self, shape: KVShape, count: int, dim: int, dtype: torch.dtype) -> Tensor:
         size = (count, self.sizing.num_blocks, shape.num_kv_heads, self.sizing.block_size, dim)
         try:
-            # Not zeroed: what was never touched takes no memory, and `clear` comes before any use.
+            # Not zeroed: untouched memory is not allocated, and `clear` comes before any use.
             return torch.empty(size, dtype=dtype, device=self.device)
         except RuntimeError as error:
             num_bytes = math.prod(size) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Takes the memory from under tensors and puts it back: views and all who hold them stay as they are.
+"""Releases the memory of tensors and restores it later; views and other references stay valid.
 
 Knows no model and no cache.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triptych_kernels import Ops
 
-# Beyond these lies the rest of the program.
+# The search for tensors stops here: beyond these objects is the rest of the program.
 _BORDERS = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Ops, str, bytes, int, float)
 
 
@@ -23,11 +23,11 @@ _MIB = 1 << 20
 
 
 class NoRoom(ValueError):
-    """The device has too little free memory for what is to come back; the message says how much that is."""
+    """The device has too little free memory to restore tensors; the message states the size."""
 
 
 class ParkedMemory:
-    """Memory of tensors, given back to the device; with `keep`, its content waits in the host's memory."""
+    """Memory of tensors that was released to the device; with `keep`, its content is in host memory."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool) -> None:
         storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
@@ -41,26 +41,25 @@ class ParkedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What the device has got back."""
         return sum(num_bytes for _, num_bytes, _ in self._parked)
 
     def restore(self) -> None:
-        """Give the tensors memory again, with what was kept in it; else with what happens to be there.
+        """Allocate memory for the tensors again, with the kept content; otherwise uninitialized.
 
-        Raises NoRoom, and leaves all as it is, where there is not enough.
+        Raises NoRoom, and changes nothing, if there is not enough memory.
         """
         try:
             for storage, num_bytes, _ in self._parked:
                 storage.resize_(num_bytes)
         except RuntimeError as error:
-            # The allocator of a CPU has no error of its own for it; other errors of a GPU mean other things.
+            # A CPU's allocator has no specific error for this; other errors of a GPU have other causes.
             if not isinstance(error, torch.OutOfMemoryError) and storage.device.type != "cpu":
                 raise
             for storage, _, _ in self._parked:
                 storage.resize_(0)
             raise NoRoom(
-                f"{self.num_bytes / _MIB:.0f} MiB cannot be allocated: others hold the memory; free it and "
-                "wake again"
+                f"{self.num_bytes / _MIB:.0f} MiB cannot be allocated: the memory is in use by others; "
+                "free it and wake again"
             ) from error
         for storage, _, kept in self._parked:
             if kept is not None:
@@ -69,10 +68,10 @@ class ParkedMemory:
 
 
 def tensors_of(root: object, device_type: str) -> list[Tensor]:
-    """Every tensor on such a device that `root` holds, however deep.
+    """Every tensor on this type of device that `root` refers to, directly or not.
 
-    Models of two roads and their packed projections have no list of their tensors in common; what they have
-    in common is that the collector of garbage knows what they refer to.
+    Native models, transformers' models and packed projections have no common list of their tensors. The
+    garbage collector knows the references of all of them.
     """
     found: list[Tensor] = []
     seen: set[int] = set()
@@ -89,8 +88,8 @@ def tensors_of(root: object, device_type: str) -> list[Tensor]:
 
 
 def return_free_memory(device: torch.device) -> None:
-    """Let the device's memory that nothing uses any more be used by others."""
-    # What was alive when the engine was built is kept from the collector; a model may be a cycle.
+    """Release the device's unused memory to other processes."""
+    # Objects from the start of the engine are frozen, i.e. not collected; a model may be a reference cycle.
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -100,10 +99,10 @@ def return_free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
         return
     try:
-        # Freed blocks of the C library's heap stay with the process otherwise.
+        # Otherwise freed blocks of the C library's heap stay with the process.
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:
-        # Of the GNU library alone.
+        # Only the GNU library has it.
         return
 
 

@@ -1,1 +1,1 @@
-"""The parts of the sampler: each keeps what some rows asked for, and costs nothing where no row did."""
+"""The parts of the sampler: each keeps parameters of some rows, and costs nothing if no row uses it."""

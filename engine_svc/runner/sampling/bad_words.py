@@ -1,19 +1,16 @@
-"""Sequences of tokens that may not be completed. Those of one token are rules of their own."""
+"""Token sequences that must not be completed. Sequences of one token are handled by TokenRules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 
-_Ints = npt.NDArray[np.int64]
-
-# Stands in a prefix where a shorter word has nothing.
+# Padding of a prefix that is shorter than the longest.
 _ANY = -1
 
 
@@ -22,10 +19,11 @@ class _Words:
     """The W words of a step's rows, prefixes aligned at their ends.
 
     indices: [W] each word's row of the logits, on the host.  rows: [W] its row of token_ids.
-    prefixes: [W, P] int32.  needed: [W] tokens that the row must have.  flat: [W] place of its last token.
+    prefixes: [W, P] int32.  needed: [W] tokens that the row must have.  flat: [W] logit index of its last
+    token.
     """
 
-    indices: _Ints
+    indices: Ints
     rows: Tensor
     prefixes: Tensor
     needed: Tensor
@@ -33,7 +31,7 @@ class _Words:
 
 
 class BadWords:
-    """The rows that may not complete words of several tokens."""
+    """The rows that must not complete words of several tokens."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -44,20 +42,19 @@ class BadWords:
         self._latest: _Words | None = None
 
     def enter(self, row: int, words: list[tuple[int, ...]], num_prompt_tokens: int) -> None:
-        """Note the words of a row, each of two ids or more."""
+        """Set the words of a row, each of two ids or more."""
         words = [word for word in words if 0 <= word[-1] < self._vocab_size]
         if words:
             self._words[row], self._num_prompt_tokens[row] = words, num_prompt_tokens
             self._latest_rows = b""
 
     def leave(self, row: int) -> None:
-        """Forget a row."""
         if self._words.pop(row, None) is not None:
             del self._num_prompt_tokens[row]
             self._latest_rows = b""
 
-    def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
-        """Forbid, in logits [N, V], the last token of each word whose other tokens end the row's output."""
+    def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
+        """Exclude, in logits [N, V], the last token of each word whose other tokens end the row's output."""
         if not self._words:
             return
         key = rows.tobytes()
@@ -71,10 +68,10 @@ class BadWords:
         before = torch.arange(-length, 0, device=self._device)
         latest = token_ids[words.rows[:, None], (ends + before).clamp(min=0)]
         is_met = ((latest == words.prefixes) | (words.prefixes == _ANY)).all(1) & (ends[:, 0] >= words.needed)
-        # Added, for two words may end alike and only one of them be met.
+        # Added, as two words may have the same last token and only one of them be matched.
         logits.view(-1).index_add_(0, words.flat, torch.where(is_met, float("-inf"), 0.0))
 
-    def _find(self, rows: _Ints) -> _Words | None:
+    def _find(self, rows: Ints) -> _Words | None:
         found = [
             (index, row, word) for index, row in enumerate(rows.tolist()) for word in self._words.get(row, ())
         ]

@@ -1,27 +1,24 @@
-"""What is told of tokens besides their ids: log probabilities, ranks, the most likely others."""
+"""Log probabilities, ranks and most likely alternatives of tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import TokenLogprobs
-from engine_svc.runner.sampling.transfer import to_device, to_host
+from engine_svc.runner.sampling.transfer import Ints, to_device, to_host
 
-_Ints = npt.NDArray[np.int64]
-
-# Logits of a long prompt are looked at in parts of 64 MiB at most.
+# Logits of a long prompt are processed in parts of at most 64 MiB.
 _MAX_LOGITS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobSpec:
-    """What one request wants to be told: `num_top` most likely tokens, then the asked ids, at each place."""
+    """Which logprobs a request wants per position: `num_top` most likely tokens, then `token_ids`."""
 
     num_top: int
     token_ids: tuple[int, ...] = ()
@@ -29,10 +26,10 @@ class LogprobSpec:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """What is told of P places with one wish. On the host, to be read once the device is done.
+    """Logprobs of P positions with the same spec. On the host, to be read once the device is done.
 
-    logprobs: [P] fp32 of the places' own tokens.  ranks: [P] int64, from 1: entries as large or larger.
-    top_ids, top_logprobs: [P, k] int64 and fp32, the most likely first, then those asked for.
+    logprobs: [P] fp32 of the positions' own tokens.  ranks: [P] int64, from 1: entries as large or larger.
+    top_ids, top_logprobs: [P, k] int64 and fp32, the most likely first, then the requested ids.
     """
 
     logprobs: Tensor
@@ -41,7 +38,7 @@ class PositionLogprobs:
     top_logprobs: Tensor
 
     def to_columns(self, first: int, end: int) -> TokenLogprobs:
-        """The places from `first` to `end` in plain columns."""
+        """The positions from `first` to `end - 1` as plain columns."""
         return TokenLogprobs(
             logprobs=self.logprobs[first:end].tolist(),
             ranks=self.ranks[first:end].tolist(),
@@ -53,16 +50,16 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """What is told of sampled tokens: for each wish, the entries of the step that have it, in order."""
+    """Logprobs of sampled tokens: for each spec, the entries of the step that have it, in order."""
 
     parts: list[tuple[list[int], PositionLogprobs]]
 
-    def moved(self, positions: _Ints) -> SampledLogprobs:
-        """The same, where entry n of the step was only entry places[n] of a larger one."""
+    def moved(self, positions: Ints) -> SampledLogprobs:
+        """The same, if entry n of this step is entry positions[n] of a larger step."""
         return SampledLogprobs([(positions[indices].tolist(), part) for indices, part in self.parts])
 
     def by_index(self) -> dict[int, TokenLogprobs]:
-        """For each n of choose's N that asked, what its token is worth. Only once the device is done."""
+        """The logprobs of each entry that requested them. Only once the device is done."""
         return {
             index: positions.to_columns(entry, entry + 1)
             for indices, positions in self.parts
@@ -72,12 +69,11 @@ class SampledLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What is told of consecutive prompt places. On the host, to be read once the device is done."""
+    """Logprobs of consecutive prompt positions. On the host, to be read once the device is done."""
 
     parts: list[PositionLogprobs]
 
     def to_columns(self) -> TokenLogprobs:
-        """All places in plain columns."""
         token_logprobs = self.parts[0].to_columns(0, len(self.parts[0].ranks))
         for part in self.parts[1:]:
             token_logprobs.extend(part.to_columns(0, len(part.ranks)))
@@ -85,7 +81,7 @@ class PromptLogprobs:
 
 
 class LogprobSpecs:
-    """The rows that want to be told something."""
+    """The rows that requested logprobs."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -95,7 +91,6 @@ class LogprobSpecs:
         self._num_prompt_tokens: dict[int, int] = {}  # of rows in _prompt
 
     def enter(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Note what a row wants."""
         token_ids = tuple(id_ for id_ in sampling.logprob_token_ids if 0 <= id_ < self._vocab_size)
         if sampling.wants_logprobs:
             self._sampled[row] = LogprobSpec(self._num_top(sampling.logprobs or 0), token_ids)
@@ -104,35 +99,33 @@ class LogprobSpecs:
             self._num_prompt_tokens[row] = num_prompt_tokens
 
     def leave(self, row: int) -> None:
-        """Forget a row."""
         self._sampled.pop(row, None)
         if self._prompt.pop(row, None) is not None:
             del self._num_prompt_tokens[row]
 
-    def indices(self, rows: _Ints) -> list[int]:
-        """The n of which rows[n] wants to be told of its token."""
+    def indices(self, rows: Ints) -> list[int]:
+        """The indices n for which rows[n] requested logprobs of its sampled token."""
         if not self._sampled:
             return []
         return [index for index, row in enumerate(rows.tolist()) if row in self._sampled]
 
     @property
     def any_wants_prompt(self) -> bool:
-        """Whether some row wants to be told of its prompt."""
         return bool(self._prompt)
 
     def prompt_positions(self, row: int, start: int, end: int) -> range | None:
-        """The prompt places told of by the logits of places start to end - 1; None: nothing is to be told.
+        """The prompt positions whose logprobs come from the logits of positions start to end - 1, or None.
 
-        Place 0 has no logits before it: the range behind it is told of even where it is empty.
+        Position 0 has no logits before it: the range after it is returned even if it is empty.
         """
         num_prompt_tokens = self._num_prompt_tokens.get(row, 0)
         positions = range(start + 1, min(end + 1, num_prompt_tokens))
         return positions if positions or start == 0 < num_prompt_tokens else None
 
     def gather_sampled(
-        self, scores: Tensor, tokens: Tensor, indices: list[int], rows: _Ints
+        self, scores: Tensor, tokens: Tensor, indices: list[int], rows: Ints
     ) -> SampledLogprobs:
-        """What is told of tokens [P] by scores [P, V], of entries `indices` of the step."""
+        """Logprobs of tokens [P] by scores [P, V], which belong to entries `indices` of the step."""
         groups: dict[LogprobSpec, list[int]] = {}
         for entry, index in enumerate(indices):
             groups.setdefault(self._sampled[int(rows[index])], []).append(entry)
@@ -147,7 +140,7 @@ class LogprobSpecs:
         return SampledLogprobs(parts)
 
     def gather_prompt(self, logits: Tensor, tokens: Tensor, row: int) -> PromptLogprobs:
-        """What is told of a prompt's tokens [M], each by the logits [M, V] of the place before it."""
+        """Logprobs of a prompt's tokens [M], each by the logits [M, V] of the position before it."""
         size = max(1, _MAX_LOGITS // self._vocab_size)
         parts = [
             _look(logits[start : start + size].float().log_softmax(-1), tokens[start : start + size], spec)
@@ -161,7 +154,7 @@ class LogprobSpecs:
 
 
 def _look(scores: Tensor, tokens: Tensor, spec: LogprobSpec) -> PositionLogprobs:
-    """scores: [P, V] fp32, log probabilities or what stands for them.  tokens: [P] int64."""
+    """scores: [P, V] fp32, log probabilities or logits.  tokens: [P] int64."""
     own = scores.gather(1, tokens[:, None])
     ranks = (scores >= own).sum(-1)
     top_logprobs, top_ids = scores.topk(spec.num_top, dim=-1)

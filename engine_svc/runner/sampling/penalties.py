@@ -1,7 +1,7 @@
-"""The rows that asked for presence, frequency and repetition penalties. What these are, the op says.
+"""Rows with presence, frequency and repetition penalties. The op defines their formulas.
 
-A pure function of a row's logits and of its tokens so far: nothing is kept of a row but its wishes, and a
-request continues anywhere as if it had always been there.
+Penalties are a pure function of a row's logits and its tokens so far. Only parameters are kept per row, so a
+request that continues in another engine gets the same penalties.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import Penalised
-
-_Ints = npt.NDArray[np.int64]
 
 Penalise = Callable[[Tensor, Tensor, Penalised, Tensor], None]
 
 
 class Penalties:
-    """The rows that asked for penalties, and what they asked for."""
+    """The rows with penalties, and their parameters."""
 
     def __init__(self, max_num_seqs: int, device: torch.device, penalise: Penalise) -> None:
         self._device = device
@@ -35,10 +32,10 @@ class Penalties:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         # Steps mostly have the rows of the step before.
         self._latest_rows = b""
-        self._latest: tuple[_Ints, Penalised] | None = None
+        self._latest: tuple[Ints, Penalised] | None = None
 
     def enter(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Note what a row wishes, if anything."""
+        """Set the parameters of a row, if it has penalties."""
         if not sampling.has_penalties:
             return
         self._rows.add(row)
@@ -50,13 +47,12 @@ class Penalties:
         self._latest_rows = b""
 
     def leave(self, row: int) -> None:
-        """Forget a row."""
         if row in self._rows:
             self._rows.remove(row)
             self._asks[row] = False
             self._latest_rows = b""
 
-    def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
         """Change the logits [N, V] of seen tokens, in place. token_ids[rows[n], :positions[n]] were seen."""
         if not self._rows:
             return
@@ -67,7 +63,7 @@ class Penalties:
             entries, penalised = self._latest
             self._penalise(logits, token_ids, penalised, to_device(positions[entries], self._device))
 
-    def _find(self, rows: _Ints) -> tuple[_Ints, Penalised] | None:
+    def _find(self, rows: Ints) -> tuple[Ints, Penalised] | None:
         entries = self._asks[rows].nonzero()[0]
         if not len(entries):
             return None

@@ -1,4 +1,4 @@
-"""Token ids kept for some rows, found again as places in a step's logits. Knows not what happens to them."""
+"""Token ids kept for some rows, and their indices in a step's logits. Knows not what they are used for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 
-_Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class LogitPositions:
-    """Where in the flattened logits of a step the kept ids are.
+    """Indices of the kept ids in the flattened logits of a step.
 
     rows: [P] int64, the logits' rows that have any.  flat: [S] int64, row * V + id.  amounts: [S] fp32.
     """
@@ -29,18 +28,18 @@ class LogitPositions:
 
 
 class RowTokens:
-    """A list of ids a row, each with an amount. Ids outside of the vocabulary are left out."""
+    """A list of ids per row, each with an amount. Ids outside of the vocabulary are left out."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._kept: dict[int, tuple[_Ints, _Floats]] = {}
+        self._kept: dict[int, tuple[Ints, _Floats]] = {}
         # Steps mostly have the rows of the step before.
         self._latest_rows = b""
         self._latest: LogitPositions | None = None
 
     def put(self, row: int, token_ids: Iterable[int], amounts: Iterable[float] | None = None) -> None:
-        """Keep ids, each at most once, for a row."""
+        """Set the ids of a row, each at most once."""
         ids = np.fromiter(token_ids, dtype=np.int64)
         values = np.zeros(len(ids), np.float32) if amounts is None else np.fromiter(amounts, np.float32)
         is_known = (ids >= 0) & (ids < self._vocab_size)
@@ -48,12 +47,11 @@ class RowTokens:
         self._latest_rows = b""
 
     def drop(self, row: int) -> None:
-        """Keep nothing for a row any more."""
         if self._kept.pop(row, None) is not None:
             self._latest_rows = b""
 
-    def logit_positions(self, rows: _Ints) -> LogitPositions | None:
-        """Where the ids of `rows` are in logits [N, V], entry n of which is of rows[n]; None: nowhere."""
+    def logit_positions(self, rows: Ints) -> LogitPositions | None:
+        """Indices of the ids of `rows` in logits [N, V], entry n of which is of rows[n], if any."""
         if not self._kept:
             return None
         key = rows.tobytes()
@@ -61,7 +59,7 @@ class RowTokens:
             self._latest_rows, self._latest = key, self._find(rows)
         return self._latest
 
-    def _find(self, rows: _Ints) -> LogitPositions | None:
+    def _find(self, rows: Ints) -> LogitPositions | None:
         found = [index for index, row in enumerate(rows.tolist()) if row in self._kept]
         if not found:
             return None

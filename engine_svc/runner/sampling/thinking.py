@@ -1,18 +1,15 @@
-"""A budget of tokens for reasoning: when a block of it is spent, the marker that ends it is forced."""
+"""Limits reasoning blocks to a number of tokens: when it is used up, the end marker is forced."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine_svc.core.sampling_params import ThinkingBudget
-from engine_svc.runner.sampling.transfer import to_device
-
-_Ints = npt.NDArray[np.int64]
+from engine_svc.runner.sampling.transfer import Ints, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +23,10 @@ class _Row:
 
 
 class ThinkingBudgets:
-    """The rows that may not think for ever.
+    """The rows with a thinking budget.
 
-    What a row may choose is read off its tokens each time, so that a request goes on rightly wherever it is
-    continued, and the device is not waited for. Each block has the whole budget.
+    The state is computed from the row's tokens in each step, without waiting for the device, so a request
+    that continues in another engine behaves the same. Each block has the whole budget.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -38,7 +35,6 @@ class ThinkingBudgets:
         self._rows: dict[int, _Row] = {}
 
     def enter(self, row: int, budget: ThinkingBudget | None) -> None:
-        """Note a row's budget, if it has one."""
         if budget is not None:
             end = to_device(np.array(budget.end_token_ids, dtype=np.int32), self._device)
             forced = torch.full((len(end), self._vocab_size), float("-inf"), device=self._device)
@@ -47,11 +43,10 @@ class ThinkingBudgets:
             self._rows[row] = _Row(budget.num_tokens, start, end, forced)
 
     def leave(self, row: int) -> None:
-        """Forget a row."""
         self._rows.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
-        """Leave, in logits [N, V], only the next token of the end marker to rows whose budget is spent."""
+    def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
+        """Exclude all but the end marker's next token, in logits [N, V], for rows with a used-up budget."""
         if not self._rows:
             return
         for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
@@ -64,14 +59,14 @@ class ThinkingBudgets:
         num_tokens = len(token_ids) - begun_at
         is_thinking = (begun_at >= 0) & (begun_at > _last_end(token_ids, budget.end))
         is_spent = is_thinking & (num_tokens >= budget.num_tokens)
-        # What of the marker stands at the end already, however far beyond its budget the block is.
+        # The part of the marker that the row ends with, however far the block exceeds its budget.
         num_matched = _num_begun(token_ids, budget.end, num_tokens)
         forced = budget.forced.index_select(0, num_matched.reshape(1))[0]
         logits.copy_(torch.where(is_spent, forced, logits))
 
 
 def _num_begun(token_ids: Tensor, marker: Tensor, num_tokens: Tensor) -> Tensor:
-    """[] int64: how many tokens of `marker` [M], M - 1 at most, are the last of the last `num_tokens`."""
+    """[] int64: length of the longest prefix of `marker` [M], at most M - 1, ending the last `num_tokens`."""
     num_matched = torch.zeros((), dtype=torch.int64, device=token_ids.device)
     for count in range(1, min(len(marker), len(token_ids) + 1)):
         is_there = (token_ids[-count:] == marker[:count]).all() & (num_tokens >= count)
@@ -80,7 +75,7 @@ def _num_begun(token_ids: Tensor, marker: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def _last_end(token_ids: Tensor, marker: Tensor) -> Tensor:
-    """The place [] behind the last `marker` [M] among `token_ids` [L], -1 where there is none."""
+    """The position [] after the last `marker` [M] among `token_ids` [L], -1 if there is none."""
     length = len(marker)
     if len(token_ids) < length:
         return torch.full((), -1, dtype=torch.int64, device=token_ids.device)

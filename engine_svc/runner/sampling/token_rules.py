@@ -1,26 +1,23 @@
-"""Which tokens a row may choose, and which it shall favour: allowed ids, bans, bad words, bias.
+"""Excludes or favours tokens of a row: allowed ids, bans, bad words, bias.
 
-Ends are banned below `min_tokens`; then the row leaves that rule.
+End tokens are excluded until `min_tokens`; then the row no longer has that rule.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.runner.sampling.bad_words import BadWords
 from engine_svc.runner.sampling.row_tokens import RowTokens
-
-_Ints = npt.NDArray[np.int64]
+from engine_svc.runner.sampling.transfer import Ints
 
 _FORBIDDEN = float("-inf")
 
 
 class TokenRules:
-    """The rules of all rows; a rule that no row has costs a look at an empty dictionary."""
+    """The rules of all rows; a rule that no row has costs one check of an empty dictionary."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._allowed = RowTokens(vocab_size, device)
@@ -31,7 +28,6 @@ class TokenRules:
         self._min_lengths: dict[int, int] = {}  # of rows in _early_ends
 
     def enter(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Note what a row may choose."""
         if sampling.allowed_token_ids is not None:
             self._allowed.put(row, sorted(sampling.allowed_token_ids))
         if sampling.logit_bias:
@@ -49,7 +45,6 @@ class TokenRules:
 
     @staticmethod
     def has_any(sampling: SamplingParams) -> bool:
-        """Whether some rule here is asked for."""
         return (
             sampling.allowed_token_ids is not None
             or bool(sampling.logit_bias)
@@ -58,13 +53,12 @@ class TokenRules:
         )
 
     def leave(self, row: int) -> None:
-        """Forget a row."""
         for rule in (self._allowed, self._banned, self._bias):
             rule.drop(row)
         self._bad_words.leave(row)
         self._release_ends(row)
 
-    def apply(self, logits: Tensor, rows: _Ints, positions: _Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
         """Change logits [N, V] fp32, contiguous, in place. token_ids[rows[n], :positions[n]] are known."""
         if (logit_positions := self._allowed.logit_positions(rows)) is not None:
             kept = logits.view(-1)[logit_positions.flat]
@@ -80,7 +74,7 @@ class TokenRules:
         if (logit_positions := self._bias.logit_positions(rows)) is not None:
             logits.view(-1).index_add_(0, logit_positions.flat, logit_positions.amounts)
 
-    def _release_rows_past_min_tokens(self, rows: _Ints, positions: _Ints) -> None:
+    def _release_rows_past_min_tokens(self, rows: Ints, positions: Ints) -> None:
         for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
             if position >= self._min_lengths.get(row, position + 1):
                 self._release_ends(row)

@@ -1,4 +1,4 @@
-"""Native CPU kernels, compiled at installation: the table of ops made of them, where they are and can run."""
+"""The table of native CPU ops, which are compiled at installation, if they exist and run on this CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NAMES = {"amx": "native-cpu-amx", "avx512": "native-cpu", "avx2": "native-cpu-a
 
 @functools.cache
 def native_ops(widest: str = "amx") -> Ops | None:
-    """The native ops, or None where the compiled module is missing or needs another CPU.
+    """The native ops, or None if the compiled module is missing or needs another CPU.
 
-    widest: of ISAS; what is wider is left alone. Each has its own roundings.
+    widest: the widest of ISAS to use. Results differ between instruction sets by rounding.
     """
     isa = find_isa(widest)
     if isa is None:
         return None
-    # Here and not above: without the compiled module not all of these can be imported.
+    # Imported here: without the compiled module not all of these can be imported.
     from triptych_kernels.cpu import attention, elementwise, experts, fused_layers, linear, penalties
 
     return dataclasses.replace(
@@ -48,13 +48,13 @@ def native_ops(widest: str = "amx") -> Ops | None:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Let each call use so many threads, the caller's included; nothing happens without native ops."""
+    """Let each call use `num_threads` threads, including the caller's. No effect without native ops."""
     native = native_module()
     if native is not None:
         native.set_num_threads(num_threads)
 
 
 def num_threads() -> int:
-    """How many threads a native call may use: 1 until set."""
+    """Number of threads that a native call may use: 1 until set."""
     native = native_module()
     return 1 if native is None else native.num_threads()

@@ -1,4 +1,4 @@
-// How Python calls kernels: with numbers by position (addresses, strides, sizes), and fractions behind them.
+// Calls from Python to kernels: numbers by position (addresses, strides, sizes), followed by fractions.
 //
 // A kernel is a function of such numbers that needs no interpreter, so that a program of them (program.cpp) can run.
 #pragma once
@@ -14,9 +14,9 @@
 
 namespace triptych {
 
-// What a kernel did: all of it, or nothing, for the reason that the exception and its text give.
+// Result of a kernel: either it did everything, or nothing, for the reason in the exception and its text.
 struct Outcome {
-    PyObject* exception = nullptr;  // of Python's own, borrowed
+    PyObject* exception = nullptr;  // one of Python's own, borrowed
     char text[160] = "";
 };
 
@@ -36,10 +36,10 @@ inline Outcome done_if(bool has_memory) {
 
 struct Kernel {
     const char* name;
-    const char* plan_name;  // of the capsule that stands before the integers, null: none does
+    const char* plan_name;  // of the capsule before the integers, null if there is none
     int num_integers, num_fractions;
-    Outcome (*run)(const int64_t* numbers);         // the address of the plan, the integers, the bits of doubles
-    bool (*keeps_lock)(const int64_t* numbers);  // whether giving up the interpreter's lock would take longer; null: no
+    Outcome (*run)(const int64_t* numbers);         // address of the plan, the integers, the bits of doubles
+    bool (*keeps_lock)(const int64_t* numbers);  // whether releasing the interpreter's lock would take longer; null: no
     const char* text;
 
     constexpr int num_numbers() const { return (plan_name != nullptr) + num_integers + num_fractions; }
@@ -61,7 +61,7 @@ inline double fraction(int64_t bits) {
     return value;
 }
 
-// The number of a kernel at `place`. False, with an exception set, where the argument is none.
+// Reads the number at `index` of a kernel. False, with an exception set, if the argument is no number.
 inline bool read_number(const Kernel& kernel, int index, PyObject* argument, int64_t* number) {
     if (index == 0 && kernel.plan_name != nullptr) {
         *number = reinterpret_cast<int64_t>(PyCapsule_GetPointer(argument, kernel.plan_name));
@@ -87,7 +87,7 @@ inline PyObject* to_python(const Outcome& outcome) {
     return nullptr;
 }
 
-// The function of Python's that calls a kernel.
+// The Python function that calls a kernel.
 template <const Kernel& kernel>
 PyObject* call_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     static_assert(kernel.num_numbers() <= kMaxNumbers);
@@ -107,7 +107,7 @@ PyObject* call_kernel(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return to_python(outcome);
 }
 
-// Reads exactly `wanted` integers. False, with an exception set, where the arguments are others.
+// Reads exactly `wanted` integers. False, with an exception set, for other arguments.
 inline bool read_numbers(
     const char* function, PyObject* const* arguments, Py_ssize_t count, int64_t* numbers, Py_ssize_t wanted) {
     if (count != wanted) {
@@ -120,7 +120,7 @@ inline bool read_numbers(
 
 }  // namespace triptych
 
-// An entry of a table of methods for a function of namespace triptych.
+// A method table entry for a function of namespace triptych.
 #define TRIPTYCH_METHOD(name, text) \
     {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(triptych::name)), METH_FASTCALL, text}
 // The same for a kernel.

@@ -1,8 +1,8 @@
 // Attention over the paged cache, for rows that compute one token and for chunks alike.
 //
-// Sums run in the order of the places, and a place that a token must not see takes no part in them, or that of a zero.
-// So a token's result has the same bits whatever its row's chunks are, whatever else is in the step, wherever its
-// blocks lie and however many threads run.
+// Sums run in the order of positions. A position that a token must not see is skipped, or adds zero. So a token's
+// result has the same bits for any chunking of its row, any other rows in the step, any location of its blocks and any
+// number of threads.
 
 #include "arguments.h"
 
@@ -31,10 +31,10 @@ extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(attention)[];
 namespace triptych {
 namespace {
 
-constexpr int64_t kRowsOfTask = 128;           // queries times heads that share a turned tile
-constexpr int64_t kScoreBytesOfTask = 2 << 20;  // of scores: more would leave the caches
+constexpr int64_t kRowsOfTask = 128;           // queries times heads that share a transposed tile
+constexpr int64_t kScoreBytesOfTask = 2 << 20;  // of scores: more would not fit in the caches
 
-// The tokens of each row in groups that share their tiles, or an error's text.
+// Groups the tokens of each row that share tiles; returns an error's text or nullptr.
 const char* cut_rows(const Call& call, std::vector<QueryBlock>& blocks) {
     const int64_t size = call.block_size;
     for (int64_t row = 0; row < call.num_rows; ++row) {
@@ -57,8 +57,8 @@ const char* cut_rows(const Call& call, std::vector<QueryBlock>& blocks) {
     return nullptr;
 }
 
-// KV heads of a block of tokens, or of neighbouring blocks: tasks from first to end - 1. `following` is the task that
-// this thread will probably get next.
+// KV heads of a block of tokens, or of neighbouring blocks: tasks first to end - 1. `following` is the task that this
+// thread will probably get next.
 template <class Task>
 bool run_tasks_of(
     const Call& call, const std::vector<QueryBlock>& blocks, int64_t first, int64_t end, int64_t following) {
@@ -81,13 +81,13 @@ const char* attend(const Call& call) {
     blocks.reserve(call.num_rows);
     const char* fault = cut_rows(call, blocks);
     if (fault != nullptr) return fault;
-    // Tokens behind the last row pad the step; they get numbers that harm nobody.
+    // Tokens after the last row pad the step; their results are not used, but must be finite.
     const int64_t num_used = call.num_rows == 0 ? 0 : call.starts[call.num_rows];
     const int64_t token_bytes = call.num_heads * call.value_dim * (call.is_bf16 ? 2 : 4);
     std::memset(call.output + num_used * token_bytes, 0, (call.num_tokens - num_used) * token_bytes);
     std::atomic<bool> has_memory{true};
     const int64_t num_blocks = blocks.size(), num_threads = triptych::num_threads();
-    // Whole blocks of tokens where there are enough for every thread: what is read next is then known.
+    // Whole blocks of tokens if there are enough for every thread: then the next reads are known.
     const int64_t run = num_blocks >= 4 * num_threads ? call.num_kv_heads : 1;
     auto run_tasks = call.is_bf16 ? run_tasks_of<VectorTask<Bf16Attention>> : run_tasks_of<VectorTask<Fp32Attention>>;
 #ifndef TRIPTYCH_AVX2
@@ -111,7 +111,7 @@ Outcome run_attention(const int64_t* n) {
     call.token_stride = n[5], call.head_stride = n[6], call.num_tokens = n[7], call.num_heads = n[8];
     call.num_kv_heads = n[9], call.num_blocks = n[10], call.block_size = n[11];
     call.key_dim = n[12], call.value_dim = n[13], call.is_bf16 = n[14] != 0, call.with_amx = n[15] != 0;
-    // 0 is no window: one that no row outgrows, and that may be added to without overflow.
+    // 0 is no window: use one larger than any row that can be added to without overflow.
     call.window = n[16] > 0 ? n[16] : int64_t{1} << 40;
     call.tables = reinterpret_cast<const int32_t*>(n[17]);
     call.starts = reinterpret_cast<const int32_t*>(n[18]);

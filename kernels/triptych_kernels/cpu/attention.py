@@ -30,10 +30,10 @@ def paged_attention(
 ) -> Tensor:
     """See the reference. A token's result has the same bits in every batch, chunk and block order.
 
-    isa: whose kernels compute it.
+    isa: the instruction set of the kernels.
 
-    fp16, and layouts of which the kernel knows nothing, go to the reference. ValueError where the batch
-    names tokens, lengths or blocks that do not fit the tensors.
+    fp16, and layouts that the kernel does not support, go to the reference. ValueError if the batch has
+    tokens, lengths or blocks that do not fit the tensors.
     """
     num_tokens, num_heads, key_dim = query.shape
     num_blocks, num_kv_heads, block_size, value_dim = value_cache.shape
@@ -88,12 +88,12 @@ def paged_attention(
 
 
 def batch_numbers(batch: AttentionBatch) -> tuple[int, ...]:
-    """What the kernel is told of a batch: the same for all layers."""
+    """The kernel's arguments for a batch: the same for all layers."""
     return (batch.derived.get(_ADDRESSES) or _addresses(batch))[0]  # type: ignore[index]  # Ours alone.
 
 
 def _addresses(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """The numbers, kept with the tensors that their addresses lie in."""
+    """The arguments, kept together with the tensors whose addresses they contain."""
     tables, starts, totals = (
         tensor.to(torch.int32) for tensor in (batch.block_tables, batch.query_starts, batch.total_lengths)
     )

@@ -1,10 +1,10 @@
-// The inner loops of attention: tiles of 16 places turned to lanes, scores, and weighted sums of values.
+// The inner loops of attention: tiles of 16 positions transposed to lanes, scores, and weighted sums of values.
 //
-// A place is a token's position in its row; a tile is 16 places, the first a multiple of 16. A unit is 32 bits: one
-// fp32 number, as such or widened from bf16, or two neighbours in bf16. Keys are multiplied unit by unit along the
-// head, values step by step along the places, a step being those of one unit. Every sum runs over these in order,
-// whatever the number of queries or tiles that share a loop: a query's result has the same bits in every company.
-// Knows no rows, blocks or masks but those it is handed.
+// A position is a token's index in its row; a tile is 16 positions, the first a multiple of 16. A unit is 32 bits: one
+// fp32 number, stored as such or widened from bf16, or two neighbours in bf16. Keys are multiplied unit by unit along
+// the head, values step by step along the positions; a step is the positions of one unit. Every sum runs over these in
+// order, whatever the number of queries or tiles that share a loop: a query's result has the same bits in every batch.
+// Knows no rows, blocks or masks but those in its arguments.
 #pragma once
 
 #include <array>
@@ -19,10 +19,11 @@ namespace triptych {
 namespace {
 
 constexpr int kTile = 16;
-constexpr int kTilesTogether = 4;  // tiles of keys, or of values, that lie turned in the first-level cache
+constexpr int kTilesTogether = 4;  // tiles of keys, or of values, that are transposed in the first-level cache
 
-// What differs between the dtypes: how a unit is multiplied, how many units 16 bytes of keys are, how many places a
-// step has, and how the rows of a step make vectors of values. In bf16: see attention_kinds.h of each instruction set.
+// The differences between dtypes: how a unit is multiplied, the number of units in 16 bytes of keys, the number of
+// positions in a step, and how the rows of a step form vectors of values. For bf16 see attention_kinds.h of each
+// instruction set.
 struct Fp32Attention : Fp32 {
     static constexpr int kPositionsPerStep = 1;
     static constexpr int kUnitsPerChunk = 4;
@@ -37,13 +38,14 @@ struct Fp32Attention : Fp32 {
     }
 };
 
-// Not the intrinsic: GCC takes a function that does nothing else for one without effect, and drops it.
+// Not the intrinsic: GCC assumes that a function with only prefetches has no effect, and drops it.
 inline void prefetch_bytes(const char* from, int64_t num_bytes) {
     for (int64_t line = 0; line < num_bytes; line += 64) asm volatile("prefetcht1 %0" : : "m"(from[line]));
 }
 
-// out[row][tile] = scale * q . k for 16 places a tile. queries: [ROWS][num_units]; keys: [TILES][num_units][16].
-// highest: [ROWS][16], the highest score of each lane so far, brought up to date; nullptr leaves it to the caller.
+// out[row][tile] = scale * q . k for the 16 positions of a tile. queries: [ROWS][num_units];
+// keys: [TILES][num_units][16]. highest: [ROWS][16], the highest score of each lane so far, updated; nullptr leaves
+// it to the caller.
 template <class Kind, int ROWS, int TILES>
 void dot_tiles(
     const int32_t* queries, const int32_t* keys, int64_t num_units, float scale, float* out, int64_t out_stride,
@@ -67,14 +69,14 @@ void dot_tiles(
     if (highest == nullptr) return;
     for (int r = 0; r < ROWS; ++r) {
         Floats lanes = load(highest + r * 16);
-        // A NaN is no highest score: the second operand stays. It becomes a NaN weight.
+        // A NaN is not a highest score: the second operand stays. It becomes a NaN weight.
         for (int t = 0; t < TILES; ++t) lanes = max(sums[r][t], lanes);
         store(highest + r * 16, lanes);
     }
 }
 
-// sums[row][v] += weight * value over steps first to end - 1, in order. weights: units, weights_stride a row.
-// values: [step][values_stride] units; `kept` is what remains of a unit of them. sums: [ROWS][sums_stride].
+// sums[row][v] += weight * value over steps first to end - 1, in order. weights: units, weights_stride per row.
+// values: [step][values_stride] units, of which `kept` remain. sums: [ROWS][sums_stride].
 template <class Kind, int ROWS, int VECTORS, bool MASKED>
 void add_values(
     const int32_t* weights, int64_t weights_stride, const int32_t* values, int64_t values_stride, int64_t first,
@@ -97,14 +99,14 @@ void add_values(
         for (int v = 0; v < VECTORS; ++v) store(sums + r * sums_stride + v * 16, sum[r][v]);
 }
 
-// Whole tiles of values as they lie in the cache, and where as many bytes lie that will be wanted soon.
+// Whole tiles of values in the cache, and where as many bytes are that will be needed soon.
 struct CachedTiles {
     const char *values[kTilesTogether], *ahead[kTilesTogether];
     int64_t count;
 };
 
-// add_values over whole tiles in the cache, for rows too few to be worth laying values out for.
-// column: the first of VECTORS times 16 to add; row_size: elements from place to place.
+// add_values over whole tiles in the cache, for too few rows to transpose values for.
+// column: the first of VECTORS times 16 to add; row_size: elements from one position to the next.
 template <class Kind, int ROWS, int VECTORS>
 void add_tiles(
     const int32_t* weights, int64_t weights_stride, const CachedTiles& tiles, int64_t column, int64_t row_size,
@@ -175,7 +177,7 @@ public:
     static constexpr auto kAddMasked = sums<1, true>(kVectors);
 };
 
-// One step of values as units. A row is nullptr for a place that must count as zero. out: columns rounded up to 16.
+// One step of values as units. A row is nullptr for a position that must count as zero. out: columns rounded up to 16.
 template <class Kind>
 void lay_step(Kind, const typename Kind::Element* const* rows, int64_t num_columns, int32_t* out) {
     for_vectors(num_columns, [&](int64_t column, auto lanes) {
@@ -184,7 +186,7 @@ void lay_step(Kind, const typename Kind::Element* const* rows, int64_t num_colum
     });
 }
 
-// lay_step for a whole tile of contiguous rows that are all seen.
+// lay_step for a whole tile of contiguous rows that are all visible.
 template <class Kind>
 void lay_tile(Kind, const typename Kind::Element* from, int64_t num_columns, int32_t* out, int64_t out_stride) {
     for (int step = 0; step < kTile; ++step) {

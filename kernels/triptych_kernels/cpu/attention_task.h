@@ -1,7 +1,7 @@
 // One task of attention: a KV head of a few neighbouring tokens of a row, with all query heads that read it.
 //
-// It goes over the places that the tokens see three times: scores, weights, values. What is done to them but the
-// products, which are in attention_vectors.h and avx512/attention_tiles.h. Knows no Python and no threads.
+// It iterates over the positions that the tokens see three times: scores, weights, values. This file has everything but
+// the products, which are in attention_vectors.h and avx512/attention_tiles.h. Knows no Python and no threads.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace triptych {
 namespace {
 
-// How many bytes ahead of their use tiles are asked for: blocks lie anywhere, and no hardware guesses the next.
+// Prefetch distance of tiles in bytes: blocks are anywhere in memory, and no hardware predicts the next one.
 constexpr int64_t kBytesAhead = 10 << 10;
 
 // The arguments of a call; strides in elements.
@@ -29,7 +29,7 @@ struct Call {
     float scale, soft_cap;
     // Derived.
     int64_t share, key_bytes, value_bytes, tiles_ahead;
-    int block_shift;  // the logarithm of block_size, -1 where it has none
+    int block_shift;  // the logarithm of block_size, -1 if it is no power of two
 
     void derive() {
         share = num_heads / num_kv_heads;
@@ -40,7 +40,7 @@ struct Call {
 
     int64_t first_visible(int64_t position) const { return std::max<int64_t>(0, position - window + 1); }
 
-    // Where a place of a row is, counted in places behind its KV head's first in block 0.
+    // The slot of a row's position, relative to its KV head's first slot in block 0.
     int64_t slot(const int32_t* table, int64_t position) const {
         if (block_shift >= 0)
             return (table[position >> block_shift] * num_kv_heads << block_shift) + (position & (block_size - 1));
@@ -48,12 +48,12 @@ struct Call {
     }
 };
 
-// Tokens of one row: `token` is the first's place in the step, `position` its place in the row.
+// Tokens of one row: `token` is the first token's index in the step, `position` its position in the row.
 struct QueryBlock {
     int64_t row, token, position, num_tokens;
 };
 
-// The places from first to end - 1.
+// Positions first to end - 1.
 struct Range {
     int64_t first, end;
 };
@@ -68,18 +68,18 @@ public:
           visible_{call.first_visible(block.position), block.position + block.num_tokens},
           first_tile_(visible_.first / kTile), num_tiles_((visible_.end + kTile - 1) / kTile - first_tile_) {}
 
-    Range visible() const { return visible_; }  // places that any token of the task sees
+    Range visible() const { return visible_; }  // positions that any token of the task sees
     int64_t first_tile() const { return first_tile_; }
     int64_t num_tiles() const { return num_tiles_; }
 
     const char* key(int64_t position) const { return keys_ + call_.slot(table_, position) * call_.key_bytes; }
     const char* value(int64_t position) const { return values_ + call_.slot(table_, position) * call_.value_bytes; }
 
-    // What will be read some tiles after `tile`, counted over keys, then values, then the `next` task's; `otherwise`
-    // where that is not known.
+    // The address that will be read some tiles after `tile`, counted over keys, then values, then the `next` task's;
+    // `otherwise` if that is not known.
     const char* after(int64_t tile, const Stream& next, const char* otherwise) const {
         if (call_.block_size % kTile != 0) return otherwise;
-        // No further than the task after this one, which asks for what is behind it.
+        // At most as far as the next task, which prefetches what is beyond it.
         tile += std::min(call_.tiles_ahead, 2 * num_tiles_);
         const char* found = tile < 2 * num_tiles_ ? at(tile) : next.at(tile - 2 * num_tiles_);
         return found == nullptr ? otherwise : found;
@@ -98,15 +98,15 @@ private:
     const int64_t first_tile_, num_tiles_;
 };
 
-// How a task wants things to lie, for its inner loops.
+// The memory layout that a task's inner loops need.
 struct Shape {
     int64_t units_together;  // of queries and keys, which are padded to a multiple of it with zeros
     int64_t rows_together;   // of queries; there is memory for a multiple of it
-    int64_t tiles_together;  // of keys, or of values, that lie turned
-    int64_t first_weight;    // weights of the first tile lie that many tiles behind the row's start
+    int64_t tiles_together;  // of keys, or of values, that are transposed together
+    int64_t first_weight;    // weights of the first tile are that many tiles after the row's start
 };
 
-// What tasks have in common, whatever multiplies: what they read laid out, scores hidden, weights, results.
+// The parts of a task that do not depend on the product: layout of its inputs, masking of scores, weights, results.
 template <class Kind>
 class TaskParts {
     using Element = typename Kind::Element;
@@ -115,7 +115,7 @@ protected:
     static constexpr int64_t kPositions = Kind::kPositionsPerStep;
     static constexpr int64_t kSteps = kTile / kPositions;  // of a tile
 
-    // next: what this thread will probably read after it.
+    // next: what this thread will probably read after this task.
     TaskParts(
         const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next,
         const Shape& shape)
@@ -124,12 +124,12 @@ protected:
           num_chunks_((call.key_bytes + 15) / 16),
           num_units_(rounded_up(num_chunks_ * Kind::kUnitsPerChunk, shape.units_together)),
           num_columns_(rounded_up(call.value_dim, 32)),
-          // An odd number of lines keeps the rows of a group in different sets of the cache.
+          // An odd number of cache lines keeps the rows of a group in different sets of the cache.
           stride_((num_tiles_ | 1) * kTile) {}
 
     static int64_t rounded_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
-    // False when there is none.
+    // False if memory cannot be allocated.
     bool find_memory() {
         const int64_t num_rows = rounded_up(num_rows_, shape_.rows_together), num_tiles = shape_.tiles_together;
         int64_t size = 0;
@@ -186,7 +186,7 @@ protected:
             turn_tile<Kind>(keys, num_bytes, num_chunks_, out);
             return;
         }
-        // Scores of places that nobody sees are replaced: any of the row's keys will do there.
+        // Scores of positions that no row sees are replaced: any of the row's keys will do there.
         const Range visible = stream_.visible();
         const int64_t padded_bytes = num_chunks_ * 16;
         std::memset(padded_, 0, kTile * padded_bytes);
@@ -215,12 +215,12 @@ protected:
         }
     }
 
-    // Tiles, counted from the task's first, that a row or rows r to r + count - 1 see any place of.
+    // Tiles, counted from the task's first, that have a position visible to row r, or to rows r to r + count - 1.
     Range tiles_of(int64_t r, int64_t count) const {
         return {seen_[r].first / kTile - first_tile_, (seen_[r + count - 1].end + kTile - 1) / kTile - first_tile_};
     }
 
-    // Caps and hides the scores of tiles from to to - 1, and keeps the highest of each lane.
+    // Caps and masks the scores of tiles from to to - 1, and keeps the highest of each lane.
     void finish_scores(int64_t r, int64_t from, int64_t to) {
         const Floats hidden = splat(-std::numeric_limits<float>::infinity());
         const Floats cap = splat(call_.soft_cap);
@@ -238,7 +238,7 @@ protected:
         store(highest_ + r * 16, highest);
     }
 
-    // Turns scores into weights, in place: those of a tile reach no score of the next.
+    // Turns scores into weights, in place: the weights of a tile do not overlap scores of the next.
     void weigh() {
         for (int64_t r = 0; r < num_rows_; ++r) {
             float highest = highest_lane(load(highest_ + r * 16));
@@ -281,7 +281,7 @@ protected:
     int32_t *queries_, *keys_, *values_;
     char* padded_;
     float *sums_, *highest_, *totals_, *scores_;
-    Range* seen_;  // places, by row
+    Range* seen_;  // visible positions, by row
 };
 
 }  // namespace

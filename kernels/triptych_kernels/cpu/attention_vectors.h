@@ -1,4 +1,4 @@
-// The products of attention by vector instructions: see attention_task.h for the rest of a task.
+// The products of attention by vector instructions; the rest of a task is in attention_task.h.
 #pragma once
 
 #include "attention_task.h"
@@ -15,13 +15,13 @@ class VectorTask : TaskParts<Kind> {
     using Parts::highest_, Parts::keys_, Parts::queries_, Parts::scores_, Parts::seen_, Parts::sums_, Parts::values_;
 
 public:
-    struct Registers {};  // which the compiler sees to
+    struct Registers {};  // which the compiler allocates
 
     VectorTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
         : Parts(call, block, kv_head, stream, next, Shape{4, 1, kTilesTogether, 0}),
           num_vectors_(kPositions == 2 ? num_columns_ / 16 : (call.value_dim + 15) / 16) {}
 
-    // False when there is no memory.
+    // False if memory cannot be allocated.
     bool run(Registers&) {
         if (!this->find_memory()) return false;
         this->lay_queries();
@@ -68,7 +68,7 @@ private:
         }
     }
 
-    // add() for a single token: tiles that it sees all of are not laid out first.
+    // add() for a single token: tiles that are wholly visible are read from the cache without another layout.
     void add_from_cache() {
         const Range seen = stream_.visible();
         for (int64_t tile = 0; tile < num_tiles_;) {
@@ -98,17 +98,17 @@ private:
         }
     }
 
-    // Adds the values of some tiles to neighbouring rows: steps that all see whole together, the others by row.
+    // Adds the values of some tiles to neighbouring rows: steps that all see wholly together, the others by row.
     void add_to_group(int64_t r, int64_t count, int64_t tile, int64_t end_tile) {
         const int64_t base = (first_tile_ + tile) * kTile, size = (end_tile - tile) * kTile;
         const auto clip = [&](int64_t position) { return std::min(std::max<int64_t>(position - base, 0), size); };
         if (block_.num_tokens == 1) {
-            // All rows see the same, and values that they do not see are laid as zeros.
+            // All rows see the same positions, and values that they do not see are stored as zeros.
             const int64_t first = clip(seen_[r].first) / kPositions, end = (clip(seen_[r].end) + kPositions - 1) / kPositions;
             add_steps(Loops<Kind>::kAddValues[count - 1], r, tile, first, end, -1);
             return;
         }
-        // Later rows see later places.
+        // Later rows see later positions.
         const int64_t first = (clip(seen_[r + count - 1].first) + kPositions - 1) / kPositions;
         const int64_t end = clip(seen_[r].end) / kPositions;
         if (first >= end) {
@@ -120,7 +120,7 @@ private:
         for (int64_t i = r; i < r + count; ++i) add_to_row(i, tile, end * kPositions, clip(seen_[i].end));
     }
 
-    // Adds places from to to - 1 of a tile and those behind it to one row. Half of a step of two may be hidden.
+    // Adds positions from to to - 1 of a tile and of those after it to one row. Half of a step of two may be masked.
     void add_to_row(int64_t r, int64_t tile, int64_t from, int64_t to) {
         if (from >= to) return;
         int64_t step = from / kPositions;

@@ -1,6 +1,6 @@
-// Ops that go over each token's numbers once: norms, rotary positions, stores of KV, activations, greedy choice.
+// Ops that read each token's numbers once: norms, rotary positions, stores of KV, activations, greedy choice.
 //
-// Sums have one order, by a number's place in its row, so a row's result has the same bits in every batch.
+// Sums have one order, by a number's index in its row, so a row's result has the same bits in every batch.
 
 #include "arguments.h"
 
@@ -23,9 +23,9 @@ extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(elementwise)[];
 namespace triptych {
 namespace {
 
-constexpr int64_t kNumbersOfTask = 1 << 15;  // what a thread takes at a time: a few microseconds of work
+constexpr int64_t kNumbersOfTask = 1 << 15;  // the size of a thread's task: a few microseconds of work
 
-// body(row) for all rows, in tasks that are worth a thread.
+// body(row) for all rows, in tasks that are large enough for a thread.
 template <class Body>
 void for_rows(int64_t num_rows, int64_t width, const Body& body) {
     const int64_t step = std::max<int64_t>(1, kNumbersOfTask / std::max<int64_t>(1, width));
@@ -34,7 +34,7 @@ void for_rows(int64_t num_rows, int64_t width, const Body& body) {
     });
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight; with ADD, x + residual stands for x and is stored in residual first.
+// out = x / sqrt(mean(x^2) + eps) * weight; with ADD, x + residual replaces x and is stored in residual first.
 template <class Kind, bool ADD>
 void norm_row(
     const typename Kind::Element* x, typename Kind::Element* residual, const typename Kind::Element* weight,
@@ -114,19 +114,19 @@ Outcome run_silu_and_mul(const int64_t* n) {
     return {};
 }
 
-// A cache: blocks, in each the heads, and of each head block_size places one behind the other.
+// A cache: blocks, in each the heads, and of each head block_size slots one after the other.
 struct Slots {
     const int64_t* slots;  // of tokens; below 0: none
     int64_t num_slots, block_size, num_heads;
 
-    // That of a token's first head, in places of a head; the other heads are block_size places apart.
+    // The slot of a token's first head, counted in slots of a head; the other heads are block_size slots apart.
     int64_t offset(int64_t token) const {
         const int64_t slot = slots[token];
         return slot / block_size * num_heads * block_size + slot % block_size;
     }
 };
 
-// Copies a token's heads to their slot: heads of num_bytes each, out of strided rows. All in bytes but the slots.
+// Copies a token's heads to their slot: heads of num_bytes each, from strided rows. All in bytes but the slots.
 void store_heads(
     int64_t from, int64_t token_stride, int64_t head_stride, int64_t cache, int64_t num_bytes, const Slots& slots,
     int64_t token) {
@@ -184,7 +184,7 @@ void copy_bytes(const void* from, int64_t num_bytes, void* to) {
     if (i < num_bytes) std::memcpy(target + i, source + i, num_bytes - i);
 }
 
-// Norms a head where weight is given, turns its first values, and stores it; `to` may be `from`.
+// Norms a head if weight is given, rotates its first values, and stores it; `to` may be `from`.
 template <class Kind>
 void turn_head(
     const Rotary& call, const typename Kind::Element* from, int64_t norm, const float* cosines,
@@ -248,7 +248,7 @@ Outcome run_rotary(const int64_t* n) {
     return {};
 }
 
-// The largest of a row, by chunks: only the chunk that raised it last is searched for its place.
+// The largest of a row, by chunks: only the chunk that raised it last is searched for its index.
 template <class Kind>
 void choose_row(const typename Kind::Element* logits, int64_t width, float* highest, int64_t* token) {
     constexpr int64_t kChunk = 1024;
@@ -310,7 +310,7 @@ Outcome run_greedy(const int64_t* n) {
     return {};
 }
 
-// Copies rows of num_bytes each, which lie one after the other, by their indexes.
+// Copies rows of num_bytes each, which are contiguous, by their indices.
 Outcome run_take_rows(const int64_t* n) {
     const char* from = reinterpret_cast<const char*>(n[0]);
     const int64_t num_rows = n[1], num_bytes = n[2], num_taken = n[4];

@@ -1,6 +1,6 @@
-"""Norms, rotary positions, stores of KV, activations and the greedy choice by native kernels.
+"""Norms, rotary positions, KV stores, activations and the greedy choice by native kernels.
 
-Each does what its reference says, for bf16 and fp32 rows; other dtypes and layouts go to the reference
+Each computes what its reference does, for bf16 and fp32 rows; other dtypes and layouts go to the reference
 itself. A row's result has the same bits in every batch. Knows tensors and addresses; the arithmetic is in
 elementwise.cpp, compiled for each instruction set (isa).
 """
@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 1024
 
 
 def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See the reference.  x: [..., hidden]; rows, and the heads of [T, H, hidden], may lie apart."""
+    """See the reference.  x: [..., hidden]; rows, and the heads of [T, H, hidden], may be strided."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
     if dtype not in _DTYPES or weight.dtype is not dtype or not weight.is_contiguous():
         return REFERENCE.rms_norm(x, weight, eps)
@@ -51,7 +51,7 @@ def rms_norm(isa: Isa, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(isa: Isa, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See the reference; residual is written.  x, residual: [T, hidden], rows may lie apart."""
+    """See the reference; residual is written.  x, residual: [T, hidden], rows may be strided."""
     dtype = x.dtype
     (num_rows, width), (x_stride, x_last), (stride, last) = x.shape, x.stride(), residual.stride()
     if (
@@ -91,7 +91,7 @@ def _check_weight(weight: Tensor, width: int) -> None:
 
 
 def silu_and_mul(isa: Isa, x: Tensor) -> Tensor:
-    """See the reference.  x: [T, 2 F], rows may lie apart."""
+    """See the reference.  x: [T, 2 F], rows may be strided."""
     dtype, shape, strides = x.dtype, x.shape, x.stride()
     if dtype not in _DTYPES or len(shape) != 2 or strides[1] != 1 or shape[1] % 2:
         return REFERENCE.silu_and_mul(x)
@@ -104,7 +104,7 @@ def silu_and_mul(isa: Isa, x: Tensor) -> Tensor:
 def kv_write(
     isa: Isa, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """See the reference, for any dtype.  IndexError, and nothing stored, where a slot is behind the cache."""
+    """See the reference, for any dtype.  IndexError, and nothing stored, if a slot is beyond the cache."""
     num_blocks, num_kv_heads, block_size, key_dim = key_cache.shape
     value_dim, num_bytes = value_cache.shape[3], key_cache.element_size()
     num_tokens = keys.shape[0]
@@ -148,7 +148,7 @@ def kv_write(
 
 
 def one_a_token(numbers: Tensor, count: int, name: str) -> Tensor:
-    """As contiguous int64. ValueError where there are not `count` of them."""
+    """As contiguous int64. ValueError if there are not `count` of them."""
     if numbers.dtype is not _INT64 or not numbers.is_contiguous():
         numbers = numbers.to(_INT64).contiguous()
     if numbers.numel() != count:
@@ -170,9 +170,9 @@ def rotary_kv_write(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """See the reference.  qkv: [T, (H + 2 G) D], written, rows may lie apart.
+    """See the reference.  qkv: [T, (H + 2 G) D], written, rows may be strided.
 
-    IndexError, and nothing written, where a position is behind cos_sin or a slot behind the cache.
+    IndexError, and nothing written, if a position is beyond cos_sin or a slot beyond the cache.
     """
     dtype = qkv.dtype
     num_tokens, width = qkv.shape
@@ -216,7 +216,7 @@ def rotary_kv_write(
 
 
 def greedy(isa: Isa, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See the reference.  logits: [N, V], rows may lie apart. The token of a row with NaN means nothing."""
+    """See the reference.  logits: [N, V], rows may be strided. The token of a row with NaN is arbitrary."""
     dtype, (num_rows, width), (row_stride, stride) = logits.dtype, logits.shape, logits.stride()
     if dtype not in _DTYPES or stride != 1 or width == 0:
         return REFERENCE.greedy(logits)

@@ -29,10 +29,9 @@ namespace {
 constexpr const char* kPlanName = "triptych.experts";
 constexpr int64_t kGroupPanels = 4;               // of one task: two of gates, two of the same columns' ups
 constexpr int64_t kChunkRows = 8 * kMaxTileRows;  // whose gates and ups stay in the first caches
-constexpr int64_t kMaxAssignments = 4096;              // tokens times experts a token that are taken at once
+constexpr int64_t kMaxAssignments = 4096;              // tokens times experts per token that are processed at once
 
-// gate_up: [E] panels that alternate, gates and the same columns' ups; F padded with zeros to whole
-// panels.
+// gate_up: [E] panels that alternate, gates and the same columns' ups; F padded with zeros to whole panels.
 struct ExpertsPlan {
     PackedWeight gate_up, down;  // of the first expert
     int64_t num_experts, first_expert;
@@ -62,8 +61,7 @@ struct Call {
     }
 };
 
-// Which place (token times k plus which of its experts) is in which row; the rows of an expert are
-// neighbours.
+// The assignment (token times k plus the index of its expert) of each row; the rows of an expert are contiguous.
 struct Routing {
     int64_t* first_row;  // [E + 1]
     int64_t* assignment_of;   // [rows]
@@ -105,7 +103,7 @@ bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
             routing.assignment_of[routing.first_row[expert]++] = assignment;
         }
     }
-    // Filling moved each start to its end, which is the next one's start.
+    // Filling moved each start to its end, which is the next expert's start.
     for (int64_t expert = num_experts; expert > 0; --expert) {
         routing.first_row[expert] = routing.first_row[expert - 1];
     }
@@ -113,7 +111,7 @@ bool route(const ExpertsPlan& plan, const Call& call, Routing& routing) {
     return true;
 }
 
-// Rows first to first + count - 1, each at the address row_at gives, as they are multiplied.
+// Rows first to first + count - 1, each at the address of row_at, in the layout of the product.
 template <class RowAt>
 void pack_chunk(const PackedWeight& weight, int64_t first, int64_t count, uint32_t* out,
                 const RowAt& row_at) {
@@ -147,7 +145,7 @@ struct Workspace {
     uint32_t* x;       // [rows] packed
     char* activated;   // [rows, padded F] in x's dtype
     uint32_t* packed;  // [rows] activated, packed
-    float* parts;      // [places, hidden]
+    float* parts;      // [assignments, hidden]
 };
 
 bool allocate(const ExpertsPlan& plan, const Routing& routing, int64_t num_assignments, Workspace& space) {

@@ -20,7 +20,7 @@ _ID_DTYPES = (torch.int32, torch.int64)
 
 
 class NativeExperts:
-    """Every chosen expert over the tokens that chose it; of the others nothing is read."""
+    """Computes every chosen expert for the tokens that chose it; other experts are not read."""
 
     __slots__ = ("_dtype", "_ffn", "_hidden", "_isa", "_plan", "_tensors", "expert_range", "num_bytes")
 
@@ -35,8 +35,8 @@ class NativeExperts:
         ffn: int,
         first_expert: int,
     ) -> None:
-        """gate_up_panels, down_panels: [E, bytes], contiguous and 64-byte aligned, of what was [2 F, hidden]
-        and [hidden, F] of each expert.  isa: whose kernels compute it.
+        """gate_up_panels, down_panels: [E, bytes], contiguous and 64-byte aligned, packed from [2 F, hidden]
+        and [hidden, F] of each expert.  isa: the instruction set of the kernels.
         """
         num_experts = len(down_panels)
         self._isa, self._dtype, self._hidden, self._ffn = isa, dtype, hidden, ffn
@@ -55,12 +55,10 @@ class NativeExperts:
         )
 
     def take(self, first: int, end: int) -> NativeExperts:
-        """See ops.Experts."""
         expert_slice = expert_slice_of(self.expert_range, first, end)
         return self._like_these([[panels[expert_slice]] for panels in self._tensors], first)
 
     def join(self, more: Experts) -> NativeExperts:
-        """See ops.Experts."""
         if not isinstance(more, NativeExperts) or self._form != more._form:
             raise ValueError(f"experts of {type(more).__name__} cannot follow these of another kind or shape")
         check_follows(self.expert_range, more.expert_range)
@@ -120,7 +118,7 @@ class NativeExperts:
 def pack_experts(isa: Isa, gate_up: Tensor, down: Tensor, *, first_expert: int = 0) -> Experts:
     """See ops.PackExperts.  bf16 and fp32; other dtypes are served by the reference.
 
-    isa: whose kernels compute it.
+    isa: the instruction set of the kernels.
     """
     if gate_up.dim() != 3 or down.dim() != 3 or down.dtype != gate_up.dtype:
         raise ValueError(

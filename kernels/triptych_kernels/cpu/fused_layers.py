@@ -1,6 +1,6 @@
-"""A decoder's layers as one program of native kernels: one call a step instead of eight a layer.
+"""A decoder's layers as one program of native kernels: one call per step instead of eight per layer.
 
-The same kernels with the same numbers as the layers call one by one, so results have the same bits.
+Runs the same kernels with the same arguments as the layers' ops one by one, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triptych_kernels.ops import DenseLayer, FusedLayers, LayerCache
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 64
-# One behind the other: of all tokens, of those that the head reads, and of the rows at hand.
+# In this order: buffers of all tokens, of those that the head reads, and of the current rows.
 _OF_TOKENS, _OF_KEPT, _AT_HAND = (
     ("qkv", "attended"),
     ("kept_attended", "kept_residual"),
@@ -38,8 +38,8 @@ _OF_LAYER = ("keys", "values")
 def fuse_layers(
     isa: Isa, layers: Sequence[DenseLayer], final_norm: Tensor, cos_sin: Tensor
 ) -> FusedLayers | None:
-    """See ops.Ops.fuse_layers.  isa: whose kernels compute it."""
-    # Whatever is odd is left to the ops, which serve it or say what is wrong.
+    """See ops.Ops.fuse_layers.  isa: the instruction set of the kernels."""
+    # Unsupported cases are left to the ops, which serve them or raise an error.
     if (
         final_norm.dtype not in _DTYPES
         or not final_norm.is_contiguous()
@@ -84,7 +84,7 @@ class _NativeLayers:
     def __init__(self, isa: Isa, layers: tuple[DenseLayer, ...], final_norm: Tensor, cos_sin: Tensor) -> None:
         self._isa, self._layers, self._final_norm, self._cos_sin = isa, layers, final_norm, cos_sin
         self._dtype, self._hidden = final_norm.dtype, final_norm.shape[0]
-        # Of a row in each buffer, that of the widest layer.
+        # Per row in each buffer, that of the widest layer.
         self._widths = {
             "normed": self._hidden,
             "qkv": max(layer.qkv.out_features for layer in layers),
@@ -132,7 +132,7 @@ class _NativeLayers:
             (mapping.data_ptr(), *batch_numbers(batch))
             for mapping, batch in zip(slots, attention, strict=True)
         )
-        # Asked anew for each run: what sleeps has other memory when it wakes.
+        # Read for each run: a cache that slept has another address when it wakes.
         memory = itertools.chain.from_iterable(
             (cache.key_cache.data_ptr(), cache.value_cache.data_ptr()) for cache in caches
         )
@@ -146,7 +146,7 @@ class _NativeLayers:
         return out
 
     def _scratch_layout(self, num_tokens: int, num_rows: int, at_once: int) -> tuple[int, list[int]]:
-        """How many bytes the buffers take, and where each begins, in their order."""
+        """The number of bytes of the buffers, and the offset of each, in their order."""
         counts = dict.fromkeys(_OF_TOKENS, num_tokens) | dict.fromkeys(_OF_KEPT, num_rows)
         counts |= dict.fromkeys(_AT_HAND, at_once)
         sizes = (counts[name] * self._widths[name] * self._dtype.itemsize for name in _BUFFERS)
@@ -154,7 +154,7 @@ class _NativeLayers:
         return end, offsets
 
     def _made_for(self, caches: Sequence[LayerCache], num_groups: int) -> Program:
-        """The program for caches of these groups. ValueError where they do not serve the layers."""
+        """The program for caches of these groups. ValueError if they do not fit the layers."""
         if len(caches) != len(self._layers):
             raise ValueError(f"there are {len(caches)} caches for {len(self._layers)} layers")
         num_blocks, _, block_size, _ = caches[0].key_cache.shape
@@ -182,7 +182,8 @@ class _NativeLayers:
     def _write(self, program: Program, caches: Sequence[LayerCache]) -> None:
         """All layers, from the first norm to the last.
 
-        Between two layers' attention, kernels take few rows at a time: what each leaves is in the caches.
+        Between two layers' attention, kernels take few rows at a time, so intermediate results stay in the
+        caches.
         """
         named, groups = program.register, [cache.group for cache in caches]
         x, at_once, normed = named("x").by_row(self._row_bytes), named("rows_at_once"), named("normed")
@@ -208,7 +209,7 @@ class _NativeLayers:
                 self._add_qkv(program, index + 1, groups[index + 1])
         last = self._layers[-1]
         self._add_attention(program, len(self._layers) - 1, groups[-1])
-        # Nobody reads the last layer's result for the other tokens.
+        # The last layer's results for other tokens are not needed.
         attended = self._add_rows(program, named("attended"), last.out.in_features, named("kept_attended"))
         x = self._add_rows(program, named("x"), self._hidden, named("kept_residual"))
         with program.over_rows(named("num_rows"), at_once):
@@ -217,7 +218,7 @@ class _NativeLayers:
             self._add_norm(program, named("projected"), x, self._final_norm, out, named("num_rows"), last.eps)
 
     def _add_rows(self, program: Program, x: Register, width: int, out: Register) -> Register:
-        """Of [T, width] those that the head reads."""
+        """Selects from [T, width] the rows that the head reads."""
         named, num_bytes = program.register, width * self._dtype.itemsize
         program.add("take_rows", x, named("num_tokens"), num_bytes, named("rows"), named("num_rows"), out)
         return out.by_row(num_bytes)
@@ -239,7 +240,7 @@ class _NativeLayers:
         )  # fmt: skip
 
     def _add_qkv(self, program: Program, index: int, group: int) -> None:
-        """From normed to qkv, of all tokens: turned, and written to the cache."""
+        """From normed rows to qkv, of all tokens: rotated, and written to the cache."""
         named, layer, width = program.register, self._layers[index], self._layers[index].qkv.out_features
         qkv, tokens = named("qkv").by_row(width * self._dtype.itemsize), named("num_tokens")
         positions, slots = (named(name).by_row(_NUMBER_BYTES) for name in ("positions", f"slots {group}"))
@@ -264,7 +265,7 @@ class _NativeLayers:
     def _add_mlp(
         self, program: Program, layer: DenseLayer, attended: Register, residual: Register, count: Register
     ) -> None:
-        """From what was attended to projected, and the residual before it."""
+        """From attention's results to their projection, and the residual before it."""
         normed, projected, gated = map(program.register, _AT_HAND)
         _add_linear(program, layer.out, attended, projected, count)
         self._add_norm(program, projected, residual, layer.post_attention_norm, normed, count, layer.eps)
@@ -285,7 +286,7 @@ def _add_linear(program: Program, linear: object, x: Register, out: Register, co
 
 
 def _native(linear: object) -> NativeLinear:
-    assert isinstance(linear, NativeLinear), "fuse_layers lets no other in"
+    assert isinstance(linear, NativeLinear), "fuse_layers accepts only these"
     return linear
 
 

@@ -1,4 +1,4 @@
-// What becomes of a finished tile of gates and ups: silu(gate) * up, without the projection in between.
+// Stores a finished tile of gates and ups as silu(gate) * up, without writing the projection.
 //
 // Panels alternate: one of gates, then one of the same columns' ups. Include isa.h before.
 #pragma once
@@ -63,7 +63,7 @@ private:
         return Dtype::rounded(fmadd(sum, scale, shift));
     }
 
-    // Of one panel: gates wait for their ups where the result will be.
+    // Of one panel: gates are stored where the result will be until their ups are computed.
     template <int R>
     TRIPTYCH_INLINE void store_half(Element* to, Mask mask, int64_t panel, int v,
                                     const Floats (&sums)[R][kVectors]) const {
@@ -78,7 +78,7 @@ private:
         }
     }
 
-    // Of neighbouring panels, the gates in front.
+    // Of neighbouring panels, gates first.
     template <int R, int P>
     TRIPTYCH_INLINE void store_pair(Element* to, Mask mask, int64_t panel, int p, int v,
                                     const Floats (&sums)[R][kVectors * P]) const {

@@ -1,4 +1,4 @@
-// x W^T for packed weights: which tiles, in which order, and what becomes of a finished tile.
+// x W^T for packed weights: the tiles, their order, and the store of a finished tile.
 //
 // Include isa.h before.
 #pragma once
@@ -12,16 +12,14 @@
 namespace triptych {
 namespace {
 
-// How far ahead of their use weights are asked for: what memory delivers while one request travels, and some
-// more.
+// Prefetch distance of weights: what memory delivers during the latency of one request, and some more.
 constexpr int64_t kPrefetchBytes = 8192;
 constexpr int64_t kPrefetchBytesOneRow = 4096;
-// Bytes of packed rows that stay in the second-level cache, which is larger where there are tiles.
+// Bytes of packed rows that stay in the second-level cache, which is larger on CPUs with tiles.
 constexpr int64_t kRowsInCache = 512 << 10;
 constexpr int64_t kTiledRowsInCache = 1 << 20;
 
-// Rows of a chunk in blocks of at most kMaxTileRows, as equal as can be. Block b's packed rows start at
-// first_row(b).
+// Rows of a chunk in blocks of at most kMaxTileRows, as equal as possible. Block b's packed rows start at first_row(b).
 struct RowBlocks {
     int64_t num_rows, num_blocks, small, num_large;
 
@@ -34,7 +32,7 @@ struct RowBlocks {
     int size(int64_t block) const { return static_cast<int>(small + (block < num_large ? 1 : 0)); }
 };
 
-// How many rows to take at once: all of a small batch, else what the cache keeps, in whole blocks.
+// The number of rows to process at once: all of a small batch, else what the cache keeps, in whole blocks.
 inline int64_t chunk_rows(int64_t num_rows, const PackedWeight& weight) {
     const bool on_tiles = weight.form == RowForm::kTiles;
     const int64_t block = on_tiles ? 2 * kTileRows : kMaxTileRows;
@@ -42,8 +40,7 @@ inline int64_t chunk_rows(int64_t num_rows, const PackedWeight& weight) {
     return std::min(num_rows, std::max<int64_t>(fitting, 4 * block));
 }
 
-// How many panels a task of the pool takes: enough that taking it costs nothing, few enough that no thread
-// waits long.
+// Panels per task of the pool: large enough that taking a task costs nothing, small enough that no thread waits long.
 inline int64_t panels_a_task(const PackedWeight& weight, int64_t num_rows) {
     if (num_threads() == 1) {
         return std::max<int64_t>(weight.num_panels(), 1);
@@ -53,8 +50,7 @@ inline int64_t panels_a_task(const PackedWeight& weight, int64_t num_rows) {
     return std::max<int64_t>(4, std::max(worth, fair));
 }
 
-// Whether a product takes some tens of microseconds at most: less than giving the interpreter lock back may
-// cost.
+// Whether a product takes at most some tens of microseconds: less than releasing the interpreter's lock may cost.
 inline bool is_short(const PackedWeight& weight, int64_t num_rows) {
     return weight.num_panels() * weight.panel_bytes() * (1 + num_rows / 8) < (2 << 20);
 }
@@ -67,9 +63,9 @@ struct StoreRows {
     int64_t out_stride;  // elements
     int64_t num_columns;
     bool is_bf16;
-    const int64_t* row_of;  // where a row goes, or null: its own place
+    const int64_t* row_of;  // the row's index in the output, or null: its own
 
-    // The lines a tile will write are asked for before it computes, since to wait for them afterwards costs
+    // The cache lines that a tile will write are prefetched before it computes, since waiting for them afterwards costs
     // as much.
     template <int R, int P>
     TRIPTYCH_INLINE void prefetch(int64_t first_row, int64_t panel) const {
@@ -131,8 +127,7 @@ template <class Weight, int R, int P, bool kStream, class Store>
     store.template operator()<R, P>(first_row, panel_index, sums);
 }
 
-// Panels [first, end) times one block of R rows: each panel is read once, from memory, and that is what
-// limits.
+// Panels [first, end) times one block of R rows: each panel is read once, and memory bandwidth is the limit.
 template <class Weight, int R, class Store>
 void stream_panels(const Weight& weight, const uint32_t* rows, const char* panels, int64_t panel_bytes,
                    int64_t num_units, int64_t first, int64_t end, const Store& store) {
@@ -168,7 +163,7 @@ void stream_panels(const Weight& weight, int num_rows, const uint32_t* rows, con
     }
 }
 
-// One panel times every block of rows, meanwhile bringing the next_bytes at `next_panel` nearer.
+// One panel times every block of rows, prefetching the next_bytes at `next_panel` meanwhile.
 template <class Weight, class Store>
 void reuse_panel(const Weight& weight, const RowBlocks& blocks, const uint32_t* rows, const char* panel,
                  const char* next_panel, int64_t next_bytes, int64_t num_units, int64_t index,
@@ -178,7 +173,7 @@ void reuse_panel(const Weight& weight, const RowBlocks& blocks, const uint32_t* 
     for (int64_t block = 0; block < blocks.num_blocks; ++block) {
         const int64_t first_row = blocks.first_row(block);
         const uint32_t* block_rows = rows + first_row * num_units;
-        // The first block or two bring a line a unit; later ones ask again for a line that is there.
+        // The first block or two prefetch one line per unit; later ones prefetch lines that are already in the cache.
         const int64_t brought = block * panel_units * kLine;
         const bool brings = brought < next_bytes;
         const Prefetch prefetch{0, 0, 0, brings ? next_panel + brought : panel, brings ? kLine : 0};
@@ -208,7 +203,7 @@ void multiply_by_blocks(const Weight& weight, const RowBlocks& blocks, const uin
     }
 }
 
-// Products of bf16 pairs take numbers too small for fp32's full precision for 0; with this, those of fp32 do as well.
+// Products of bf16 pairs treat denormals of fp32 as 0; with this class in scope, products of fp32 do as well.
 class FlushDenormals {
 public:
     FlushDenormals() { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | kDenormalsAreZero); }

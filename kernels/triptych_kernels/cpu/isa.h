@@ -1,12 +1,12 @@
-// Turns the instructions on that a file of kernels is compiled for: include it after every header that is not one of
-// kernels. Only code behind supports() may be reached then; the module itself loads on any CPU.
+// Enables the instructions that a file of kernels is compiled for: include it after every header that has no kernels.
+// Only code guarded by supports() may be reached then; the module itself loads on any CPU.
 //
-// Such files are compiled twice: for AVX-512 with BF16 (and AMX), and by way of the folder avx2 for AVX2 with FMA. What
-// differs lies in the folders of these names: vectors of sixteen numbers, and what is made of each CPU's registers.
-// All that headers of kernels define lies in an unnamed namespace, or the linker would take one of both for the other.
+// Such files are compiled twice: for AVX-512 with BF16 (and AMX), and through the folder avx2 for AVX2 with FMA. The
+// differences are in the folders of these names: vectors of sixteen numbers, and what depends on the registers.
+// Headers of kernels define everything in an unnamed namespace, or the linker would use one version for both.
 //
-// TRIPTYCH_KERNELS is defined where the compiler can do it. A file guards its kernels with it and leaves its tables of
-// methods and of kernels empty otherwise.
+// TRIPTYCH_KERNELS is defined if the compiler supports this. Otherwise a file leaves its tables of methods and of
+// kernels empty.
 #pragma once
 
 #ifdef TRIPTYCH_AVX2
@@ -19,7 +19,7 @@
 #define TRIPTYCH_METHODS(name) name##_avx512_methods
 #define TRIPTYCH_KERNELS_OF(name) name##_avx512_kernels
 #ifdef TRIPTYCH_EMULATED
-// By a header of the tests, for CPUs that have AVX2 alone.
+// Defined by a header of the tests, for CPUs that have only AVX2.
 #define TRIPTYCH_TARGET "avx2,fma,bmi,bmi2"
 #else
 #define TRIPTYCH_TARGET \

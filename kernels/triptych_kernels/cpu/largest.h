@@ -1,5 +1,5 @@
-// The largest of each row of x W^T, found while a tile's sums are still in registers: most rows of a step are
-// asked for nothing else, and then their products are never written.
+// The largest of each row of x W^T, found while a tile's sums are still in registers: for most rows of a step nothing
+// else is needed, and then their products are never written.
 //
 // Include isa.h before.
 #pragma once
@@ -13,12 +13,12 @@
 namespace triptych {
 namespace {
 
-// Of one row, over the columns seen so far. NaN, and any token, once a column had NaN.
+// Of one row, over the columns seen so far. NaN, with an arbitrary token, once a column had NaN.
 struct Largest {
     float value = -std::numeric_limits<float>::infinity();
     int32_t column = 0;
 
-    // Columns [first, first + 16) where mask is set; they lie behind those seen before.
+    // Columns [first, first + 16) where mask is set; they follow those seen before.
     void see(int64_t first, Floats values, Mask mask) {
         const Mask raising = is_above_or_nan(mask, values, splat(value));
         // Nothing is above NaN.
@@ -32,7 +32,7 @@ struct Largest {
         column = static_cast<int32_t>(first + (equal == 0 ? 0 : __builtin_ctz(equal)));
         value = highest;
     }
-    // What another thread found in columns behind these.
+    // The result of another thread for columns that follow these.
     void see(const Largest& later) {
         if (!std::isnan(value) && !(later.value <= value)) {
             *this = later;
@@ -40,7 +40,7 @@ struct Largest {
     }
 };
 
-// The sums of a tile that raises some row's largest: few do, once a row has seen some columns.
+// For the sums of a tile that raise some row's largest: few do, once a row has seen some columns.
 [[gnu::noinline]] void see_tile(Largest* largest, int num_rows, int64_t first_column, int64_t num_columns,
                                 const float* values, int64_t width) {
     for (int r = 0; r < num_rows; ++r) {
@@ -52,13 +52,13 @@ struct Largest {
     }
 }
 
-// What becomes of a finished tile: see gemm.h. Finds the largest of each row, and writes the rows that are kept.
+// The store of a finished tile (see gemm.h) that finds the largest of each row, and writes the rows that are kept.
 struct KeepLargest {
     const float* bias;    // padded to whole panels, or null
     const float* scales;  // the same, of int8 weights
     float* out;           // [kept rows, num_columns]
     int64_t num_columns;
-    const int32_t* out_row_of;  // where in `out` a row goes, below 0: nowhere; null: no row is kept
+    const int32_t* out_row_of;  // the row's index in `out`, below 0: not kept; null: no row is kept
     Largest* largest;         // of the task's rows
 
     template <int R, int P>
@@ -100,7 +100,7 @@ struct KeepLargest {
             }
         }
         if (raising != 0) {
-            // Stored first, so that nothing has to stay in a register over the call.
+            // Stored first, so that nothing has to stay in a register across the call.
             alignas(64) float stored[R * kPanelColumns * P];
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {

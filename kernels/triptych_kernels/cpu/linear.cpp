@@ -37,7 +37,7 @@ struct LinearPlan {
     const float* bias;
     const float* scales;
     bool out_is_bf16;
-    int64_t num_gated;  // columns of silu(gate) * up where panels of gates and ups alternate; 0 where they do not
+    int64_t num_gated;  // columns of silu(gate) * up if panels of gates and ups alternate; else 0
 };
 
 void pack_int8(const int8_t* weight, int64_t row_stride, const PackedWeight& packed, char* out) {
@@ -70,7 +70,7 @@ void pack_wide(const char* weight, int64_t row_stride_bytes, const PackedWeight&
     }
 }
 
-// A chunk of rows as the weight is multiplied with them, in memory of the calling thread. nullptr when there is none.
+// A chunk of rows in the layout of the product, in memory of the calling thread. nullptr if it cannot be allocated.
 const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t x_stride_bytes,
                              const RowBlocks& blocks) {
     const int64_t num_rows = blocks.num_rows, num_units = weight.num_units(), row_bytes = weight.row_bytes();
@@ -106,7 +106,7 @@ const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t 
     return packed;
 }
 
-// One chunk of rows times the whole weight; store_of(task) is what becomes of a task's tiles.
+// One chunk of rows times the whole weight; store_of(task) is the store of a task's tiles.
 template <class StoreOf>
 bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_stride_bytes, int64_t num_rows,
                     const StoreOf& store_of) {
@@ -129,7 +129,7 @@ bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_strid
     return is_done;
 }
 
-// store_of(first_row) is what becomes of the tiles of a chunk that begins there.
+// store_of(first_row) is the store of the tiles of a chunk that begins there.
 template <class StoreOf>
 bool multiply_chunks(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows,
                      const StoreOf& store_of) {
@@ -164,12 +164,12 @@ bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, c
     });
 }
 
-// What greedy_linear is called with: addresses and sizes.
+// The arguments of greedy_linear: addresses and sizes.
 struct GreedyCall {
     const char* x;
     int64_t x_stride_bytes, num_rows;
     float* kept;              // the products of the rows that are kept
-    const int32_t* out_row_of;  // of each row in `kept`, below 0: nowhere; null: no row is kept
+    const int32_t* out_row_of;  // of each row in `kept`, below 0: not kept; null: no row is kept
     float* highest;
     int64_t* tokens;
 };
@@ -269,7 +269,7 @@ Outcome run_linear_of(const int64_t* n) {
         run_linear(plan, reinterpret_cast<const char*>(n[1]), x_stride_bytes, reinterpret_cast<char*>(n[3]), n[4]));
 }
 
-// Not with helpers: one that lost its core would be waited for with the interpreter's lock held.
+// Not with helpers: if one lost its core, the call would wait for it with the interpreter's lock held.
 bool linear_keeps_lock(const int64_t* n) {
     return triptych::num_threads() == 1 && is_short(plan_of(n).weight, n[4]);
 }
@@ -290,7 +290,7 @@ constexpr Kernel kLinear{"linear", kPlanName, 4, 0, run_linear_of, linear_keeps_
                          "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."};
 constexpr Kernel kGreedyLinear{
     "greedy_linear", kPlanName, 7, 0, run_greedy_of, nullptr,
-    "greedy_linear(plan, x, x_row_stride, M, kept, place_of, highest, tokens): see linear.py."};
+    "greedy_linear(plan, x, x_row_stride, M, kept, row_of, highest, tokens): see linear.py."};
 
 }  // namespace
 }  // namespace triptych

@@ -22,7 +22,7 @@ _panel_memory = PanelMemory()
 
 
 class NativeLinear:
-    """x W^T + b over packed panels of W: bf16, fp32, or int8 with a scale an output."""
+    """x W^T + b over packed panels of W: bf16, fp32, or int8 with one scale per output."""
 
     __slots__ = (
         "_dtype",
@@ -49,8 +49,8 @@ class NativeLinear:
     ) -> None:
         """weight: [N, K] in bf16, fp32 or int8.  dtype: of x.  scales: [N] fp32 of an int8 weight.
 
-        num_gated: the number of gates, where weight, bias and scales are `alternating`.
-        isa: whose kernels compute it.
+        num_gated: the number of gates, if weight, bias and scales are `alternating`.
+        isa: the instruction set of the kernels.
         """
         num_outputs, self.in_features = weight.shape
         self.out_features = num_gated or num_outputs
@@ -73,7 +73,7 @@ class NativeLinear:
             num_gated,
             isa.with_amx and dtype is torch.bfloat16,
         )
-        # The most that are multiplied together: as many as the caches keep.
+        # The maximum number of rows that are multiplied together: as many as the caches keep.
         self.rows_at_once: int = isa.native.rows_at_once(self.plan)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class NativeLinear:
         return out
 
     def greedy(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See the reference of greedy_linear; of a linear whose results are fp32. x: as for a call."""
+        """See the reference of greedy_linear; for a linear whose results are fp32. x: as for a call."""
         row_stride = self._checked_stride(x)
         num_rows, num_kept = x.shape[0], kept.shape[0]
         products = torch.empty((num_kept, self.out_features), dtype=torch.float32)
@@ -108,12 +108,11 @@ class NativeLinear:
         return products, highest, tokens
 
     def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether rows of this dtype give rows of the same."""
+        """Whether rows of this dtype give rows of the same dtype."""
         return self._dtype is dtype and self._out_dtype is dtype
 
     @property
     def is_fp32(self) -> bool:
-        """Whether results are fp32."""
         return self._out_dtype is torch.float32
 
     def _checked_stride(self, x: Tensor) -> int:
@@ -148,7 +147,7 @@ def pack_linear(
 ) -> Linear:
     """See ops.PackLinear.  bf16 and fp32 weights, int8 from either; the reference serves other dtypes.
 
-    isa: whose kernels compute it.
+    isa: the instruction set of the kernels.
     """
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization):
@@ -165,7 +164,7 @@ def pack_gated_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
 ) -> Linear:
-    """See ops.Ops.pack_gated_linear.  As pack_linear in all else."""
+    """See ops.Ops.pack_gated_linear; otherwise as pack_linear."""
     out_dtype = weight.dtype if out_dtype is None else out_dtype
     if not _is_served(weight, bias, out_dtype, quantization) or weight.shape[0] % 2:
         return REFERENCE.pack_gated_linear(weight, bias, out_dtype=out_dtype, quantization=quantization)
@@ -181,7 +180,7 @@ def pack_gated_linear(
 
 
 def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quantization: str) -> bool:
-    """Whether the kernels compute it. ValueError for what nobody does."""
+    """Whether the kernels compute it. ValueError for what no implementation computes."""
     if quantization not in ("", "int8"):
         raise ValueError(f"quantization is {quantization!r}: the CPU has 'int8' or none")
     if weight.dim() != 2 or not weight.numel() or (bias is not None and bias.shape != weight.shape[:1]):
@@ -196,7 +195,7 @@ def _is_served(weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, quan
 
 
 def alternating(isa: Isa, gate_up: Tensor) -> Tensor:
-    """[2 F, K] as panels of gates and of the same columns' ups in turn, F padded to whole panels."""
+    """[2 F, K] as panels of gates alternating with those of the same columns' ups, F padded to whole ones."""
     width = isa.native.panel_columns
     halves = gate_up.unflatten(0, (2, -1))
     halves = F.pad(halves, (0, 0, 0, -halves.shape[1] % width))
@@ -214,19 +213,19 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     ):
         wide = rows.float()
         torch.div(wide.abs().amax(1), _MAX_INT8, out=scale)
-        # A row of zeros has any scale.
+        # A row of zeros may have any scale.
         scale.masked_fill_(scale == 0, 1.0)
         out.copy_((wide / scale[:, None]).round_().clamp_(-_MAX_INT8, _MAX_INT8))
     return quantized, scales
 
 
 def packed_bytes(isa: Isa, weight: Tensor) -> int:
-    """What [N, K] in bf16, fp32 or int8 takes as the kernels read it."""
+    """The packed size of [N, K] in bf16, fp32 or int8."""
     return isa.native.packed_bytes(_KIND_OF[weight.dtype], *weight.shape)
 
 
 def pack_panels(isa: Isa, weight: Tensor, panels: Tensor) -> None:
-    """Lay [N, K] out as the kernels read it.  panels: its `packed_bytes`, 64-byte aligned."""
+    """Pack [N, K] for the kernels.  panels: its `packed_bytes`, 64-byte aligned."""
     weight = weight.detach()
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         weight = weight.contiguous()

@@ -1,4 +1,4 @@
-"""Finds the compiled kernels, which an installation without a compiler lacks and an older CPU cannot run."""
+"""Finds the compiled kernels, which may be missing without a compiler, or not run on an older CPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Isa:
 
     @property
     def with_amx(self) -> bool:
-        """Whether bf16 is multiplied by the CPU's matrix unit, with other roundings."""
+        """Whether bf16 is multiplied by the CPU's matrix unit, which rounds differently."""
         return self.name == "amx"
 
 
 @functools.cache
 def native_module() -> Any:
-    """The compiled module, or None where it is missing or has nothing for this CPU; logs once why."""
+    """The compiled module, or None if it is missing or has no kernels for this CPU; logs the reason once."""
     try:
         from triptych_kernels.cpu import _native
     except ImportError as error:
@@ -51,7 +51,7 @@ def native_module() -> Any:
 
 @functools.cache
 def find_isa(widest: str) -> Isa | None:
-    """The widest instruction set of ISAS, from `widest` on, that this CPU and its system let kernels use.
+    """The widest instruction set of ISAS, starting at `widest`, that this CPU and its system let kernels use.
 
     ValueError for another `widest`.
     """

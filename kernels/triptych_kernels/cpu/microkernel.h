@@ -1,9 +1,9 @@
 // The inner loop of every product with packed weights: R rows times P panels, in registers.
 //
-// Weights lie in panels of kPanelColumns columns. A unit is what one 32-bit lane holds of the inner dimension: a pair
-// of bf16, one fp32, or a pair of int8 in half the space. Rows are packed as [units][R], 32 bits each; where a pair is
-// multiplied number by number, as two units of fp32. Every output is one chain of multiply-adds over the units in
-// order, whatever R and P are: that is what makes results independent of the batch.
+// Weights are packed in panels of kPanelColumns columns. A unit is what one 32-bit lane holds of the inner dimension: a
+// pair of bf16, one fp32, or a pair of int8 in half the space. Rows are packed as [units][R], 32 bits each; where a
+// pair is multiplied number by number, as two units of fp32. Every output is one chain of multiply-adds over the units
+// in order, whatever R and P are: this makes results independent of the batch.
 //
 // Include isa.h before.
 #pragma once
@@ -16,12 +16,12 @@
 namespace triptych {
 namespace {
 
-// What a call asks the caches to bring meanwhile.
+// The prefetches of a call.
 struct Prefetch {
-    // kStream: of each panel itself, the bytes `distance` ahead; from unit `turn` on, those `distance_after`
-    // ahead (the start of the panels that come next).
+    // kStream: of each panel itself, the bytes `distance` ahead; from unit `turn` on, those `distance_after` ahead (the
+    // start of the next panels).
     int64_t turn, distance, distance_after;
-    // Otherwise: one line a unit from `next` on, `step` bytes apart.
+    // Otherwise: one line per unit starting at `next`, `step` bytes apart.
     const char* next;
     int64_t step;
 };
@@ -38,7 +38,7 @@ TRIPTYCH_INLINE void accumulate_units(const Weight& weight, const uint32_t*& row
                 _mm_prefetch(next, _MM_HINT_T1);
                 next += step;
             }
-            // As many panels' weights at a time as there are registers for.
+            // The weights of as many panels at a time as there are registers for.
 #pragma GCC unroll 8
             for (int first = 0; first < P; first += kPanelsLoaded) {
                 constexpr int kLoaded = P < kPanelsLoaded ? P : kPanelsLoaded;

@@ -34,8 +34,8 @@ extern const triptych::Kernel* const elementwise_avx2_kernels[];
 namespace triptych {
 namespace {
 
-// Everything that the kernels' target pragmas name but AMX, for which request_amx asks. GCC's and clang's builtin also
-// asks the system whether it saves the wide registers.
+// The features in the kernels' target pragmas except AMX, which request_amx checks. GCC's and clang's builtin also
+// checks whether the system saves the wide registers.
 bool has_avx2() {
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
     __builtin_cpu_init();
@@ -59,7 +59,7 @@ bool has_avx512() {
 }
 
 // Asks the system for the tile registers, for this process from now on: 0 if it may use them, an error number if not,
-// -1 on a CPU without.
+// -1 on a CPU without them.
 int request_tile_registers() {
 #if defined(TRIPTYCH_EMULATED)
     return has_avx512() ? 0 : -1;
@@ -193,7 +193,7 @@ PyObject* prefer_pages(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     const int64_t page = are_large ? 2 << 20 : sysconf(_SC_PAGESIZE);
     const int64_t first = (numbers[0] + page - 1) / page * page;
     const int64_t end = (numbers[0] + numbers[1]) / page * page;
-    // A wish: a kernel without large pages says no, and nothing is lost.
+    // Only advice: a system without large pages refuses it, without consequences.
     if (first < end) {
         (void)madvise(reinterpret_cast<void*>(first), static_cast<size_t>(end - first),
                       are_large ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);

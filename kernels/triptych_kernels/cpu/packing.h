@@ -1,4 +1,4 @@
-// How weights and rows lie for the microkernel.
+// Layout of weights and rows for the microkernel.
 //
 // Include isa.h before.
 #pragma once
@@ -13,15 +13,15 @@ namespace triptych {
 namespace {
 
 constexpr int64_t kTileRows = 16;                // of a register of AMX
-constexpr int64_t kTileBytes = 64 * kTileRows;  // of one; what may be read behind a chunk that lies in tiles
+constexpr int64_t kTileBytes = 64 * kTileRows;  // of one; the size of what may be read after a chunk in tiles
 
 enum class WeightKind : int { kBf16 = 0, kFp32 = 1, kInt8 = 2 };
 
-// How rows are laid for a product: as units of the microkernel; bf16 widened to fp32, of each pair the second first;
-// or, for AMX, as they are, many of them tile by tile.
+// Layout of rows for a product: units of the microkernel; bf16 widened to fp32, the second of each pair first; or, for
+// AMX, unchanged, or tile by tile if there are many.
 enum class RowForm { kUnits, kWide, kTiles };
 
-// with_amx: of bf16 rows alone, and where there are kernels for it.
+// with_amx: for bf16 rows only, and if there are kernels for it.
 inline RowForm form_of_few_rows(bool rows_are_fp32, bool with_amx) {
     if (kHasTiles && with_amx) {
         return RowForm::kTiles;
@@ -35,7 +35,7 @@ struct PackedWeight {
     int64_t in_features, out_features;
     WeightKind kind;
     bool rows_are_fp32;  // what it multiplies; bf16 otherwise
-    RowForm form;        // kWide and kTiles of bf16 rows alone
+    RowForm form;        // kWide and kTiles for bf16 rows only
 
     int64_t num_panels() const { return (out_features + kPanelColumns - 1) / kPanelColumns; }
     int64_t panel_bytes() const {
@@ -51,7 +51,7 @@ struct PackedWeight {
         return kind == WeightKind::kInt8 ? 2 * pairs : in_features;
     }
     int64_t padded_pairs() const { return ((in_features + 1) / 2 + kUnitsPerStep - 1) / kUnitsPerStep * kUnitsPerStep; }
-    // With the form that so many rows are multiplied in; results have the same bits.
+    // With the form in which num_rows rows are multiplied; results have the same bits.
     PackedWeight for_rows(int64_t num_rows) const {
         PackedWeight weight = *this;
         if (form == RowForm::kUnits && !rows_are_fp32 && widens_rows(num_rows)) {
@@ -62,14 +62,14 @@ struct PackedWeight {
     int64_t row_bytes() const { return in_features * (rows_are_fp32 ? 4 : 2); }
 };
 
-constexpr int64_t kRowsAsTheyLie = 64;  // more are worth laying out
+constexpr int64_t kRowsAsTheyLie = 64;  // with more rows, packing pays off
 
-// Whether a chunk of so many rows is read tile by tile, in order, instead of as the rows lie.
+// Whether a chunk of num_rows rows is packed tile by tile instead of being read in place.
 inline bool lies_in_tiles(const PackedWeight& weight, int64_t num_rows) {
     return weight.form == RowForm::kTiles && num_rows > kRowsAsTheyLie;
 }
 
-// The rows of one register, the `group`th of a chunk that lies in tiles: 64 bytes of each, then the next 64.
+// The rows of one register, number `group` of a chunk in tiles: 64 bytes of each row, then the next 64.
 template <class RowAt>
 inline void lay_tiles(const PackedWeight& weight, int64_t num_rows, int64_t group, const RowAt& row_at,
                       uint32_t* chunk) {
@@ -93,7 +93,7 @@ inline void lay_tiles(const PackedWeight& weight, int64_t num_rows, int64_t grou
     }
 }
 
-// At most 16 rows of a chunk as the weight is multiplied with them, at `out`.
+// At most 16 rows of a chunk in the layout of the product, at `out`.
 inline void lay_rows(const PackedWeight& weight, const char* const* rows, int num_rows, uint32_t* out) {
     if (weight.form == RowForm::kUnits) {
         return pack_rows(rows, num_rows, weight.row_bytes(), weight.num_units(), out, num_rows);

@@ -1,4 +1,4 @@
-"""Memory for packed weights: side by side in large pages, which are quicker to find and read ahead in."""
+"""Memory for packed weights: contiguous in large pages, which have fewer TLB misses and prefetch well."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _CACHE_LINE = 64
 
 
 class PanelMemory:
-    """Hands out pieces of large chunks, one behind the other; a chunk lives as long as any piece of it.
+    """Allocates pieces of large chunks, one after the other; a chunk lives as long as any of its pieces.
 
-    Projections are smaller than a few large pages, and apart most of each would lie in small ones.
+    Most projections are smaller than a few large pages; allocated separately, most of each would be in small
+    pages.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Nothing here keeps a chunk: without its last piece, another one is begun.
+        # Nothing here keeps a chunk alive: without its last piece, a new one is begun.
         self._last: weakref.ref[Tensor] | None = None
 
     def take(self, num_bytes: int) -> Tensor:
         """Uninitialised bytes at a 64-byte boundary.
 
-        More than a chunk are apart: a small piece behind them would keep all of them.
+        Pieces larger than a chunk are separate: a small piece after them would keep all of their memory.
         """
         if num_bytes > _CHUNK_BYTES:
             return own_panels(num_bytes)
@@ -42,7 +43,7 @@ class PanelMemory:
 
 
 def own_panels(num_bytes: int) -> Tensor:
-    """Uninitialised bytes at a 64-byte boundary that share their memory with nothing; many in large pages."""
+    """Uninitialised bytes at a 64-byte boundary in an allocation of their own; many in large pages."""
     alignment = LARGE_PAGE_BYTES if num_bytes >= LARGE_PAGE_BYTES else _CACHE_LINE
     memory = torch.empty(num_bytes + alignment, dtype=torch.uint8)
     panels = memory[-memory.data_ptr() % alignment :][:num_bytes]
@@ -51,7 +52,7 @@ def own_panels(num_bytes: int) -> Tensor:
 
 
 def _piece_behind(last: Tensor, num_bytes: int) -> Tensor | None:
-    """The bytes that follow `last` in its chunk, if there are as many."""
+    """The bytes that follow `last` in its chunk, if there are enough."""
     storage = last.untyped_storage()
     start = last.storage_offset() + last.nbytes + -last.nbytes % _CACHE_LINE
     end = -storage.data_ptr() % LARGE_PAGE_BYTES + _CHUNK_BYTES

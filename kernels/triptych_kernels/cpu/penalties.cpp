@@ -1,4 +1,4 @@
-// Penalties of tokens that a row has seen: only their logits are read and written, each once.
+// Penalties of tokens that a row has seen: only the logits of these tokens are read and written, each once.
 
 #include "arguments.h"
 
@@ -19,7 +19,7 @@ struct Penalised {
     int64_t num_rows, logits_stride, token_stride, vocab_size;
 };
 
-// marks: [vocab_size] zeros, and zeros again afterwards.
+// marks: [vocab_size] zeros on entry and on return.
 void penalise_row(const Penalised& call, int64_t index, uint32_t* marks) {
     const int32_t* seen = call.token_ids + call.rows[index] * call.token_stride;
     float* logits = call.logits + call.logit_rows[index] * call.logits_stride;
@@ -40,7 +40,7 @@ void penalise_row(const Penalised& call, int64_t index, uint32_t* marks) {
         marks[token] = 0;
         float value = logits[token];
         value = value > 0.0f ? value / repetition : value * repetition;
-        // Statements of their own, for nothing may be fused: rounded as the reference rounds.
+        // Separate statements, because nothing may be fused: rounded as the reference rounds.
         const float for_count = frequency * static_cast<float>(count);
         value -= for_count;
         logits[token] = count > 0 ? value - presence : value;
@@ -64,7 +64,7 @@ Outcome run_penalise(const int64_t* n) {
         }
     }
     parallel_for(call.num_rows, [&](int64_t index) {
-        // Kept, as to clear what was marked is cheaper than to clear all of it.
+        // Kept between calls, because clearing the marked entries is cheaper than clearing all.
         thread_local std::vector<uint32_t> marks;
         if (marks.size() < static_cast<size_t>(call.vocab_size)) marks.resize(call.vocab_size);
         penalise_row(call, index, marks.data());

@@ -14,7 +14,7 @@ from triptych_kernels.reference import REFERENCE
 
 
 def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: Tensor) -> None:
-    """See the reference. Ids outside of the vocabulary are passed over."""
+    """See the reference. Ids outside of the vocabulary are skipped."""
     (num_rows, vocab_size), (logits_stride, stride) = logits.shape, logits.stride()
     (num_token_rows, max_length), (token_stride, token_last) = token_ids.shape, token_ids.stride()
     if (

@@ -1,9 +1,9 @@
 // The pool of pool.h.
 //
-// A call publishes a job: what to run, how many tasks, and one word that holds the job's number and the next
-// task. Threads take tasks by compare-and-swap on that word, so a thread that is late by a whole job takes
-// nothing of the next one by mistake. Between calls a thread spins for a moment, since the next call usually
-// is microseconds away, and then sleeps.
+// A call publishes a job: what to run, how many tasks, and one word that holds the job's number and the next task.
+// Threads take tasks by compare-and-swap on that word, so a thread that is late by a whole job cannot take a task of
+// the next one by mistake. Between calls a thread spins for a moment, since the next call usually is microseconds away,
+// and then sleeps.
 
 #include "pool.h"
 
@@ -42,8 +42,8 @@ class Pool {
 public:
     void run(int64_t num_tasks, Body body, void* context, int num_threads) {
         start_threads(num_threads - 1);
-        // Closed first: a thread that still looks at the last job's ticket must not find it open again by this
-        // job's number of tasks. Whoever reads a field of this job sees the closed ticket, so its exchange fails.
+        // Closed first: a thread that still reads the last job's ticket must not find it open again by this job's
+        // number of tasks. A thread that reads a field of this job sees the closed ticket, so its exchange fails.
         ticket_.store((uint64_t{job_} << kTaskBits) | kTaskMask, std::memory_order_release);
         body_.store(body, std::memory_order_release);
         context_.store(context, std::memory_order_release);
@@ -60,7 +60,7 @@ public:
         }
         take_tasks(job_);
         for (int turn = 0; num_done_.load(std::memory_order_acquire) != num_tasks; ++turn) {
-            // A helper that lost its core gets this one sooner.
+            // Yields to a helper that lost its core.
             turn < kSpinTurns ? relax() : std::this_thread::yield();
         }
     }
@@ -74,7 +74,7 @@ private:
                 std::thread([this, index = num_started_] { serve(index); }).detach();
             }
         } catch (const std::system_error&) {
-            // The system gives no more threads: those there are, the caller at least, do the work.
+            // The system allows no more threads: the existing ones, at least the caller, do the work.
         }
     }
 
@@ -88,7 +88,7 @@ private:
             if ((ticket >> kTaskBits) != job || task >= num_tasks) {
                 return;
             }
-            // Success proves that the job is still open, hence that what was read above belongs to it.
+            // Success implies that the job is still open, so the fields read above belong to it.
             if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
                 continue;
             }
@@ -138,7 +138,7 @@ public:
     }
 
 private:
-    std::mutex owner_;  // held by the call that has the pool
+    std::mutex owner_;  // held by the call that uses the pool
     std::mutex mutex_;  // of wake_
     std::condition_variable wake_;
     std::atomic<int> num_sleeping_{0};
@@ -154,8 +154,8 @@ private:
 
 std::atomic<int> wanted_threads{1};
 
-// Never deleted: its threads may outlive everything at exit. A forked child has none of its threads, so it
-// gets a new one.
+// Never deleted: its threads may outlive everything at exit. A forked child has none of its threads, so it gets a new
+// one.
 Pool* the_pool = nullptr;
 
 void make_pool() { the_pool = new Pool; }

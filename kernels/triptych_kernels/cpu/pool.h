@@ -13,10 +13,9 @@ namespace triptych {
 void set_num_threads(int num_threads);
 int num_threads();
 
-// Runs body(context, task) for every task from 0 to num_tasks - 1, on the calling thread and the pool's, and
-// returns when all are done. Tasks are taken one by one, so a thread that is not running delays at most the
-// task it holds. A call from within a task, or while another thread's call has the pool, runs on the calling
-// thread alone.
+// Runs body(context, task) for every task from 0 to num_tasks - 1, on the calling thread and the pool's, and returns
+// when all are done. Tasks are taken one by one, so a thread that is not running delays at most the task it holds. A
+// call from within a task, or while another thread's call uses the pool, runs on the calling thread alone.
 void run_tasks(int64_t num_tasks, void (*body)(void*, int64_t), void* context);
 
 // run_tasks for a callable: parallel_for(n, [&](int64_t task) { ... }). The callable must not throw.
@@ -34,16 +33,16 @@ inline void parallel_for(int64_t num_tasks, Body&& body) {
         const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// Memory of the calling thread: at least num_bytes, 64-byte aligned, uninitialised, kept until the thread
-// asks the same slot for more. Slots are independent; a function that calls another must not use a slot the
-// other uses. Returns nullptr when there is no memory.
+// Memory of the calling thread: at least num_bytes, 64-byte aligned, uninitialised, kept until the thread asks the same
+// slot for more. Slots are independent; a function that calls another must not use a slot that the other uses. Returns
+// nullptr if memory cannot be allocated.
 void* scratch(int slot, size_t num_bytes);
 
 enum ScratchSlot : int {
     kScratchGemmRows = 0,      // rows packed for the microkernel; read by all threads of a call
-    kScratchGemmPanel = 1,     // weights widened; what experts' gates and ups were, whose weights never are
-    kScratchExperts = 2,       // what lies between the two projections of experts
-    kScratchExpertsIndex = 3,  // which token is where
+    kScratchGemmPanel = 1,     // weights widened; gates and ups of experts, whose weights are never widened
+    kScratchExperts = 2,       // between the two projections of experts
+    kScratchExpertsIndex = 3,  // routing of tokens to experts
     kScratchAttention = 4,     // for attention.cpp
     kScratchElementwise = 5,   // for elementwise.cpp
     kNumScratchSlots = 8,

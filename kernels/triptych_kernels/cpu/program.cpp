@@ -1,8 +1,8 @@
 // Programs: kernels that run one after the other, for one call from Python.
 //
-// A number of a kernel is fixed when the program is made, or is that of a register, which each run is told: what
+// A number of a kernel is fixed when the program is made, or that of a register, which is passed to each run: what
 // differs from step to step. A part of a program may run for a few rows at a time, so that what one kernel writes is
-// still in the caches when the next reads it. Knows nothing of what kernels do.
+// still in the caches when the next reads it. Knows nothing about the kernels.
 
 #include "arguments.h"
 
@@ -23,15 +23,15 @@ struct Step {
     size_t first_number;
 };
 
-// A number that each run is told: a register's and, for each row before those at hand, row_bytes more.
+// A number that is passed to each run: a register's value, plus row_bytes for each row before the current ones.
 struct RegisterArgument {
     size_t number;
     Py_ssize_t source;
     int64_t row_bytes;
 };
 
-// Steps that run together. The register `count` has the number of rows, and is that of those at hand to the steps;
-// `at_once` has how many these are at most. Below 0: steps that run once.
+// Steps that run together. The register `count` has the number of rows; for the steps it has the number of current
+// rows. `at_once` has the maximum of that. Below 0: steps that run once.
 struct Part {
     std::vector<Step> steps;
     std::vector<RegisterArgument> register_arguments;
@@ -54,7 +54,7 @@ bool is_register(Py_ssize_t index, const Program& program) {
     return false;
 }
 
-// A step is (address of a kernel, its numbers, for each the register that it comes from or -1, and its bytes a row).
+// A step is (address of a kernel, its numbers, for each number its register or -1, and its bytes per row).
 bool add_step(PyObject* step, Program& program, Part& part) {
     long long address;
     PyObject *numbers, *registers, *row_bytes;
@@ -81,7 +81,7 @@ bool add_step(PyObject* step, Program& program, Part& part) {
     return true;
 }
 
-// A part is (register of the number of rows, of how many at once, steps); no registers: -1.
+// A part is (register of the number of rows, register of the number at once, steps); -1 for no register.
 bool add_part(PyObject* description, Program& program) {
     Part part;
     PyObject* steps;
@@ -111,7 +111,7 @@ PyObject* make_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
     return capsule;
 }
 
-// Steps with the `count` rows from `first` on.
+// Runs the steps for the `count` rows starting at `first`.
 Outcome run_steps(const Part& part, const int64_t* registers, int64_t first, int64_t count, int64_t* numbers) {
     for (const auto& [number, source, row_bytes] : part.register_arguments) {
         numbers[number] = source == part.count ? count : registers[source] + first * row_bytes;
@@ -141,7 +141,7 @@ PyObject* run_program(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!read_numbers("run_program", arguments + 1, count - 1, registers.data(), program->num_registers)) {
         return nullptr;
     }
-    // Of this run alone: another thread may run the same program.
+    // A copy for this run: another thread may run the same program.
     std::vector<int64_t> numbers = program->numbers;
     Outcome outcome;
     Py_BEGIN_ALLOW_THREADS

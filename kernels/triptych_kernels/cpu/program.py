@@ -1,4 +1,4 @@
-"""Programs of native kernels: many calls in one, made once and run every step."""
+"""Programs of native kernels: many calls in one, built once and run in every step."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _NO_REGISTER = -1
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A number that each run is told.
+    """A number that is passed to each run.
 
-    row_bytes: of an address, how far it moves on for each row before those that kernels have at hand.
+    row_bytes: for an address, how far it advances per row that was processed before the current ones.
     """
 
     index: int
     row_bytes: int = 0
 
     def by_row(self, row_bytes: int) -> Register:
-        """The address of the first row at hand, in `Program.over_rows`."""
+        """The address of the first of the current rows, in `Program.over_rows`."""
         return Register(self.index, row_bytes)
 
 
 class Program:
-    """Kernels that run one after the other; the arithmetic, and what each is told, is in the .cpp files.
+    """Kernels that run one after the other; arithmetic and arguments are in the .cpp files.
 
-    It keeps no tensor and no plan: whoever makes it holds all that its numbers are addresses of.
+    It keeps no tensor and no plan alive: its owner holds everything whose address it contains.
     """
 
     def __init__(self, isa: Isa, registers: Sequence[str]) -> None:
-        """registers: names, in the order in which `run` takes their numbers.  isa: whose kernels run."""
+        """registers: names, in the order of the numbers of `run`.  isa: the kernels' instruction set."""
         self._addresses = isa.native.addresses
         self._registers = {name: Register(index) for index, name in enumerate(registers)}
         self._parts: list[tuple[int, int, list[object]]] = [(_NO_REGISTER, _NO_REGISTER, [])]
@@ -41,11 +41,11 @@ class Program:
         self._run = native_module().run_program
 
     def register(self, name: str) -> Register:
-        """The register of that name. KeyError where there is none."""
+        """The register of that name. KeyError if there is none."""
         return self._registers[name]
 
     def add(self, kernel: str, *arguments: object) -> None:
-        """Append a kernel with what its function in the module takes; registers where numbers vary."""
+        """Append a kernel with its function's arguments; registers for numbers that vary between runs."""
         registers = [each if isinstance(each, Register) else Register(_NO_REGISTER) for each in arguments]
         register_indexes, row_bytes = (
             tuple(each.index for each in registers),
@@ -55,16 +55,16 @@ class Program:
 
     @contextmanager
     def over_rows(self, count: Register, at_once: Register) -> Iterator[None]:
-        """What is added within runs for `at_once` rows at a time, all kernels before the next rows.
+        """Kernels added inside run for `at_once` rows at a time, all kernels before the next rows.
 
-        There are `count` rows; as an argument of a kernel, `count` is how many are at hand.
+        There are `count` rows. As an argument of a kernel, `count` is the number of current rows.
         """
         self._parts.append((count.index, at_once.index, []))
         yield
         self._parts.append((_NO_REGISTER, _NO_REGISTER, []))
 
     def finish(self) -> None:
-        """Make what runs. TypeError, ValueError where a kernel takes other arguments."""
+        """Build the program. TypeError or ValueError for wrong arguments of a kernel."""
         self._made = native_module().make_program(len(self._registers), self._parts)
 
     def run(self, *numbers: int) -> None:

@@ -1,8 +1,7 @@
 // Sixteen floats at a time: exp, tanh, and loads and stores of bf16 and fp32 rows.
 //
-// Products and sums that must round apart go through `mul`, which no compiler fuses with an addition: a
-// result must not depend on which of two inlined copies of a loop was contracted. Include isa.h before. Knows no
-// tensors.
+// Products and sums that must round separately use `mul`, which no compiler fuses with an addition: a result must not
+// depend on which of two inlined copies of a loop was contracted. Include isa.h before. Knows no tensors.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +31,8 @@ inline Floats exp16(Floats x) {
     return scale_from(splat(-104.0f), x, add(y, splat(1.0f)), n);
 }
 
-// e^x for x up to 0, to 1e-5 of it: enough for what is then rounded to bf16, and half the work. As exp16 in all else.
+// e^x for x up to 0, with relative error 1e-5: enough for results that are rounded to bf16, and half the work.
+// Otherwise as exp16.
 // Source: 2^f as a polynomial of least relative error over [-1/2, 1/2] that is 1 at 0.
 inline Floats coarse_exp16(Floats x) {
     const Floats t = max(splat(-160.0f), mul(x, splat(1.44269504088896341f)));
@@ -60,7 +60,7 @@ inline Floats tanh16(Floats x) {
     return where_at_least(size, splat(0.625f), signed_far, y);
 }
 
-// In place of a mask: all sixteen. A masked store is slow to read back, a loop of whole vectors does without.
+// Instead of a mask: all sixteen lanes. A masked store is slow to read back; a loop over whole vectors needs none.
 struct AllLanes {};
 
 // body(i, lanes) for vectors at 0, 16, ... of a row.
@@ -71,7 +71,7 @@ inline void for_vectors(int64_t width, const Body& body) {
     if (i < width) body(i, first_lanes(width - i));
 }
 
-// What differs between the two dtypes in loops over rows.
+// The differences between the two dtypes in loops over rows.
 struct Fp32 {
     using Element = float;
     static Floats load(const float* from, AllLanes = {}) { return triptych::load(from); }
@@ -97,8 +97,8 @@ struct Bf16 {
     static void store(uint16_t* to, AllLanes, Floats x) { store(to, x); }
     static void store(uint16_t* to, Mask mask, Floats x) { store_halves_part(to, mask, narrow(x)); }
     static Floats rounded(Floats x) { return widen(narrow(x)); }
-    // gate / (1 + e^-gate) to 1e-5 of it, by e^-|gate|, which cannot overflow: times it above and below the line where
-    // the gate is negative.
+    // gate / (1 + e^-gate) with relative error 1e-5, by e^-|gate|, which cannot overflow: for negative gates numerator
+    // and denominator are multiplied by it.
     static Floats silu(Floats gate) {
         const Floats one = splat(1.0f);
         const Floats decay = coarse_exp16(either(gate, splat(-0.0f)));

@@ -1,6 +1,6 @@
-"""Every op in plain torch: the specification, and what runs where no faster kernel is at hand.
+"""Every op in plain torch: the specification, and the implementation where there is no faster kernel.
 
-Knows no model, no request and no device but its tensors' own.
+Knows no model, no request and no device but that of its tensors.
 """
 
 from triptych_kernels.ops import Ops

@@ -9,11 +9,11 @@ from torch import Tensor
 from triptych_kernels.gated_linear import GatedLinear
 from triptych_kernels.reference.activation import silu_and_mul
 
-# The layout is chosen for this many rows; it serves any number.
+# The layout is chosen for this number of rows; it serves any number.
 _EXPECTED_ROWS = 32
 
 
-class _PlainLinear:
+class PlainLinear:
     """x W^T + b by torch's own call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
@@ -47,13 +47,13 @@ def pack_linear(
     *,
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
-) -> _PlainLinear | _PackedLinear:
-    """See ops.PackLinear. int8 is not served here."""
+) -> PlainLinear | _PackedLinear:
+    """See ops.PackLinear. int8 is not supported here."""
     if quantization:
-        raise ValueError(f"quantization {quantization!r} needs native kernels, which are not at hand")
+        raise ValueError(f"quantization {quantization!r} needs native kernels, which are not available")
     if weight.device.type == "cpu" and _can_pack(weight.dtype):
         return _PackedLinear(weight, bias, out_dtype)
-    return _PlainLinear(weight, bias, out_dtype)
+    return PlainLinear(weight, bias, out_dtype)
 
 
 def pack_gated_linear(
@@ -63,7 +63,7 @@ def pack_gated_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
 ) -> GatedLinear:
-    """silu_and_mul of what pack_linear makes of gates over ups: [T, F] of a weight [2 F, K]."""
+    """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
     return GatedLinear(
         pack_linear(weight, bias, out_dtype=out_dtype, quantization=quantization), silu_and_mul
     )

@@ -43,14 +43,14 @@ class _ReferenceExperts:
 
 
 def expert_slice_of(expert_range: tuple[int, int], first: int, end: int) -> slice:
-    """Where experts first to end - 1 are among those of a range. ValueError where they are not all there."""
+    """Indices of experts first to end - 1 within a range. ValueError if not all are in the range."""
     if not expert_range[0] <= first < end <= expert_range[1]:
         raise ValueError(f"experts {first} to {end} are not all among {expert_range[0]} to {expert_range[1]}")
     return slice(first - expert_range[0], end - expert_range[0])
 
 
 def check_follows(expert_range: tuple[int, int], following: tuple[int, int]) -> None:
-    """ValueError where a gap is between two ranges, or they overlap."""
+    """ValueError if there is a gap between two ranges, or if they overlap."""
     if expert_range[1] != following[0]:
         raise ValueError(f"experts from {following[0]} on do not follow those up to {expert_range[1]}")
 

@@ -35,7 +35,7 @@ def paged_attention(
     cap(x) = soft_cap * tanh(x / soft_cap); a sink adds exp(sinks[h]) to the denominator of head h.
     query: [T, H, D]; head h reads KV head h // (H / G).  sinks: [H].  Returns [T, H, E] in query's dtype.
     key_cache: [B, G, S, D], value_cache: [B, G, S, E], contiguous. Blocks of other rows are never read;
-    places in a row's blocks behind its last token must hold finite numbers.
+    positions in a row's blocks after its last token must hold finite numbers.
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     for group in _decode_groups(batch, window, key_cache.shape[1]):
@@ -65,7 +65,7 @@ def paged_attention(
 class _DecodeGroup:
     """Rows with one token each whose visible KV pads to the same number of blocks."""
 
-    tokens: Tensor | None  # [n], their places in the step; None where they are all of it, in order
+    tokens: Tensor | None  # [n], their indices in the step; None if they are all of it, in order
     gather: Tensor  # [G * n * padded blocks], rows of a cache seen as [B * G, S * D]
     bias: Tensor  # [n, 1, L] fp32, 0 where visible, else -inf
 
@@ -94,7 +94,7 @@ def _make_decode_groups(batch: AttentionBatch, window: int | None, num_kv_heads:
     for rung in rungs.unique().tolist():
         members = (rungs == rung).nonzero().flatten()
         is_whole_step = members.numel() == batch.num_rows
-        # Padding repeats the row's own last block: NaN that another row holds must not reach this one.
+        # Padding repeats the row's own last block: NaN of other rows must not get into this one.
         steps = torch.arange(ladder[rung], device=lengths.device)
         columns = torch.minimum(first_block[members, None] + steps, last_block[members, None])
         block_ids = batch.block_tables[single_rows[members, None], columns].long()
@@ -116,7 +116,7 @@ def _make_decode_groups(batch: AttentionBatch, window: int | None, num_kv_heads:
 def _padded_block_counts(max_blocks: int, block_size: int) -> list[int]:
     """Lengths that rows are padded to, as blocks: 64 tokens, then powers of two and one step between them.
 
-    A function of the row's own length alone, so its sums have one order whoever shares the batch.
+    A function of the row's own length alone, so its sums have one order in every batch.
     """
     ladder, length = [-(-_MIN_PADDED_LENGTH // block_size)], 2 * _MIN_PADDED_LENGTH
     while ladder[-1] < max_blocks:
@@ -144,7 +144,7 @@ def _attend_single_tokens(
         queries.reshape(num_kv_heads * num_rows, share, key_dim),
         keys.view(num_kv_heads * num_rows, length, key_dim).transpose(1, 2),
     ).view(num_kv_heads, num_rows, share, length)
-    del keys  # So that the values are gathered into memory that is still in the CPU's cache.
+    del keys  # The values are gathered into memory that is still in the CPU's cache.
     head_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, share, 1)
     weights = _softmax(products, group.bias, scale, head_sinks, soft_cap).to(query.dtype)
     values = value_cache.view(num_blocks * num_kv_heads, -1).index_select(0, group.gather)
@@ -171,7 +171,7 @@ def _softmax(
 
 @dataclass(slots=True)
 class _Tile:
-    """Consecutive tokens of one row, and the keys any of them sees: places among those gathered."""
+    """Consecutive tokens of one row, and indices of the gathered keys that any of them sees."""
 
     first_token: int
     end_token: int

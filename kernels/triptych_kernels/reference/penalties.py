@@ -11,11 +11,11 @@ from triptych_kernels.ops import Penalised
 def penalise(logits: Tensor, token_ids: Tensor, penalised: Penalised, lengths: Tensor) -> None:
     """Change, in place, the logits of tokens that rows have seen; all others stay as they are.
 
-    The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
-    0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
-    and presence once if it stands there at all.
+    The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition if it is above 0,
+    else multiplied. Then frequency is subtracted for each occurrence of the token after the prompt, and
+    presence once if there is any.
     logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the
-    vocabulary; in prompts also -1, which is passed over.
+    vocabulary; in prompts also -1, which is skipped.
     lengths: [P] int64.
     """
     columns = zip(

@@ -1,4 +1,4 @@
-"""Rotary positions, and the store of the keys they turned, in plain torch."""
+"""Rotary positions, and stores of the rotated keys, in plain torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def rotary_kv_write(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Turn queries and keys by their positions; store keys and values. Queries are changed in place.
+    """Rotate queries and keys by their positions; store keys and values. Queries are changed in place.
 
-    Each head's first rotary_dim values turn in halves: (a, b) -> (a cos - b sin, b cos + a sin), in fp32.
-    With query_norm and key_norm ([D]) each head is first normed (rms_norm), and rounded.
+    Each head's first rotary_dim values are rotated in halves: (a, b) -> (a cos - b sin, b cos + a sin), in
+    fp32. With query_norm and key_norm ([D]) each head is first normed (rms_norm), and rounded.
     qkv: [T, (H + 2 G) D], heads of q, then of k, then of v.  positions: [T] int64.
     cos_sin: [max_positions, rotary_dim] fp32, cosines in the first half.  slot_mapping: [T] int64; a negative
     slot stores nothing.  key_cache, value_cache: [B, G, S, D], written.

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from triptych_kernels.ops import Linear
 
-# Greedy but for ties, and far from making logits overflow.
+# Greedy except for ties, and far from making logits overflow.
 MIN_TEMPERATURE = 1e-6
 _CDF_CHUNK = 128
 _MAX_WEIGHTS = 1 << 20
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, draw: int) -> Tensor:
-    """One uniform number in [0, 1) a row: a pure function of (seed, position, draw), equal on every machine.
+    """One uniform number in [0, 1) per row: a pure function of (seed, position, draw), on every machine.
 
     The output function of SplitMix64, applied to the seed, then after adding the position, then the draw.
-    seeds: [N] int64, the bits of an unsigned seed.  positions: [N] int64.  draw: which use at a position.
-    Returns [N] float64, a multiple of 2^-52.
+    seeds: [N] int64, the bits of an unsigned seed.  positions: [N] int64.  draw: index among the draws at a
+    position. Returns [N] float64, a multiple of 2^-52.
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
     """
     state = _mix(_mix(_mix(seeds) + positions) + draw)
@@ -44,7 +44,7 @@ def _logical_shift(bits: Tensor, num_bits: int) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:
-    """Draw one token a row from softmax(logits / temperature), cut by min-p, then top-k, then top-p.
+    """Draw one token per row from softmax(logits / temperature), cut by min-p, then top-k, then top-p.
 
     By inverse CDF in vocabulary order. Min-p keeps what has at least min_p times the largest probability,
     top-k the k largest, top-p the fewest largest of the rest that reach top_p of its mass; ties of the
@@ -54,15 +54,15 @@ def sample(
     Returns [N] int64; any token for a row without a finite maximum.
     """
     columns = (logits, temperature, top_k, top_p, min_p, uniforms)
-    # Some rows at a time, so that what is between is found in the cache again.
+    # Some rows at a time, so that intermediate results stay in the cache.
     parts = zip(*(column.split(max(1, _MAX_WEIGHTS // logits.shape[1])) for column in columns), strict=True)
     return torch.cat([_draw(kept_weights(*part[:5]), part[5]) for part in parts])
 
 
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """What `sample` draws in proportion to: probabilities [N, V] fp32 before the cuts, 0 where cut away."""
+    """The weights that `sample` draws by: probabilities [N, V] fp32 before the cuts, 0 where cut."""
     weights = torch.softmax(logits / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
-    # Each cut costs only the rows that ask for it.
+    # Each cut costs only the rows that request it.
     rows = (min_p > 0.0).nonzero().squeeze(1)
     if len(rows):
         part = weights.index_select(0, rows)
@@ -94,10 +94,10 @@ def _smallest_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _sorted(weights: Tensor) -> Tensor:
-    """Each row, the largest first."""
+    """Each row sorted in descending order."""
     if weights.device.type != "cpu":
         return weights.sort(dim=-1, descending=True).values
-    # Torch sorts places along with weights, and by no vector instructions, which takes fifty times as long.
+    # Torch's sort also sorts indices, and without vector instructions, which takes fifty times as long.
     return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
 
 
@@ -107,7 +107,7 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _by_chunk(weights: Tensor) -> Tensor:
-    """[N, chunks, _CDF_CHUNK]: sums of chunks are taken alike for one row and for many, unlike long sums."""
+    """[N, chunks, _CDF_CHUNK]: sums of chunks are the same for one row and for many, unlike long sums."""
     num_rows, vocab_size = weights.shape
     num_chunks = -(-vocab_size // _CDF_CHUNK)
     if vocab_size < num_chunks * _CDF_CHUNK:
@@ -116,12 +116,12 @@ def _by_chunk(weights: Tensor) -> Tensor:
 
 
 def _total(weights: Tensor) -> Tensor:
-    """[N, 1] float64, as the running sum has it, so that no rounding can put a share of it beyond the end."""
+    """[N, 1] float64, as the running sum has it, so that rounding cannot put a share of it beyond the end."""
     return _by_chunk(weights).sum(-1).cumsum(-1, dtype=torch.float64)[:, -1:]
 
 
 def _first_index(weights: Tensor, target: Tensor, is_before: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """[N] the first place whose running sum of weights is not before target [N, 1]: by chunk, then inside."""
+    """[N] the first index whose running sum of weights is not before target [N, 1]: by chunk, then inside."""
     chunks = _by_chunk(weights)
     reached = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
     chunk = is_before(reached, target).sum(-1, keepdim=True).clamp_(max=reached.shape[1] - 1)
@@ -145,7 +145,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The products x W^T + b of the rows `kept`, and what `greedy` says of those of all rows.
+    """The products x W^T + b of the rows `kept`, and the result of `greedy` for those of all rows.
 
     x: [N, in_features].  kept: [K] int64, ascending.  Returns [K, V] in the linear's dtype, [N] fp32 and
     [N] int64.

@@ -1,4 +1,4 @@
-"""Every op as a Triton kernel: what runs on a CUDA device. Importing this package needs triton.
+"""Every op as a Triton kernel, for CUDA devices. Importing this package needs triton.
 
 Knows no model and no request.
 """
@@ -27,8 +27,8 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
     """The table for a GPU.
 
     deterministic: tiles of one shape and one order of summation for all sizes, so that a token's result has
-    the same bits whatever else is computed with it. Projections are then Triton's instead of cuBLAS's, and
-    nobody shares out the keys of a long row.
+    the same bits in every batch. Projections are then computed by Triton instead of cuBLAS, and the keys of a
+    long row are not split.
     """
     return Ops(
         name="triton-deterministic" if deterministic else "triton",

@@ -1,9 +1,9 @@
 """Mixtures of experts as grouped products over (token, expert) pairs, as Triton kernels.
 
-Pairs are put in order of their experts on the device, the order of tokens kept. A tile is consecutive pairs
-of one expert. How many there are is known to the device alone, so a launch has as many programs as there
-could be, and those behind the last tile find nothing. So nothing waits for the device, and a CUDA graph of a
-step serves every choice of experts.
+Pairs are sorted by expert on the device, keeping the order of tokens. A tile is consecutive pairs of one
+expert. Only the device knows the number of tiles, so a launch has the maximum number of programs, and those
+beyond the last tile exit. So nothing waits for the device, and a CUDA graph of a step serves every choice of
+experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAIRS_PER_PASS = 1024
 def _order_pairs_kernel(
     expert_ids_ptr, pairs_ptr, starts_ptr, counts_ptr, num_pairs, first_expert, BLOCK_P: tl.constexpr
 ):
-    """One expert's pairs, in order, behind those of the experts before it; their start and number."""
+    """One expert's pairs, in order, after those of the experts before it; their start and number."""
     expert = tl.program_id(0)
     offset = tl.arange(0, BLOCK_P)
     start, count = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -47,7 +47,7 @@ def _order_pairs_kernel(
 
 @triton.jit
 def _find_tile(starts_ptr, counts_ptr, tile, num_experts, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(expert, place of the tile's first pair, place behind the expert's last); num_experts for no expert."""
+    """(expert, index of the tile's first pair, end of the expert's pairs); num_experts for no expert."""
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0)
     ends = tl.cumsum((counts + BLOCK_P - 1) // BLOCK_P, axis=0)
@@ -76,7 +76,7 @@ def _gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """silu(gate(x)) * up(x) of a tile of pairs, BLOCK_N features; in order of experts."""
+    """silu(gate(x)) * up(x) of a tile of pairs, BLOCK_N features; sorted by expert."""
     expert, first, end = _find_tile(starts_ptr, counts_ptr, tl.program_id(0), num_experts, BLOCK_P, BLOCK_E)
     if expert < num_experts:
         slot = first + tl.arange(0, BLOCK_P)
@@ -162,7 +162,7 @@ def _sum_parts_kernel(
     for index in range(NUM_PAIRS_PER_TOKEN):
         pair = token * NUM_PAIRS_PER_TOKEN + index
         local = tl.load(expert_ids_ptr + pair).to(tl.int64) - first_expert
-        # A part that nobody wrote is not read either.
+        # A part that was not written is not read either.
         is_read = is_output & (local >= 0) & (local < num_experts)
         part = tl.load(parts_ptr + pair * num_outputs + output, mask=is_read, other=0.0).to(tl.float32)
         weight = tl.load(weights_ptr + pair).to(tl.float32)
@@ -172,7 +172,7 @@ def _sum_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program of a grouped product computes, and how it is run."""
+    """What one program of a grouped product computes, and its launch options."""
 
     pairs: int
     outputs: int
@@ -180,9 +180,9 @@ class _Tile:
     num_warps: int
 
 
-# Large enough for prompts; of a decode's few pairs the time goes into reading weights, whatever the tile.
+# Large enough for prompts. With the few pairs of a decode, reading weights dominates, whatever the tile.
 _FIXED_TILE = _Tile(pairs=64, outputs=64, inputs=64, num_warps=4)
-# By pairs that an expert has on average.
+# By the average number of pairs per expert.
 _TILES = ((16, _Tile(pairs=16, outputs=64, inputs=64, num_warps=4)), (64, _FIXED_TILE))
 _LARGE_TILE = _Tile(pairs=128, outputs=64, inputs=64, num_warps=8)
 _NUM_STAGES = 3
@@ -199,14 +199,12 @@ class _TritonExperts:
         self.expert_range = (first_expert, first_expert + down.shape[0])
 
     def take(self, first: int, end: int) -> _TritonExperts:
-        """See ops.Experts."""
         expert_slice = expert_slice_of(self.expert_range, first, end)
         return _TritonExperts(
             self._gate_up[expert_slice].clone(), self._down[expert_slice].clone(), first, self._is_fixed
         )
 
     def join(self, more: Experts) -> _TritonExperts:
-        """See ops.Experts."""
         if not isinstance(more, _TritonExperts):
             raise ValueError(f"experts of {type(more).__name__} cannot follow those of a GPU")
         check_follows(self.expert_range, more.expert_range)
@@ -235,7 +233,7 @@ class _TritonExperts:
         pairs, starts, counts = self._order(ids)
         hidden = x.new_empty(num_pairs, num_features)
         parts = x.new_empty(num_pairs, num_outputs)
-        # Full tiles, and at most one that is not full for each expert that somebody chose.
+        # Full tiles, and at most one partial tile for each chosen expert.
         max_tiles = num_pairs // tile.pairs + min(num_experts, num_pairs)
         shape = {
             "BLOCK_E": triton.next_power_of_2(num_experts),
@@ -285,7 +283,7 @@ class _TritonExperts:
         return out
 
     def _order(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[P] int32 pairs in order of experts; [E] int32 where each expert's begin, and how many they are."""
+        """[P] int32 pairs sorted by expert; [E] int32 first pair of each expert, and number of its pairs."""
         num_experts = self._down.shape[0]
         pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
         starts, counts = torch.empty(2, num_experts, dtype=torch.int32, device=ids.device)
@@ -300,7 +298,7 @@ class _TritonExperts:
         for most_pairs, tile in _TILES:
             if num_pairs <= most_pairs * self._down.shape[0]:
                 return tile
-        # The largest tile of fp32 does not fit in shared memory three times.
+        # Three of the largest tiles of fp32 do not fit in shared memory.
         return _TILES[-1][1] if dtype is torch.float32 else _LARGE_TILE
 
 

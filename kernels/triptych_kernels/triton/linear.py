@@ -1,6 +1,6 @@
-"""Projections on a GPU: cuBLAS where speed is all, one Triton kernel for narrow weights and for fixed tiles.
+"""Projections on a GPU: cuBLAS for speed, one Triton kernel for narrow weights and for fixed tiles.
 
-Knows no layer: a weight is laid out once and multiplied by whatever comes.
+Knows no layer: a weight is packed once and multiplied by any rows.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.gated_linear import GatedLinear
+from triptych_kernels.reference.linear import PlainLinear
 from triptych_kernels.triton.activation import silu_and_mul
 
 _FP8_MAX = 448.0
 _INT8_MAX = 127.0
 
 
-# Nothing is compiled for particular numbers of rows: they change from step to step.
+# No specialization on the number of rows, which changes from step to step.
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,
@@ -39,7 +39,7 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """A tile of x W^T * scales + bias. One program sums all of K, in steps of BLOCK_K from the left."""
-    # Tiles of rows are neighbours, so that those that read the same weights run together.
+    # Tiles of rows are neighbours, so that programs that read the same weights run together.
     row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     offset = tl.arange(0, BLOCK_K)
@@ -62,7 +62,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program of the kernel computes, and how it is run."""
+    """What one program of the kernel computes, and its launch options."""
 
     rows: int
     outputs: int
@@ -71,11 +71,11 @@ class _Tile:
     num_stages: int
 
 
-# A row's sum has one order because the shape is the same for every number of rows: a function of the weight
-# alone. Weights with few outputs are cut into narrow tiles, so that a few rows occupy all processors too.
+# A row's sum has one order because the shape depends only on the weight, not on the number of rows.
+# Weights with few outputs are cut into narrow tiles, so that a few rows occupy all processors too.
 _FIXED_TILE = _Tile(rows=64, outputs=32, inputs=64, num_warps=4, num_stages=4)
 _MIN_OUTPUTS_OF_LARGE_TILES = 16_384
-# By rows: few rows need many narrow programs to draw on all of the memory's bandwidth.
+# By rows: few rows need many narrow programs to use all of the memory's bandwidth.
 _TILES = (
     (16, _Tile(rows=16, outputs=32, inputs=128, num_warps=4, num_stages=4)),
     (64, _Tile(rows=64, outputs=64, inputs=64, num_warps=4, num_stages=4)),
@@ -141,21 +141,8 @@ def _tile_for(num_rows: int, dtype: torch.dtype) -> _Tile:
     for most_rows, tile in _TILES:
         if num_rows <= most_rows:
             return tile
-    # Two tiles of fp32 of the largest shape do not fit in shared memory three times.
+    # Three stages of two fp32 tiles of the largest shape do not fit in shared memory.
     return _TILES[-1][1] if dtype is torch.float32 else _LARGE_TILE
-
-
-class _TorchLinear:
-    """x W^T + b by cuBLAS."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product = F.linear(x, self._weight, self._bias)
-        return product if self._out_dtype is None else product.to(self._out_dtype)
 
 
 class _TritonLinear:
@@ -192,18 +179,18 @@ def pack_linear(
     out_dtype: torch.dtype | None = None,
     quantization: str = "",
     deterministic: bool = False,
-) -> _TorchLinear | _TritonLinear:
-    """See ops.PackLinear. "fp8" stores e4m3 with one fp32 scale an output (absolute maximum over 448).
+) -> PlainLinear | _TritonLinear:
+    """See ops.PackLinear. "fp8" stores e4m3 with one fp32 scale per output (absolute maximum over 448).
 
-    Both quantizations are of weights alone: products are of x's dtype.  deterministic: a row's result has the
-    same bits in every batch.
+    Both quantizations apply to weights only: products are of x's dtype.  deterministic: a row's result has
+    the same bits in every batch.
     """
     if quantization:
         narrow, scales = _quantize(weight, quantization)
         return _TritonLinear(narrow, scales, bias, out_dtype, deterministic)
     if deterministic:
         return _TritonLinear(weight, None, bias, out_dtype, is_fixed=True)
-    return _TorchLinear(weight, bias, out_dtype)
+    return PlainLinear(weight, bias, out_dtype)
 
 
 def pack_gated_linear(
@@ -214,7 +201,7 @@ def pack_gated_linear(
     quantization: str = "",
     deterministic: bool = False,
 ) -> GatedLinear:
-    """silu_and_mul of what pack_linear makes of gates over ups: [T, F] of a weight [2 F, K]."""
+    """silu_and_mul of pack_linear's projection to gates over ups: [T, F] of a weight [2 F, K]."""
     gate_up = pack_linear(
         weight, bias, out_dtype=out_dtype, quantization=quantization, deterministic=deterministic
     )

@@ -1,8 +1,8 @@
 """Low-rank additions to projections as Triton kernels, a different adapter for each token.
 
-Tokens are cut into tiles. Of the tokens of a tile that share an adapter the first is the leader: its program
-computes them all in one product, the programs of the others have nothing to do. So a prompt reads its adapter
-once a tile, different adapters run side by side, and a token's result does not depend on its neighbours.
+Tokens are cut into tiles. Among a tile's tokens with the same adapter the first is the leader: its program
+computes all of them in one product, and the programs of the others exit. So a prompt reads its adapter once
+per tile, different adapters run in parallel, and a token's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The fewest rows of a product on tensor cores.
+# The minimum number of rows of a product on tensor cores.
 _TOKENS_PER_TILE = 16
 
 

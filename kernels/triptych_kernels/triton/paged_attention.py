@@ -1,8 +1,8 @@
 """Attention over the paged cache as Triton kernels: prompts, chunks and decodes in one launch.
 
-A program holds a tile of queries of one row, all heads of one KV head beside each other, and walks over the
-keys they see in tiles that begin at multiples of their size. Where few rows have many keys these are shared
-out among programs, and a second kernel joins their parts.
+A program holds a tile of queries of one row, for all heads of one KV head, and iterates over the keys they
+see in tiles that begin at multiples of their size. If few rows have many keys, these are split among
+programs, and a second kernel combines their parts.
 Source: Dao 2023, FlashAttention-2, algorithm 1; Dao et al. 2023, Flash-Decoding.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from triptych_kernels.attention_batch import AttentionBatch
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MIN_DOT = 16  # the fewest rows and columns of a product on tensor cores
+_MIN_DOT = 16  # the minimum number of rows and columns of a product on tensor cores
 _ROWS_PER_SEARCH = 256
 _MIN_KEYS_PER_SPLIT = 512
 _MAX_SPLITS = 64
@@ -26,7 +26,7 @@ _MAX_SPLITS = 64
 
 @triton.jit
 def _find_row(query_starts_ptr, num_rows, block, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The row of the program at `block`: row r has those from query_starts[r] // BLOCK_Q + r."""
+    """The row of the program at `block`: the programs of row r begin at query_starts[r] // BLOCK_Q + r."""
     num_begun = tl.full((), 0, tl.int32)
     for first in range(0, num_rows, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
@@ -37,7 +37,7 @@ def _find_row(query_starts_ptr, num_rows, block, BLOCK_Q: tl.constexpr, BLOCK_R:
 
 @triton.jit
 def _keys_of_split(first_key, end_key, split, NUM_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where its share of the keys begins and ends, in whole tiles."""
+    """Begin and end of the split's share of the keys, in whole tiles."""
     num_tiles = (end_key - first_key + BLOCK_N - 1) // BLOCK_N
     split_keys = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * BLOCK_N
     first_key += split * split_keys
@@ -48,10 +48,10 @@ def _keys_of_split(first_key, end_key, split, NUM_SPLITS: tl.constexpr, BLOCK_N:
 def _visible_scores(
     products, key, position, scale, soft_cap, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr
 ):
-    """Scores to the base 2 of keys at [1, N] for queries at [M, 1]; -inf where one does not see the other."""
+    """Scores to the base 2 of keys at [1, N] for queries at [M, 1]; -inf where a key is not visible."""
     scores = products * scale
     if HAS_SOFT_CAP:
-        # The scale has the cap's reciprocal in it; tanh is written by what every target has.
+        # The scale includes the cap's reciprocal; tanh is written with functions that every target has.
         scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * soft_cap
     is_visible = key <= position
     if WINDOW > 0:
@@ -59,8 +59,8 @@ def _visible_scores(
     return tl.where(is_visible, scores, float("-inf"))
 
 
-# Nothing is compiled for particular numbers of rows and widths of tables: they change from step to step, and
-# with them where the tables of a second group of layers begin.
+# No specialization on numbers of rows and widths of tables, which change from step to step, and with them the
+# alignment of the tables of a second group of layers.
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["block_tables_ptr"]
 )
@@ -128,7 +128,7 @@ def _paged_attention_kernel(
     first_position = tl.load(total_lengths_ptr + row) - num_tokens
     position = first_position + query
     end_key = first_position + tl.minimum((tile + 1) * BLOCK_Q, num_tokens)
-    # A tile of keys is the same for all who see it, but what no query here sees of it is not read.
+    # Tiles of keys begin at the same multiples for every query; keys that no query here sees are not read.
     first_seen = 0
     if WINDOW > 0:
         first_seen = tl.maximum(first_position + tile * BLOCK_Q - WINDOW + 1, 0)
@@ -139,7 +139,7 @@ def _paged_attention_kernel(
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if HAS_SINKS:
-        # A sink is a first key without a value; of the splits, the first one has it.
+        # A sink is a first key without a value; it belongs to the first split.
         sinks = tl.load(sinks_ptr + head, mask=is_query, other=0.0).to(tl.float32)
         maximum = tl.where(split == 0, sinks * _LOG2_E, maximum)
         total = tl.where(split == 0, 1.0, total)
@@ -147,13 +147,14 @@ def _paged_attention_kernel(
     table = block_tables_ptr + row.to(tl.int64) * table_stride
     key_head = key_cache_ptr + kv_head * BLOCK_SIZE * KEY_DIM
     value_head = value_cache_ptr + kv_head * BLOCK_SIZE * VALUE_DIM
-    # A tile ahead: Triton loads keys and values early only if no load of the same turn says where they are.
+    # One tile ahead: Triton prefetches keys and values only if their addresses are not loaded in the same
+    # iteration.
     key = first_key + tl.arange(0, BLOCK_N)
     block = tl.load(table + key // BLOCK_SIZE, mask=(key >= first_seen) & (key < end_key), other=0)
     for start in range(first_key, end_key, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         is_key = (key >= first_seen) & (key < end_key)
-        # Counted from the head's place in block 0: a block has those of all heads.
+        # Relative to the head's first slot in block 0: a block has the slots of all heads.
         slot = block.to(tl.int64) * (NUM_HEADS // SHARE * BLOCK_SIZE) + key % BLOCK_SIZE
         block = tl.load(table + (key + BLOCK_N) // BLOCK_SIZE, mask=key + BLOCK_N < end_key, other=0)
         is_k = is_key[None, :] & (d < KEY_DIM)[:, None]
@@ -198,7 +199,7 @@ def _join_splits_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One head of one row's single token out of its splits."""
+    """One head of one row's single token, combined from its splits."""
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_starts_ptr + row)
     if tl.load(query_starts_ptr + row + 1) == token:
@@ -218,7 +219,7 @@ def _join_splits_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program computes at a time, and how it is run."""
+    """What one program computes at a time, and its launch options."""
 
     queries: int  # times heads that share a KV head
     keys: int
@@ -245,9 +246,8 @@ def paged_attention(
     query: [T, H, D], any strides; head h reads KV head h // (H / G).  sinks: [H].  Returns [T, H, E] in
     query's dtype; tokens that belong to no row are left unwritten.
     key_cache: [B, G, S, D], value_cache: [B, G, S, E], contiguous. What no token sees is not read.
-    num_splits: among how many programs the keys of a row's only token are shared out. None decides by what is
-    known without asking the device, else a power of two. With 1, and only then, a token has the same bits in
-    every batch.
+    num_splits: the number of programs that share the keys of a row's only token. None chooses it without
+    waiting for the device; else a power of two. Only with 1 does a token have the same bits in every batch.
     """
     _check(query, key_cache, value_cache, batch, num_splits)
     (num_tokens, num_heads, key_dim), value_dim = query.shape, value_cache.shape[-1]
@@ -287,7 +287,7 @@ def paged_attention(
         WINDOW=window or 0,
         HAS_SINKS=sinks is not None,
         HAS_SOFT_CAP=soft_cap is not None,
-        # A row is searched even where it need not be: the same code gives the same bits.
+        # The search for the row is done even where it is not needed: the same code gives the same bits.
         IS_DECODE=not is_searched,
         NUM_SPLITS=num_splits,
         **_constants(query, key_cache, value_cache, tile),
@@ -298,7 +298,7 @@ def paged_attention(
 
 
 def _constants(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile) -> dict[str, int]:
-    """What a kernel is compiled for: the same for all calls of a model with this tile."""
+    """The constants of a kernel: the same for all calls of a model with this tile."""
     num_heads, key_dim = query.shape[1:]
     _, num_kv_heads, block_size, value_dim = value_cache.shape
     return {
@@ -318,23 +318,23 @@ def _constants(query: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Til
 
 
 def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """Among how many programs to share out the keys of a row, so that every processor has some.
+    """The number of splits of a row's keys that gives work to every processor.
 
-    num_programs: without splits.  num_keys: that the longest row sees.  Returns a power of two.
+    num_programs: without splits.  num_keys: of the longest row.  Returns a power of two.
     """
     wanted = min(2 * num_processors // num_programs, num_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
     return 1 if wanted < 2 else 1 << (wanted.bit_length() - 1)
 
 
 def _num_processors(query: Tensor) -> int:
-    """Of the GPU; the interpreter is one."""
+    """The number of the GPU's processors; 1 for the interpreter."""
     if not query.is_cuda:
         return 1
     return torch.cuda.get_device_properties(query.device).multi_processor_count
 
 
 def _tile_for(dtype: torch.dtype, head_dim: int, share: int, max_query_length: int | None) -> _Tile:
-    """Tiles of keys depend on the model alone; without `max_query_length` those of queries, too."""
+    """Tiles of keys depend only on the model; without `max_query_length` also those of queries."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     keys = max(_MIN_DOT, min(64, 64 * 256 // row_bytes))
     least = max(_MIN_DOT, triton.next_power_of_2(share))
@@ -342,7 +342,7 @@ def _tile_for(dtype: torch.dtype, head_dim: int, share: int, max_query_length: i
     largest = 16 if dtype is torch.float32 or row_bytes > 512 else 128 if row_bytes <= 256 else 64
     wanted = 64 if max_query_length is None else triton.next_power_of_2(max_query_length * share)
     queries = max(least, min(wanted, largest))
-    # With three, such tiles take more than the 99 KiB of shared memory that small GPUs have.
+    # With three stages such tiles exceed the 99 KiB of shared memory of small GPUs.
     is_wide = row_bytes > 256 and queries > 32
     return _Tile(queries, keys, num_warps=8 if queries > 64 else 4, num_stages=2 if is_wide else 3)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from triptych_kernels.ops import Penalised
 
 _TOKENS_PER_TILE = 1024
-# Counts are made for so many rows at a time that they take 64 MiB at most.
+# Rows are processed in groups whose counts take at most 64 MiB.
 _MAX_COUNTS = 1 << 24
 
 
-# Nothing is compiled for particular numbers of rows, which put the columns of one tensor where they lie.
+# No specialization on numbers of rows, which determine the alignment of the columns of one tensor.
 @triton.jit(
     do_not_specialize=["num_rows", "first"],
     do_not_specialize_on_alignment=["logit_rows_ptr", "rows_ptr", "num_prompt_tokens_ptr"],
@@ -52,7 +52,7 @@ def _penalise_kernel(
     for start in range(0, length, BLOCK_L):
         position = start + tl.arange(0, BLOCK_L)
         token = tl.load(seen + position, mask=position < length, other=-1)
-        # Whoever comes to a token first changes its logit, and the others find a count below 0.
+        # The first program to reach a token changes its logit; the others find a count below 0.
         count = tl.atomic_xchg(counts + token, -1, mask=token >= 0)
         is_first = (token >= 0) & (count >= 0)
         value = tl.load(logits + token, mask=is_first, other=0.0)
@@ -77,11 +77,11 @@ def penalise(
 ) -> None:
     """Change, in place, the logits of tokens that rows have seen; all others stay as they are.
 
-    The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition where it is above
-    0, else multiplied; then frequency is taken from it for each time that the token stands behind the prompt,
-    and presence once if it stands there at all.
+    The first lengths[p] of token_ids[rows[p]] were seen. A logit is divided by repetition if it is above 0,
+    else multiplied. Then frequency is subtracted for each occurrence of the token after the prompt, and
+    presence once if there is any.
     logits: [N, V] fp32, rows contiguous.  token_ids: [R, L] int32, rows contiguous, in the
-    vocabulary; in prompts also -1, which is passed over.
+    vocabulary; in prompts also -1, which is skipped.
     lengths: [P] int64.  max_counts: counts that are kept at once, but those of one row at least.
     """
     num_rows, vocab_size = lengths.shape[0], logits.shape[1]

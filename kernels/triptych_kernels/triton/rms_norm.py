@@ -1,4 +1,4 @@
-"""Norms as Triton kernels: one program holds whole rows, so that a row is read once.
+"""Norms as Triton kernels: one program holds whole rows, so that each row is read once.
 
 Knows no layer and no batch.
 """
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# How many numbers a program holds at least, if it has rows to fill it with.
+# The minimum number of elements per program, if there are enough rows.
 _NUMBERS_PER_PROGRAM = 1024
 _NUMBERS_PER_WARP = 512
 _MAX_WARPS = 16
 
 
-# Nothing is compiled for particular numbers of rows: they change from step to step.
+# No specialization on the number of rows, which changes from step to step.
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
@@ -83,7 +83,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     if out.numel() == 0:
         return out
     block = triton.next_power_of_2(hidden)
-    # A function of the row's size alone: a row is summed alike in every batch.
+    # Depends only on the row's size: a row is summed alike in every batch.
     rows_per_program = max(1, _NUMBERS_PER_PROGRAM // block)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         x,

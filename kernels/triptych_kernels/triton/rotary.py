@@ -1,4 +1,4 @@
-"""Rotary positions, norms of heads before them, and the store of what they turned, as one Triton kernel."""
+"""Rotary positions, preceding norms of heads, and stores of the rotated keys, as one Triton kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rotary_kv_write_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """BLOCK_H heads of one token, be they queries, keys or values: halves that turn, a rest that does not."""
+    """BLOCK_H heads of one token, queries, keys or values: two halves to rotate, and an unrotated rest."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     half: tl.constexpr = ROTARY_DIM // 2
@@ -54,7 +54,7 @@ def _rotary_kv_write_kernel(
             tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
         )
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        # Norms of queries or of keys, whichever the head is; rounded as a norm of its own would.
+        # The norm of queries or of keys, depending on the head; rounded as a separate norm would be.
         weight = tl.where(
             is_query,
             tl.load(query_norm_ptr + half_offset, mask=half_offset < half, other=0.0).to(tl.float32),
@@ -112,9 +112,9 @@ def rotary_kv_write(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Turn queries and keys by their positions; store keys and values. Queries are changed in place.
+    """Rotate queries and keys by their positions; store keys and values. Queries are changed in place.
 
-    Each head's first rotary_dim values are turned in halves: (a, b) -> (a cos - b sin, b cos + a sin), in
+    Each head's first rotary_dim values are rotated in halves: (a, b) -> (a cos - b sin, b cos + a sin), in
     fp32. With query_norm and key_norm ([D]) each head is first normed (rms_norm), and rounded.
     qkv: [T, (H + 2 G) D], rows contiguous, heads of q, then of k, then of v.  positions: [T] int64.
     cos_sin: [max_positions, rotary_dim] fp32 contiguous, cosines in the first half.  slot_mapping: [T] int64;

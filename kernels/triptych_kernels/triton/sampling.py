@@ -1,8 +1,8 @@
 """Choosing tokens, as Triton kernels without sorting.
 
-A row's cuts are thresholds on its weights, exp((logit - largest) / temperature), and what is kept depends on
-nothing but counts and sums of those above one. So a threshold is found by narrowing down its bits, four parts
-at a time, and a token by its place in the running sum over the vocabulary.
+A row's cuts are thresholds on its weights, exp((logit - largest) / temperature), and what is kept depends
+only on counts and sums of the weights above a threshold. So a threshold is found by narrowing down its bits,
+four parts at a time, and a token by its index in the running sum over the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triptych_kernels.ops import Linear
+from triptych_kernels.reference.sampling import MIN_TEMPERATURE
 
-# Greedy but for ties, and far from making logits overflow.
-_MIN_TEMPERATURE = 1e-6
 _TOKENS_PER_TILE = 4096
 _NUM_WARPS = 16
 
@@ -41,7 +40,7 @@ def _greedy_kernel(
 def _greedy_of_parts_kernel(
     part_highest_ptr, part_tokens_ptr, highest_ptr, tokens_ptr, num_parts, BLOCK_P: tl.constexpr
 ):
-    """The same for a row out of its parts."""
+    """The same for a row, from its parts."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
     start = part_highest_ptr + row * num_parts
     highest = tl.load(start + part, mask=part < num_parts, other=float("-inf"))
@@ -78,7 +77,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The products x W^T + b of the rows `kept`, and what `greedy` says of those of all rows.
+    """The products x W^T + b of the rows `kept`, and the result of `greedy` for those of all rows.
 
     x: [N, in_features].  kept: [K] int64, ascending.  Returns [K, V] in the linear's dtype, [N] fp32 and
     [N] int64.
@@ -89,7 +88,7 @@ def greedy_linear(linear: Linear, x: Tensor, kept: Tensor) -> tuple[Tensor, Tens
 
 @triton.jit
 def _weights(logits_start, token, vocab_size, highest, sharpness):
-    """Weights [BLOCK_V] fp32 of tokens, exactly 1 for the largest logit; 0 behind the vocabulary."""
+    """Weights [BLOCK_V] fp32 of tokens, exactly 1 for the largest logit; 0 beyond the vocabulary."""
     logits = tl.load(logits_start + token, mask=token < vocab_size, other=float("-inf"))
     return tl.exp((logits - highest) * sharpness)
 
@@ -106,9 +105,9 @@ def _kept(
     BY_SUM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """What low + 1, 2 and 3 steps keep, and the smallest and largest weight from low to below high.
+    """The amounts kept at low + 1, 2 and 3 steps, and the smallest and largest weight from low to below high.
 
-    Thresholds are given, and these weights returned, as bits. Kept is a sum of weights, or a number of them.
+    Thresholds are passed, and these weights returned, as bits. An amount is a sum of weights, or a count.
     """
     first, second = (low + step).to(tl.float32, bitcast=True), (low + 2 * step).to(tl.float32, bitcast=True)
     third = (low + 3 * step).to(tl.float32, bitcast=True)
@@ -182,7 +181,7 @@ def _narrow(
     return low
 
 
-# Columns of one tensor lie where the number of rows puts them: nothing is compiled for how they are aligned.
+# No specialization on the alignment of the columns of one tensor, which depends on the number of rows.
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])
 def _sample_kernel(
     logits_ptr,
@@ -209,7 +208,7 @@ def _sample_kernel(
         maxima = tl.maximum(maxima, logits)
     highest = tl.max(maxima, axis=0)
 
-    # The bits of the smallest weight that is kept. Nothing without weight is worth a search.
+    # The bits of the smallest weight that is kept. Tokens of weight 0 are not searched.
     least = tl.maximum(tl.load(min_p_ptr + row).to(tl.int32, bitcast=True), 1)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     if (top_k > 0) & (top_k < vocab_size):
@@ -243,7 +242,7 @@ def _sample_kernel(
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:
-    """Draw one token a row from softmax(logits / temperature), cut by min-p, then top-k, then top-p.
+    """Draw one token per row from softmax(logits / temperature), cut by min-p, then top-k, then top-p.
 
     By inverse CDF in vocabulary order. Min-p keeps what has at least min_p times the largest probability,
     top-k the k largest, top-p the fewest largest of the rest that reach top_p of its mass; ties of the
@@ -272,7 +271,7 @@ def sample(
         tokens,
         logits.stride(0),
         vocab_size,
-        _MIN_TEMPERATURE,
+        MIN_TEMPERATURE,
         NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
         BLOCK_V=block,
         num_warps=_NUM_WARPS if block == _TOKENS_PER_TILE else 4,

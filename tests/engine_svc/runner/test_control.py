@@ -119,8 +119,8 @@ _NO_FOLDER, _NO_WEIGHTS = CheckpointError("no such folder"), WeightsLost("no wei
         ([{"refuses": _NO_WEIGHTS}] * 2, "reload_weights", WeightsLost, "no weights"),
         ([{"refuses": _NO_FOLDER}, {"refuses": _NO_WEIGHTS}], "reload_weights", WeightsLost, "no weights"),
         # Ranks that did not all do it, or read different weights, are no engine any more.
-        ([{}, {"refuses": _NO_FOLDER}], "reload_weights", RanksDisagree, "others say: no such folder"),
-        ([{}, {"refuses": _NO_WEIGHTS}], "reload_weights", RanksDisagree, "others say: no weights"),
+        ([{}, {"refuses": _NO_FOLDER}], "reload_weights", RanksDisagree, "failed on others: no such folder"),
+        ([{}, {"refuses": _NO_WEIGHTS}], "reload_weights", RanksDisagree, "failed on others: no weights"),
         ([{}, {"digest": "third"}], "reload_weights", RanksDisagree, "changed while they were read"),
         # A trace that some cannot write ends no engine.
         ([{}, {"refuses": OSError("no space left")}], "stop_profile", Refused, "no space left"),

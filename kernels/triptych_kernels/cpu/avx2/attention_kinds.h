@@ -1,5 +1,5 @@
-// Attention for 16 registers of eight numbers: bf16 is widened to fp32 as it is laid out, and multiplied number by
-// number, of each pair along the head the second first.
+// Attention for 16 registers of eight numbers: bf16 is widened to fp32 when it is laid out, and multiplied number by
+// number, the second of each pair along the head first.
 //
 // attention_kernels.h includes it.
 #pragma once
@@ -12,7 +12,7 @@ namespace triptych {
 namespace {
 
 constexpr int kRowsTogether = 3;     // queries times heads in registers: 3 rows by 2 vectors leave 4 registers
-constexpr int kVectorsTogether = 2;  // tiles of places, or vectors of values, in registers
+constexpr int kVectorsTogether = 2;  // tiles of positions, or vectors of values, in registers
 
 struct Bf16Attention : Bf16 {
     static constexpr int kPositionsPerStep = 1;
@@ -29,7 +29,7 @@ struct Bf16Attention : Bf16 {
     static Floats dot(Floats sum, Words a, Words b) { return fmadd(as_floats(a), as_floats(b), sum); }
 };
 
-// Four units of eight places, turned: 128-bit lane n of z[i] holds those of place 4 n + i.
+// Four units of eight positions, transposed: 128-bit lane n of z[i] holds those of position 4 n + i.
 inline void turn_four(const __m256i (&z)[4], __m256i (&turned)[4]) {
     const __m256i a = _mm256_unpacklo_epi32(z[0], z[1]), b = _mm256_unpackhi_epi32(z[0], z[1]);
     const __m256i c = _mm256_unpacklo_epi32(z[2], z[3]), d = _mm256_unpackhi_epi32(z[2], z[3]);
@@ -37,7 +37,7 @@ inline void turn_four(const __m256i (&z)[4], __m256i (&turned)[4]) {
     turned[2] = _mm256_unpacklo_epi64(b, d), turned[3] = _mm256_unpackhi_epi64(b, d);
 }
 
-// 16 rows of num_chunks chunks of 16 bytes as out[unit][place]; a chunk is four fp32 numbers or eight of bf16.
+// 16 rows of num_chunks chunks of 16 bytes as out[unit][position]; a chunk is four fp32 numbers or eight of bf16.
 template <class Kind>
 void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, int32_t* out) {
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk, rows += 16, out += Kind::kUnitsPerChunk * 16) {

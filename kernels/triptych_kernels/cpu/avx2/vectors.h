@@ -41,7 +41,7 @@ TRIPTYCH_INLINE Mask mask_of(__m256 low, __m256 high) {
     return static_cast<Mask>(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
 }
 
-// Lanes without a bit are zero, or stay as they are in memory.
+// Lanes without a bit are zero, or keep their value in memory.
 TRIPTYCH_INLINE Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
 TRIPTYCH_INLINE Floats load_part(Mask mask, const float* from) {
     const Words lanes = lanes_of(mask);
@@ -71,7 +71,7 @@ TRIPTYCH_INLINE Halves load_halves(const uint16_t* from) {
 TRIPTYCH_INLINE void store_halves(uint16_t* to, Halves x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
 }
-// There are no masks of 16 bits a lane: what lies behind the last lane that has a bit is not touched.
+// There are no masks for 16-bit lanes: memory beyond the last lane that has a bit is not accessed.
 TRIPTYCH_INLINE Halves load_halves_part(Mask mask, const uint16_t* from) {
     alignas(32) uint16_t lanes[16] = {};
     std::memcpy(lanes, from, 2 * static_cast<size_t>(__builtin_popcount(mask)));
@@ -86,7 +86,7 @@ TRIPTYCH_INLINE void store_halves_part(uint16_t* to, Mask mask, Halves x) {
 TRIPTYCH_INLINE Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
 TRIPTYCH_INLINE Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
 TRIPTYCH_INLINE Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
-// Which no compiler fuses with an addition.
+// A product that no compiler fuses with an addition.
 TRIPTYCH_INLINE Floats mul(Floats a, Floats b) {
     Floats product{_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
     asm("" : "+x"(product.low), "+x"(product.high));
@@ -98,7 +98,7 @@ TRIPTYCH_INLINE Floats fmadd(Floats a, Floats b, Floats c) {
 TRIPTYCH_INLINE Floats fnmadd(Floats a, Floats b, Floats c) {
     return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
 }
-// The second where one is NaN.
+// The second operand if one is NaN.
 TRIPTYCH_INLINE Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 TRIPTYCH_INLINE Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
 TRIPTYCH_INLINE Words both(Words a, Words b) {
@@ -114,12 +114,12 @@ TRIPTYCH_INLINE Floats to_nearest(Floats x) {
             _mm256_round_ps(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 TRIPTYCH_INLINE __m256 scale_eight(__m256 limit, __m256 x, __m256 y, __m256 n) {
-    // In two steps, for neither 2^-150 nor 2^130 is a number; the first is exact.
+    // In two steps, because neither 2^-150 nor 2^130 is representable; the first is exact.
     const __m256i exponent = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(exponent, 1);
     const __m256i rest = _mm256_sub_epi32(exponent, half), bias = _mm256_set1_epi32(127);
     const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
     const __m256i second = _mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23);
-    // Zeros before, not after: a result that is too small takes some CPUs 25 times as long.
+    // Zeroed before, not after: denormal results take some CPUs 25 times as long.
     y = _mm256_and_ps(_mm256_cmp_ps(x, limit, _CMP_NLE_UQ), y);
     return _mm256_mul_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(first)), _mm256_castsi256_ps(second));
 }
@@ -152,7 +152,7 @@ TRIPTYCH_INLINE Floats where(Mask mask, Floats x, Floats y) { return where_signe
 TRIPTYCH_INLINE Floats max_part(Mask mask, Floats a, Floats b) { return where(mask, max(a, b), b); }
 
 TRIPTYCH_INLINE float first_lane(Floats x) { return _mm256_cvtss_f32(x.low); }
-// Halves of what remains, until one lane does: in the order of AVX-512's.
+// Adds halves until one lane remains: in the order of AVX-512's reduction.
 TRIPTYCH_INLINE float sum_of_lanes(Floats x) {
     const __m256 eight = _mm256_add_ps(x.low, x.high);
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

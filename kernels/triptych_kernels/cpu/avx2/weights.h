@@ -1,5 +1,5 @@
-// How weights lie for 16 registers of eight numbers, and how a unit of them is multiplied: numbers of bf16 and int8 are
-// widened to fp32 as they are read, rows before.
+// Layout of weights for 16 registers of eight numbers, and the product of a unit: bf16 and int8 numbers are widened to
+// fp32 when they are read, rows in advance.
 //
 // Include isa.h before.
 #pragma once
@@ -16,19 +16,19 @@ constexpr int kVectors = 1;             // of a panel's columns
 constexpr int64_t kUnitBytes = 64;      // of a panel, 16 columns of 32 bits
 constexpr int64_t kInt8UnitBytes = 32;  // the same pair of rows in int8
 constexpr int64_t kUnitsPerStep = 1;    // panels of pairs are not padded
-constexpr bool kHasTiles = false;       // as AMX has them
+constexpr bool kHasTiles = false;       // of AMX
 constexpr int kUnroll = 1;              // of loops over units
-constexpr int kPanelsLoaded = 1;        // of neighbouring panels, at a time
+constexpr int kPanelsLoaded = 1;        // neighbouring panels at a time
 
 constexpr int kMaxTileRows = 6;  // twelve registers of sums
 #define TRIPTYCH_EACH_TILE_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-// How many panels a tile of so many rows takes at once: enough sums to hide the latency of a multiply-add.
+// Panels per tile for a number of rows: enough sums to hide the latency of a multiply-add.
 constexpr int panels_at_once(int num_rows) { return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1; }
 
 inline bool widens_rows(int64_t) { return true; }
 
-// What compilers make of the sums of a tile in another order than this needs more registers than there are: these are
-// not moved. The upper or the lower of each two numbers of bf16, as fp32:
+// Compilers reorder the operations of a tile's sums so that more registers are needed than exist. These cannot be
+// reordered. The upper or the lower of each pair of bf16 numbers, as fp32:
 TRIPTYCH_INLINE __m256i upper_of(const __m256i* pairs) {
     alignas(32) static constexpr uint32_t kUpper[8] = {0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000,
                                                        0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000};
@@ -47,7 +47,7 @@ TRIPTYCH_INLINE Floats add_in_place(Floats sum, Words x, Words w) {
     return sum;
 }
 
-// Pairs of bf16, the second in front, as AVX-512 multiplies them.
+// Pairs of bf16, the second first, as AVX-512 multiplies them.
 struct Bf16Pairs {
     static constexpr int64_t kStep = kUnitBytes;
     static constexpr int kRowUnits = 2;
@@ -68,7 +68,7 @@ struct Fp32Units {
     TRIPTYCH_INLINE Floats add_product(Floats sum, Words x, Words w) const { return add_in_place(sum, x, w); }
 };
 
-// Pairs of int8: sixteen columns' first numbers, then their second. The second is in front where rows are bf16.
+// Pairs of int8: sixteen columns' first numbers, then their second. The second is multiplied first if rows are bf16.
 template <bool kSecondFirst>
 struct Int8Pairs {
     static constexpr int64_t kStep = kInt8UnitBytes;
@@ -86,7 +86,7 @@ private:
     }
 };
 
-// Unit u of row r goes to out[u * out_stride + r], for rows of row_bytes bytes each; units beyond are zero.
+// Unit u of row r is stored to out[u * out_stride + r], for rows of row_bytes bytes each; units beyond are zero.
 inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_units, uint32_t* out,
                       int64_t out_stride) {
     const int64_t whole = row_bytes / 4;
@@ -105,7 +105,7 @@ inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, 
     }
 }
 
-// Rows of bf16 as 2 num_pairs units of fp32 each, of a pair the second first.
+// Rows of bf16 as 2 num_pairs units of fp32 each, the second of each pair first.
 inline void pack_wide_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_pairs, uint32_t* out) {
     const int64_t whole = row_bytes / 4;
     for (int r = 0; r < num_rows; ++r) {
@@ -119,7 +119,7 @@ inline void pack_wide_rows(const char* const* rows, int num_rows, int64_t row_by
     }
 }
 
-// The first `count` columns of a panel, of which there is one at least.
+// The first `count` columns of a panel, at least one.
 using PanelMask = Mask;
 TRIPTYCH_INLINE PanelMask panel_mask(int64_t count) {
     return count >= kPanelColumns ? Mask{0xFFFF} : static_cast<Mask>((1u << count) - 1);
@@ -131,7 +131,7 @@ TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&value
     mask == 0xFFFF ? store(to, values[0]) : store_part(to, mask, values[0]);
 }
 
-// Puts number k of a column into a panel of int8 pairs.
+// Stores number k of a column into a panel of int8 pairs.
 inline void put_int8(char* panel, int column, int64_t k, int value) {
     panel[k / 2 * kInt8UnitBytes + k % 2 * 16 + column] = static_cast<char>(value);
 }

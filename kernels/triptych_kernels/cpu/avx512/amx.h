@@ -1,9 +1,9 @@
-// x W^T for packed weights on the matrix unit of a CPU with AMX: which tiles, in which order.
+// x W^T for packed weights on the matrix unit of a CPU with AMX: the tiles and their order.
 //
-// A tile register holds 16 rows of 64 bytes. 16 units of half a panel, 32 by 16 weights, are one as they lie, and so
-// are 32 numbers of 16 rows. Every output is one chain of such products along the inner dimension in order, whatever
-// the number of rows: that is what makes results independent of the batch. They are others than the microkernel's,
-// since the unit sums even and odd places of a tile apart.
+// A tile register holds 16 rows of 64 bytes: 16 units of half a panel, i.e. 32 by 16 weights, in their stored layout,
+// or 32 numbers of 16 rows. Every output is one chain of such products along the inner dimension in order, whatever the
+// number of rows: this makes results independent of the batch. They differ from the microkernel's, since the unit sums
+// even and odd elements of a tile separately.
 //
 // Include isa.h before.
 #pragma once
@@ -20,15 +20,15 @@ namespace triptych {
 namespace {
 
 constexpr int64_t kTileRowBytes = 64;
-constexpr int64_t kStepBytes = kUnitsPerStep * kUnitBytes;  // of a panel that two registers hold
+constexpr int64_t kStepBytes = kUnitsPerStep * kUnitBytes;  // of a panel, held by two registers
 constexpr int64_t kBlockRows = 2 * kTileRows;
-constexpr int64_t kWeightsAhead = 1 << 10;  // bytes from what is read to what is asked for: no more than hides it
-// The most steps of a panel that the first-level cache keeps beside what goes past it.
+constexpr int64_t kWeightsAhead = 1 << 10;  // prefetch distance in bytes: no more than hides the latency
+// The maximum number of steps of a panel that the first-level cache keeps besides the data that is streamed.
 constexpr int64_t kSliceSteps = 18;
 constexpr int64_t kBlocksTogether = 8;  // whose sums wait for the next slice in the second-level cache
 constexpr int64_t kPanelsTogether = 2;
 
-// How many rows each of a thread's registers has, until the next configuration.
+// The number of rows of each of a thread's registers, until the next configuration.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -41,20 +41,20 @@ inline void configure_tiles(const std::array<int64_t, 8>& num_rows) {
         config.row_bytes[i] = kTileRowBytes;
         config.rows[i] = static_cast<uint8_t>(num_rows[i]);
     }
-    // The compiler does not know all that the instruction reads.
+    // The compiler does not know everything that the instruction reads.
     asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
-// Registers for blocks of so many rows: 0 to 3 hold sums, 4 and 7 rows, 5 and 6 weights. A block of at most 16 rows
-// uses 4 and has sums of two panels; of a larger block, 0 and 1 are the sums of its first 16 rows, 2 and 3 those of
-// the others, which 7 holds.
+// Registers for blocks of `num_rows` rows: 0 to 3 hold sums, 4 and 7 rows, 5 and 6 weights. A block of at most 16 rows
+// uses 4 and has sums of two panels. For a larger block, 0 and 1 are the sums of its first 16 rows, 2 and 3 those of
+// the others, which are in 7.
 inline void configure_tiles(int64_t num_rows) {
     const int64_t first = std::min(num_rows, kTileRows), second = num_rows > kTileRows ? num_rows - kTileRows : first;
     configure_tiles({first, first, second, second, first, kTileRows, kTileRows, second});
 }
 
-// Brings weights into the second-level cache.
+// Prefetches weights into the second-level cache.
 TRIPTYCH_INLINE void bring_weights(const char* from, int64_t num_bytes) {
 #pragma GCC unroll 4
     for (int64_t line = 0; line < num_bytes; line += 64) {
@@ -100,13 +100,14 @@ inline void multiply_small(const char* rows, int64_t row_bytes, const char* pane
     }
 }
 
-// What becomes of the sums of a block: it is done a few rows at a time while the matrix unit has the next block.
+// Processes the sums of a block a few rows at a time, while the matrix unit computes the next block.
 template <class Store>
 class Finisher {
 public:
     explicit Finisher(const Store& store) : store_(store) {}
 
-    // sums: [32][32], of `count` rows from `row` on and of a panel. Nothing of what was taken before may be left.
+    // sums: [32][32], of `count` rows starting at `row`, and of a panel. Precondition: everything taken before is
+    // finished.
     void take(const float* sums, int64_t row, int64_t count, int64_t panel) {
         sums_ = sums, row_ = row, left_ = count, panel_ = panel;
     }
@@ -123,24 +124,23 @@ private:
     int64_t row_ = 0, left_ = 0, panel_ = 0;
 };
 
-// What a block brings of weights while it reads a step: so many bytes, from so far ahead on.
+// The part of the weights that a block prefetches per step: number of bytes, and distance.
 struct Share {
     int64_t ahead, num_bytes;
 };
 
-// Where the rows of a block lie: its first 16 and the others, 64 bytes of each at a time.
+// Addresses of a block's rows: its first 16 and the others, 64 bytes of each at a time.
 struct BlockRows {
     const char *first, *second;
     int64_t first_step, second_step, row_stride;
 };
 
-// A block of up to 32 rows times one panel, from one step to another. sums: [32][32], which it adds to, or, from the
-// first step, writes. kStreamed: rows go past the first-level cache, which is left to the panel. Finishes other sums
-// meanwhile.
+// A block of up to 32 rows times one panel, for a range of steps. sums: [32][32], overwritten at the first step, else
+// added to. kStreamed: rows bypass the first-level cache, which keeps the panel. Finishes other sums meanwhile.
 template <bool kStreamed, class Store>
 [[gnu::noinline]] void multiply_large(const BlockRows& block, const char* panel, int64_t start, int64_t end,
                                       const Share& share, float* sums, Finisher<Store>& finisher) {
-    // A copy, which nothing that is written can reach: so what it knows stays in registers.
+    // A copy, which no store can alias, so its members stay in registers.
     Finisher<Store> others = finisher;
     constexpr int64_t kStride = 4 * kPanelColumns;
     const int64_t rows_a_step = (kBlockRows + end - start - 1) / (end - start);
@@ -184,7 +184,7 @@ template <bool kStreamed, class Store>
     finisher = others;
 }
 
-// Hands sums to what becomes of them, R rows at a time.
+// Passes sums on to the store, R rows at a time.
 template <int R, int P, class Store>
 TRIPTYCH_INLINE int64_t store_sums(const float* sums, int64_t num_rows, int64_t done, int64_t panel,
                                    const Store& store) {
@@ -213,7 +213,7 @@ public:
     int64_t num_steps() const { return row_bytes_ / kTileRowBytes; }
     int64_t num_blocks() const { return (num_rows_ + kBlockRows - 1) / kBlockRows; }
 
-    // At most 16 rows times P panels, `index` of all being the first.
+    // At most 16 rows times P panels, `index` being the first one's index in the weight.
     template <int P>
     [[gnu::noinline]] void multiply_few(const char* panel, int64_t panel_bytes, int64_t index) const {
         alignas(64) float sums[kTileRows * kPanelColumns * P];
@@ -233,8 +233,8 @@ public:
         finisher_.take(sums, 0, num_rows_, index);
     }
 
-    // More than 32 rows times a panel. Of many rows a slice of the panel after the other stays in the first-level cache
-    // while the rows go past it.
+    // More than 32 rows times a panel. For many rows, the panel is processed in slices that stay in the first-level
+    // cache while the rows are streamed.
     void multiply_blocks(const char* panel, int64_t index) {
         const int64_t num_slices = in_tiles_ ? (num_steps() + kSliceSteps - 1) / kSliceSteps : 1;
         for (int64_t first = 0; first < num_blocks(); first += kBlocksTogether) {
@@ -247,7 +247,7 @@ public:
                     if (slice == 0) own = next_sums();
                     multiply_large<true>(rows_of(block), panel, start, stop, share_of(block), own, finisher_);
                     if (slice + 1 == num_slices) {
-                        // Nothing is finished twice: a gate is gone when its up has come.
+                        // No row is finished twice: a gate is overwritten when its up is finished.
                         const int64_t row = block * kBlockRows, skipped = row - first_row(block);
                         const int64_t count = std::min(kBlockRows, num_rows_ - row);
                         finisher_.take(own + skipped * kPanelColumns, row, count, index);
@@ -257,12 +257,12 @@ public:
         }
     }
 
-    // What is left of the last block.
+    // Finishes the last block.
     void finish() { finisher_.finish_rows(kBlockRows); }
 
 private:
-    // Each block brings its share of the next panel: many lines at once would take the places in which others are
-    // waited for.
+    // Each block prefetches its share of the next panel: many lines at once would occupy the line fill buffers that
+    // other loads need.
     Share share_of(int64_t block) const {
         if (!brings_) return {0, 0};
         const int64_t num_bytes = (kStepBytes / 64 + num_blocks() - 1) / num_blocks() * 64;
@@ -274,8 +274,8 @@ private:
         return in_tiles_ ? block * kBlockRows : std::min(block * kBlockRows, num_rows_ - kBlockRows);
     }
 
-    // In tiles, a register that has more rows than there are gets what lies behind; where the second has none, the
-    // first's.
+    // In tiles, a register with more rows than there are reads the memory after them; if the second register has no
+    // rows, it reads the first one's.
     BlockRows rows_of(int64_t block) const {
         const int64_t row = first_row(block), count = std::min(kTileRows, num_rows_ - row);
         const char *first = rows_ + row * row_bytes_, *second = first + count * row_bytes_;
@@ -290,17 +290,17 @@ private:
         return sums_[next_];
     }
 
-    // One more than are multiplied together: what the finisher has is not written over.
+    // One more than are multiplied together: the finisher's block is not overwritten.
     alignas(64) float sums_[kBlocksTogether + 1][kBlockRows * kPanelColumns];
     int64_t next_ = 0;
-    const bool in_tiles_, brings_;  // weights that were just widened are there
+    const bool in_tiles_, brings_;  // brings_: not if weights were just widened, as the cache has them
     const char* const rows_;
     const int64_t num_rows_, row_bytes_;
     const Store& store_;
     Finisher<Store> finisher_;
 };
 
-// Panels [first, end) of the weights times a chunk of rows. False when there is no memory.
+// Panels [first, end) of the weights times a chunk of rows. False if memory cannot be allocated.
 template <class Store>
 bool multiply_by_tiles(const PackedWeight& weight, const char* rows, int64_t num_rows, int64_t first, int64_t end,
                        const Store& store) {

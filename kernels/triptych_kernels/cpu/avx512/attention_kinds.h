@@ -1,4 +1,4 @@
-// Attention for 32 registers of sixteen numbers: two places of bf16 are multiplied at a time.
+// Attention for 32 registers of sixteen numbers: two positions of bf16 are multiplied at a time.
 //
 // attention_kernels.h includes it.
 #pragma once
@@ -11,7 +11,7 @@ namespace triptych {
 namespace {
 
 constexpr int kRowsTogether = 6;     // queries times heads in registers: 6 rows by 4 vectors leave 8 registers
-constexpr int kVectorsTogether = 4;  // tiles of places, or vectors of values, in registers
+constexpr int kVectorsTogether = 4;  // tiles of positions, or vectors of values, in registers
 
 struct Bf16Attention : Bf16 {
     static constexpr int kPositionsPerStep = 2;
@@ -29,7 +29,7 @@ struct Bf16Attention : Bf16 {
     }
 };
 
-// Four units of 16 places, turned: 128-bit lane n of z[i] holds those of place 4 n + i. out: [4][16].
+// Four units of 16 positions, transposed: 128-bit lane n of z[i] holds those of position 4 n + i. out: [4][16].
 inline void turn_chunk(const Words (&z)[4], int32_t* out) {
     const Words a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
     const Words c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
@@ -39,7 +39,7 @@ inline void turn_chunk(const Words (&z)[4], int32_t* out) {
     store_words(out + 48, _mm512_unpackhi_epi64(b, d));
 }
 
-// 16 rows of num_chunks chunks of 4 units, 16 bytes, as out[unit][place].
+// 16 rows of num_chunks chunks of 4 units, 16 bytes, as out[unit][position].
 template <class Kind>
 inline void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, int32_t* out) {
     int64_t chunk = 0;
@@ -71,8 +71,8 @@ inline void turn_tile(const char* rows, int64_t row_bytes, int64_t num_chunks, i
     }
 }
 
-// One step of values as units, in the order that `store_result` undoes: rows of two places are interleaved.
-// A row is nullptr for a place that must count as zero. out: columns rounded up to 32.
+// One step of values as units, in the order that `store_result` undoes: rows of two positions are interleaved.
+// A row is nullptr for a position that must count as zero. out: columns rounded up to 32.
 inline void lay_step(Bf16Attention, const uint16_t* const* rows, int64_t num_columns, int32_t* out) {
     for (int64_t column = 0; column < num_columns; column += 32) {
         const int64_t left = num_columns - column;
@@ -85,7 +85,7 @@ inline void lay_step(Bf16Attention, const uint16_t* const* rows, int64_t num_col
     }
 }
 
-// lay_step for a whole tile of contiguous rows that are all seen.
+// lay_step for a whole tile of contiguous rows that are all visible.
 inline void lay_tile(Bf16Attention, const uint16_t* from, int64_t num_columns, int32_t* out, int64_t out_stride) {
     if (num_columns % 32 != 0) {
         for (int step = 0; step < 8; ++step) {
@@ -104,8 +104,8 @@ inline void lay_tile(Bf16Attention, const uint16_t* from, int64_t num_columns, i
     }
 }
 
-// out = sums / total, rounded, in the columns' own order. A sum that is zero has no sign: what it would be depends on
-// places that were added as zero.
+// out = sums / total, rounded, in the columns' own order. A sum of zero loses its sign, which would depend on positions
+// that were added as zero.
 inline void store_result(Bf16Attention, const float* sums, float total, int64_t num_columns, uint16_t* out) {
     const Floats divisor = splat(total), zero = zeros();
     const Words order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);

@@ -1,10 +1,11 @@
-// The products of attention in bf16 on the matrix unit of a CPU with AMX: see attention_task.h for the rest of a task.
+// The products of attention in bf16 on the matrix unit of a CPU with AMX; the rest of a task is in attention_task.h.
 //
-// A register holds 32 numbers of up to 16 rows: of queries, or weights of 32 places; or else 16 units of 16 places'
-// keys, or of 16 columns of values. Scores are chains along the head, which zeros pad to steps of 32 numbers. Sums of
-// values are chains along the places in steps of 32, the first a multiple of 32. A place that a row does not see has
-// weight zero there, and a step of such places changes no sum. So a row has the same bits in every company. They are
-// others than those of attention_vectors.h, since the unit sums even and odd numbers of a step apart.
+// A register holds 32 numbers of up to 16 rows: of queries, or weights of 32 positions; or else 16 units of 16
+// positions' keys, or of 16 columns of values. Scores are chains along the head, which zeros pad to steps of 32
+// numbers. Sums of values are chains along the positions in steps of 32, the first a multiple of 32. A position that a
+// row does not see has weight zero there, and a step of such positions changes no sum. So a row has the same bits in
+// every batch. They differ from those of attention_vectors.h, since the unit sums even and odd numbers of a step
+// separately.
 //
 // Include pool.h and isa.h before.
 #pragma once
@@ -16,22 +17,22 @@
 namespace triptych {
 namespace {
 
-constexpr int64_t kTilesOfStep = 2;    // tiles of places that are one step of weights
-constexpr int64_t kStepsTogether = 4;  // of values that lie interleaved, for many rows: see TileTask
+constexpr int64_t kTilesOfStep = 2;    // tiles of positions that are one step of weights
+constexpr int64_t kStepsTogether = 4;  // of values that are interleaved, for many rows: see TileTask
 constexpr int64_t kUnitsOfStep = 16;
 
-// Rows times units of neighbouring registers, of which there are at most four. Strides are in bytes.
+// Rows times units of neighbouring registers, at most four. Strides are in bytes.
 struct TileProduct {
     const char* rows;    // 64 bytes a step, one step after the other
-    int64_t row_stride;  // 0 takes one row for all of them
+    int64_t row_stride;  // 0 uses one row for all of them
     const char* units;
     int64_t unit_stride, step_stride, register_stride;
     int64_t num_steps;
-    float* sums;  // 16 a register
+    float* sums;  // 16 per register
     int64_t sums_stride;
 };
 
-// sums = rows times N registers of units each step, or that added to them.
+// sums = rows times N registers of units for each step, or sums += that.
 template <int N, bool ADDS>
 [[gnu::noinline]] void multiply_tiles(const TileProduct& product) {
     // The compiler does not know what tiles are read from.
@@ -76,7 +77,7 @@ constexpr void (*kMultiplyTiles[4])(const TileProduct&) = {
     multiply_tiles<1, ADDS>, multiply_tiles<2, ADDS>, multiply_tiles<3, ADDS>, multiply_tiles<4, ADDS>};
 
 constexpr int64_t kFewRows = 8;
-constexpr int64_t kKeyTiles = 3;  // that lie in the cache, at a time
+constexpr int64_t kKeyTiles = 3;  // that are in the cache at a time
 alignas(64) constexpr int32_t kPositionStarts[kTile] = {0,   16,  32,  48,  64,  80,  96,  112,
                                                   128, 144, 160, 176, 192, 208, 224, 240};
 
@@ -85,10 +86,10 @@ struct KeyTiles {
     std::array<const char*, kKeyTiles> now, later;
 };
 
-// out[tile][place][row] = keys . queries, for N tiles of keys as they lie: nothing is turned but the queries, and every
-// product is the same as the other way round. queries: [unit][16 rows]. For registers of few rows. As much as a product
-// reads is asked for behind it: all lines of a tile at once would take the places in which the processor waits for
-// memory, and the keys that are there would wait for one of them.
+// out[tile][position][row] = keys . queries, for N tiles of keys in their stored layout: only queries are transposed,
+// and every product is the same as the other way round. queries: [unit][16 rows]. For registers of few rows. Prefetches
+// as much as a product reads: all lines of a tile at once would occupy the line fill buffers, and keys that are in the
+// cache would wait for one of them.
 template <int N>
 [[gnu::noinline]] void multiply_keys(
     const KeyTiles& keys, int64_t key_bytes, const char* queries, int64_t num_steps, float* out) {
@@ -121,8 +122,8 @@ template <int N>
 constexpr void (*kMultiplyKeys[kKeyTiles])(const KeyTiles&, int64_t, const char*, int64_t, float*) = {
     multiply_keys<1>, multiply_keys<2>, multiply_keys<3>};
 
-// The registers of this thread, for tasks one after the other. Setting them up takes as long as a few products. Those
-// of few rows have three for scores of 16 places each.
+// The registers of this thread, for tasks one after the other. Configuring them takes as long as a few products. Tasks
+// with few rows have three registers for scores of 16 positions each.
 class TileRegisters {
 public:
     TileRegisters() = default;
@@ -143,7 +144,7 @@ public:
     }
 
 private:
-    int64_t num_rows_ = 0;  // of sums and of what makes them
+    int64_t num_rows_ = 0;  // of sums and of the products for them
 };
 
 class TileTask : TaskParts<Bf16Attention> {
@@ -153,13 +154,13 @@ public:
     TileTask(const Call& call, const QueryBlock& block, int64_t kv_head, const Stream& stream, const Stream& next)
         : TaskParts(
               call, block, kv_head, stream, next,
-              // A step more, for a row's own copy of values.
+              // One more step, for a row's own copy of values.
               Shape{kUnitsOfStep, rows_of_group(block.num_tokens * call.share),
                     (steps_together(block.num_tokens * call.share) + 1) * kTilesOfStep,
                     stream.first_tile() % kTilesOfStep}),
           num_steps_(steps_of(Range{0, num_tiles_}).end), steps_together_(steps_together(num_rows_)) {}
 
-    // False when there is no memory.
+    // False if memory cannot be allocated.
     bool run(Registers& registers) {
         if (!find_memory()) return false;
         registers.hold(shape_.rows_together);
@@ -179,11 +180,11 @@ private:
         return (num_rows + num_groups - 1) / num_groups;
     }
 
-    // What is laid for few rows is used once, and soon leaves the first-level cache to what comes; many rows use it for
-    // group after group, best several steps at a time.
+    // With few rows, the laid-out values are used once and should leave the first-level cache soon; many rows use them
+    // for group after group, best several steps at a time.
     static int64_t steps_together(int64_t num_rows) { return rows_of_group(num_rows) <= kFewRows ? 1 : kStepsTogether; }
 
-    // Steps, counted from the task's first, that have any place of the tiles.
+    // Steps, counted from the task's first, that have any position of the tiles.
     Range steps_of(Range tiles) const {
         return {(tiles.first + shape_.first_weight) / kTilesOfStep,
                 (tiles.end + shape_.first_weight + kTilesOfStep - 1) / kTilesOfStep};
@@ -228,9 +229,9 @@ private:
 
     // Scores of few rows, from keys in the cache.
     void score_in_place() {
-        std::array<const char*, kTile> queries{};  // as many as are turned together
+        std::array<const char*, kTile> queries{};  // as many as are transposed together
         for (int64_t r = 0; r < num_rows_; ++r) queries[r] = reinterpret_cast<const char*>(queries_ + r * num_units_);
-        // What the other columns multiply is in nobody's score.
+        // The products of the other columns are in no row's score.
         auto* turned = reinterpret_cast<uint32_t*>(keys_);
         pack_rows(queries.data(), static_cast<int>(num_rows_), num_units_ * 4, num_units_, turned, kTile);
         alignas(64) float scores[kKeyTiles * kTile * 16];
@@ -282,7 +283,7 @@ private:
         }
     }
 
-    // Makes zeros of the weights of a group's steps that lie in none of a row's own tiles.
+    // Zeroes the weights of a group's steps that are in none of a row's own tiles.
     void clear_unseen_weights() {
         constexpr int64_t kBytesOfTile = kTileRowBytes / kTilesOfStep;
         for_groups([&](int64_t r, int64_t count) {
@@ -301,7 +302,7 @@ private:
     void add() {
         for (int64_t step = 0; step < num_steps_; step += steps_together_) {
             const int64_t end_step = std::min(step + steps_together_, num_steps_);
-            bool is_harmless[kStepsTogether];  // even to rows that do not see all of it
+            bool is_harmless[kStepsTogether];  // even for rows that do not see all of it
             for (int64_t s = step; s < end_step; ++s) is_harmless[s - step] = lay_step(s, values_of(s - step));
             for_groups([&](int64_t r, int64_t count) {
                 const Range steps = steps_of(tiles_of(r, count));
@@ -322,14 +323,14 @@ private:
 
     int32_t* values_of(int64_t step) const { return values_ + step * kUnitsOfStep * num_columns_; }
 
-    // Whether rows r to r + count - 1 see every place of a step.
+    // Whether rows r to r + count - 1 see every position of a step.
     bool all_see(int64_t r, int64_t count, int64_t step) const {
         return seen_[r + count - 1].first <= first_position(step) &&
                seen_[r].end >= first_position(step) + kTilesOfStep * kTile;
     }
 
-    // Lays the values of a step, zeros for places that nobody sees. False where some row does not see all of them and
-    // one is no finite number: times a weight of zero that is no zero.
+    // Lays out the values of a step, with zeros for positions that no row sees. False if a row does not see all of them
+    // and one is not finite: its product with a weight of zero is not zero.
     bool lay_step(int64_t step, int32_t* out) const {
         for (int64_t i = 0; i < kTilesOfStep; ++i) {
             const int64_t tile = step * kTilesOfStep + i - shape_.first_weight;

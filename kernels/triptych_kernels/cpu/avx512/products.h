@@ -1,4 +1,4 @@
-// x W^T for packed weights by vector instructions of AVX-512 or, where the rows lie for it, on tiles.
+// x W^T for packed weights by vector instructions of AVX-512 or, if the rows are laid out for it, by tiles.
 //
 // Include isa.h before.
 #pragma once
@@ -12,7 +12,7 @@
 namespace triptych {
 namespace {
 
-// fp32 rows times weights in pairs: each panel is widened once for all rows. False when there is no memory.
+// fp32 rows times weights in pairs: each panel is widened once for all rows. False if memory cannot be allocated.
 template <bool kSecondFirst, class Pairs, class Store>
 bool multiply_widened(const Pairs& pairs, const PackedWeight& weight, const RowBlocks& blocks,
                       const uint32_t* rows, int64_t first, int64_t end, const Store& store) {
@@ -30,7 +30,7 @@ bool multiply_widened(const Pairs& pairs, const PackedWeight& weight, const RowB
     return true;
 }
 
-// Panels [first, end) of the weights times a chunk of packed rows. False when there is no memory.
+// Panels [first, end) of the weights times a chunk of packed rows. False if memory cannot be allocated.
 template <class Store>
 bool multiply_panels(const PackedWeight& weight, const RowBlocks& blocks, const uint32_t* rows, int64_t first,
                      int64_t end, const Store& store) {

@@ -19,7 +19,7 @@ TRIPTYCH_INLINE Words splat_word(int32_t x) { return _mm512_set1_epi32(x); }
 TRIPTYCH_INLINE Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
 TRIPTYCH_INLINE Words as_words(Floats x) { return _mm512_castps_si512(x); }
 
-// Lanes without a bit are zero, or stay as they are in memory.
+// Lanes without a bit are zero, or keep their value in memory.
 TRIPTYCH_INLINE Floats load(const float* from) { return _mm512_loadu_ps(from); }
 TRIPTYCH_INLINE Floats load_part(Mask mask, const float* from) { return _mm512_maskz_loadu_ps(mask, from); }
 TRIPTYCH_INLINE void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
@@ -40,11 +40,11 @@ TRIPTYCH_INLINE void store_halves_part(uint16_t* to, Mask mask, Halves x) { _mm2
 TRIPTYCH_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 TRIPTYCH_INLINE Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 TRIPTYCH_INLINE Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
-// Which no compiler fuses with an addition.
+// A product that no compiler fuses with an addition.
 TRIPTYCH_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_CUR_DIRECTION); }
 TRIPTYCH_INLINE Floats fmadd(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 TRIPTYCH_INLINE Floats fnmadd(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
-// The second where one is NaN.
+// The second operand if one is NaN.
 TRIPTYCH_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 TRIPTYCH_INLINE Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 TRIPTYCH_INLINE Floats absolute(Floats x) { return _mm512_abs_ps(x); }
@@ -52,7 +52,7 @@ TRIPTYCH_INLINE Floats to_nearest(Floats x) { return _mm512_roundscale_ps(x, 8);
 TRIPTYCH_INLINE Floats either(Floats a, Floats b) { return _mm512_or_ps(a, b); }
 TRIPTYCH_INLINE Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
 TRIPTYCH_INLINE Words both(Words a, Words b) { return _mm512_and_si512(a, b); }
-// y 2^n where x is above limit, or NaN; exactly 0 elsewhere. What is too small takes the CPU 25 times as long.
+// y 2^n where x is above limit, or NaN; exactly 0 elsewhere. Denormal results take the CPU 25 times as long.
 TRIPTYCH_INLINE Floats scale_from(Floats limit, Floats x, Floats y, Floats n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLE_UQ), y, n);
 }

@@ -1,4 +1,4 @@
-// How weights lie for 32 registers of sixteen numbers, and how a unit of them is multiplied.
+// Layout of weights for 32 registers of sixteen numbers, and the product of a unit.
 //
 // Include isa.h before.
 #pragma once
@@ -16,16 +16,16 @@ constexpr int64_t kInt8UnitBytes = 64;  // the same pair of rows in int8
 constexpr int64_t kUnitsPerStep = 16;   // panels of pairs are padded to a multiple of it, for amx.h
 constexpr bool kHasTiles = true;        // see amx.h
 constexpr int kUnroll = 2;              // of loops over units
-constexpr int kPanelsLoaded = 4;        // of neighbouring panels, at a time
+constexpr int kPanelsLoaded = 4;        // neighbouring panels at a time
 
 constexpr int kMaxTileRows = 12;
 #define TRIPTYCH_EACH_TILE_ROWS(CASE) \
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-// How many panels a tile of so many rows takes at once: enough sums to hide the latency of a multiply-add.
+// Panels per tile for a number of rows: enough sums to hide the latency of a multiply-add.
 constexpr int panels_at_once(int num_rows) { return num_rows == 1 ? 4 : num_rows <= 6 ? 2 : 1; }
 
-// On Intel's CPUs a product of bf16 pairs takes twice as long as two of fp32, and is the same as these, the
-// second of a pair first: many rows are worth widening.
+// On Intel's CPUs a product of bf16 pairs takes twice as long as two of fp32, and has the same result as these, the
+// second of a pair first: for many rows widening is faster.
 inline bool has_slow_pairs() {
     static const bool is_intel = __builtin_cpu_is("intel") != 0;
     return is_intel;
@@ -133,8 +133,8 @@ TRIPTYCH_INLINE void transpose(Words (&lanes)[16]) {
     }
 }
 
-// Unit u of row r goes to out[u * out_stride + r], for at most 16 rows of row_bytes bytes each; units beyond
-// are zero.
+// Unit u of row r is stored to out[u * out_stride + r], for at most 16 rows of row_bytes bytes each; units beyond are
+// zero.
 inline void pack_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_units,
                       uint32_t* out, int64_t out_stride) {
     const Mask stored = static_cast<Mask>((1u << num_rows) - 1);
@@ -165,14 +165,14 @@ inline void widen_rows(const uint32_t* pairs, int64_t num_pairs, int num_rows, u
     }
 }
 
-// Rows of bf16 as 2 num_pairs units of fp32 each, of a pair the second first; at most 16.
+// Rows of bf16 as 2 num_pairs units of fp32 each, the second of each pair first; at most 16.
 inline void pack_wide_rows(const char* const* rows, int num_rows, int64_t row_bytes, int64_t num_pairs, uint32_t* out) {
-    uint32_t* pairs = out + num_pairs * num_rows;  // read before they are written over
+    uint32_t* pairs = out + num_pairs * num_rows;  // read before they are overwritten
     pack_rows(rows, num_rows, row_bytes, num_pairs, pairs, num_rows);
     widen_rows(pairs, num_pairs, num_rows, out);
 }
 
-// The first `count` columns of a panel, of which there is one at least.
+// The first `count` columns of a panel, at least one.
 using PanelMask = __mmask32;
 TRIPTYCH_INLINE PanelMask panel_mask(int64_t count) {
     return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
@@ -185,7 +185,7 @@ TRIPTYCH_INLINE void store_panel(float* to, PanelMask mask, const Floats (&value
     store_part(to + 16, static_cast<Mask>(mask >> 16), values[1]);
 }
 
-// Puts number k of a column into a panel of int8 pairs, so that widening leaves columns in order.
+// Stores number k of a column into a panel of int8 pairs, so that widening leaves columns in order.
 inline void put_int8(char* panel, int column, int64_t k, int value) {
     const int offset = 16 * (column % 16 / 4) + 8 * (column / 16) + 2 * (column % 4);
     panel[k / 2 * kInt8UnitBytes + offset + k % 2] = static_cast<char>(value < 0 ? 0x80 | -value : value);
@@ -202,7 +202,7 @@ inline void widen_to_bf16(const Int8Pairs& pairs, const char* units, int64_t num
     }
 }
 
-// A panel of pairs as a panel of fp32, two units a pair, with kSecondFirst the second in front.
+// A panel of pairs as a panel of fp32, two units per pair, the second first with kSecondFirst.
 template <bool kSecondFirst, class Pairs>
 inline void widen_to_fp32(const Pairs& pairs, const char* panel, int64_t num_pairs, char* wide) {
     const Words upper = splat_word(static_cast<int>(0xFFFF0000u));

@@ -115,7 +115,7 @@ def test_end_ids_that_are_no_tokens_are_reported_and_left_out(copy, caplog):
     change_json(copy / "config.json", eos_token_id=[-1, 3, 1_000_000])
     change_json(copy / "generation_config.json", eos_token_id=3)
     assert load(copy).facts.eos_token_ids == (3,)
-    assert "eos_token_id names what is no token" in caplog.text
+    assert "eos_token_id is outside the vocabulary" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", "banana", ["float32"]], ids=str)
@@ -267,7 +267,7 @@ def test_a_weight_of_whole_numbers_is_refused_by_name_and_dtype(copy):
 
 def test_a_length_that_is_none_is_an_error_of_the_config(copy):
     change_json(copy / "config.json", max_position_embeddings=-1)
-    assert "sequences of -1 tokens are none" in refusal(copy)
+    assert "the maximum sequence length is -1" in refusal(copy)
 
 
 def test_a_truncated_file_is_refused(copy):

@@ -343,7 +343,7 @@ def test_a_head_that_is_missing_and_not_tied_is_refused(tmp_path):
 
 def test_quantization_of_experts_is_refused_and_not_left_out(tmp_path):
     make_checkpoint("mixtral", tmp_path)
-    with pytest.raises(UnsupportedModel, match="quantization int8 is not there for mixtures of experts"):
+    with pytest.raises(UnsupportedModel, match="quantization int8 is not supported for mixtures of experts"):
         load_model(tmp_path, LoadOptions(num_threads=1, quantization="int8"))
 
 

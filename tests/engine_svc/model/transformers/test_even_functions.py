@@ -10,7 +10,7 @@ from torch import nn
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.transformers import model as transformers_model
-from engine_svc.model.transformers.batch_invariance import even_out, evenly
+from engine_svc.model.transformers.batch_invariance import in_whole_vectors, make_elementwise_invariant
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from triptych_kernels import REFERENCE, ops_for
 
@@ -51,7 +51,7 @@ class Gate(nn.Module):
 def test_a_row_is_bitwise_the_same_in_every_batch(name, dtype, width):
     model, x = nn.Sequential(Gate(name, width)), 4 * torch.randn(333, 2 * width).to(dtype)
     expected = model(x)
-    even_out(model, OPS, lambda: model(x[:19]))
+    make_elementwise_invariant(model, OPS, lambda: model(x[:19]))
     together = model(x)
     torch.testing.assert_close(together, expected)
     assert together.shape == expected.shape and together.dtype is expected.dtype
@@ -63,13 +63,13 @@ def test_a_row_is_bitwise_the_same_in_every_batch(name, dtype, width):
 def test_threads_share_a_large_tensor_without_a_seam():
     x = 4 * torch.randn(100_003)
     num_threads = torch.get_num_threads()
-    alone = evenly(F.silu, x)
+    alone = in_whole_vectors(F.silu, x)
     torch.set_num_threads(2)
     try:
-        assert torch.equal(evenly(F.silu, x), alone)
+        assert torch.equal(in_whole_vectors(F.silu, x), alone)
     finally:
         torch.set_num_threads(num_threads)
-    assert torch.equal(evenly(F.silu, x[777:888]), alone[777:888])
+    assert torch.equal(in_whole_vectors(F.silu, x[777:888]), alone[777:888])
 
 
 @torch.inference_mode()
@@ -86,9 +86,9 @@ def test_what_needs_no_care_is_left_alone():
     torch.set_num_threads(1)
     try:
         whole = nn.Sequential(Whole())
-        assert even_out(whole, OPS, lambda: whole(torch.randn(19, 128))) == 0
-        assert even_out(whole, OPS, lambda: whole(torch.randn(19, 96))) == 1
-        assert even_out(whole, REFERENCE, lambda: whole(torch.randn(19, 96))) == 0
+        assert make_elementwise_invariant(whole, OPS, lambda: whole(torch.randn(19, 128))) == 0
+        assert make_elementwise_invariant(whole, OPS, lambda: whole(torch.randn(19, 96))) == 1
+        assert make_elementwise_invariant(whole, REFERENCE, lambda: whole(torch.randn(19, 96))) == 0
     finally:
         torch.set_num_threads(num_threads)
 
@@ -103,7 +103,7 @@ def test_a_function_in_place_stays_in_place():
     model = nn.Sequential(InPlace("silu", 24))
     x = torch.randn(3, 24)
     expected = F.silu(x)
-    even_out(model, OPS, lambda: model(x.clone()))
+    make_elementwise_invariant(model, OPS, lambda: model(x.clone()))
     torch.testing.assert_close(model(x.clone()), expected)
 
 
@@ -120,7 +120,7 @@ def test_models_with_narrow_gates_are_deterministic_by_it(family, changes, tmp_p
     make_checkpoint(family, tmp_path, **changes)
     options = LoadOptions(num_threads=1, is_deterministic=True)
     assert load_model(tmp_path, options).implementation == "transformers"
-    monkeypatch.setattr(transformers_model, "even_out", lambda *_: 0)
+    monkeypatch.setattr(transformers_model, "make_elementwise_invariant", lambda *_: 0)
     with pytest.raises(UnsupportedModel, match=r"deterministic is on.*ForCausalLM"):
         load_model(tmp_path, options)
 

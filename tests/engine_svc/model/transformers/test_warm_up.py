@@ -117,20 +117,20 @@ def test_a_layer_that_does_not_ask_for_attention_is_counted(llama):
 
 def test_a_model_that_ignores_positions_is_noticed_by_its_logits(llama):
     llama.model.rotary_emb = Shifted(llama.model.rotary_emb)
-    with pytest.raises(UnsupportedModel, match="yields other logits over the paged cache"):
+    with pytest.raises(UnsupportedModel, match="computes other logits over the paged cache"):
         warmed_up(llama)
 
 
 def test_a_model_that_carries_something_from_token_to_token_is_noticed_by_its_logits(llama):
     llama.model.layers[1].mlp = Remembering(llama.model.layers[1].mlp)
-    with pytest.raises(UnsupportedModel, match="yields other logits over the paged cache"):
+    with pytest.raises(UnsupportedModel, match="computes other logits over the paged cache"):
         warmed_up(llama)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_is_carried_is_noticed_in_half_precision_too(llama, dtype):
     llama.model.layers[1].mlp = Remembering(llama.model.layers[1].mlp)
-    with pytest.raises(UnsupportedModel, match="yields other logits over the paged cache"):
+    with pytest.raises(UnsupportedModel, match="computes other logits over the paged cache"):
         warmed_up(llama.to(dtype))
 
 
@@ -170,7 +170,7 @@ def test_a_foreign_error_becomes_a_refusal_with_the_models_name(llama):
 
 def test_a_model_that_does_not_say_how_long_sequences_may_be_is_refused(llama):
     llama.config.max_position_embeddings = 0
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM does not say how long"):
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM does not state its maximum"):
         warmed_up(llama)
 
 
@@ -240,5 +240,5 @@ def test_a_mask_that_looks_up_places_that_see_each_other_is_refused():
 
 
 def test_a_mask_that_cannot_be_asked_is_refused():
-    with pytest.raises(OddMask, match="cannot be asked"):
+    with pytest.raises(OddMask, match="cannot be evaluated"):
         window_of(lambda batch, head, query, key: torch.ones(3, 5) @ torch.ones(3, 5))
