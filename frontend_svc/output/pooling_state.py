@@ -57,7 +57,7 @@ class PoolingState:
         if ending is None or self._result.done():
             return ending
         if ending.reason is EndReason.ABORT:
-            self._result.set_exception(Aborted("the request was ended before its result was there"))
+            self._result.set_exception(Aborted("the request was aborted before its result was computed"))
         elif self._tensor is None or ending.reason is EndReason.ERROR:
             self._result.set_exception(Internal("the engine ended the request without a result"))
         else:
