@@ -21,7 +21,9 @@ SHORT_LIST = re.compile(
 # Whole words, also those of identifiers: split_at_underscores, SplitAtCapitals.
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 TEXT_FOLDERS = (*PACKAGES, *OTHERS, "kernels", "protos", "docs", "deploy", ".")
-TEXT_SUFFIXES = {".py", ".cpp", ".h", ".proto", ".md", ".toml", ".yml", ".yaml", ".sh", ".js", ".ini", ".txt"}
+TEXT_SUFFIXES = {
+    ".py", ".cpp", ".h", ".proto", ".md", ".toml", ".yml", ".yaml", ".json", ".sh", ".js", ".ini", ".txt",
+}  # fmt: skip
 # What the embedded model is trained on and consists of, and this list.
 EXEMPT_TEXT = ("tools/tiny_model", "launcher/tiny_model/weights", "tests/architecture/test_text.py")
 # A field of the contract keeps its name.
