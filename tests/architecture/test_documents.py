@@ -137,7 +137,6 @@ def test_no_flag_of_vllm_that_is_here_too_is_said_to_be_missing() -> None:
     assert missing & engine_flags() == set()
 
 
-
 def links_of(document: str) -> list[str]:
     return [
         target for target in LINK.findall(text_of(document)) if not target.startswith(("http:", "https:"))

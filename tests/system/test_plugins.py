@@ -39,7 +39,7 @@ def start():
 
 RENAMING = """
 def start():
-    from engine_svc import build
+    from engine_svc.build import engine as build
     build.POLICIES["late-first"] = build.POLICIES["fcfs"]
 """
 

@@ -52,7 +52,7 @@ class Batch:
 
     input_ids: Tensor  # [B, T] int64
     targets: Tensor  # [N] int64, the ids to be predicted
-    places: Tensor  # [N] int64, where in the flattened [B * T] each of them is predicted
+    positions: Tensor  # [N] int64, where in the flattened [B * T] each of them is predicted
 
 
 def train(settings: Settings, output: Path) -> None:
@@ -152,7 +152,7 @@ def _loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Mean cross entropy of the learned tokens; logits are computed for those alone."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden.flatten(0, 1)[batch.places])
+        logits = model.lm_head(hidden.flatten(0, 1)[batch.positions])
     return nn.functional.cross_entropy(logits.float(), batch.targets)
 
 

@@ -53,7 +53,7 @@ def test_encoding_is_what_the_chat_template_writes(tokenizer):
 def test_targets_are_the_tokens_after_their_positions(tokenizer):
     batch = next(draw_batches(_SMALL, tokenizer))
     flat = batch.input_ids.flatten()
-    assert torch.equal(flat[batch.placements + 1], batch.targets)
+    assert torch.equal(flat[batch.positions + 1], batch.targets)
 
 
 def test_batches_keep_to_their_size(tokenizer):
