@@ -14,13 +14,15 @@ MAX_ENGINES = 64
 class ServeConfig:
     """A whole stack on this machine: one coordinator, engines, one frontend."""
 
-    model: str | None = option(None, help="model folder; without it the embedded model", positional=True)
+    model: str | None = option(
+        None, help="model folder, or org/name of the hub; without it the embedded model", positional=True
+    )
     host: str = option("127.0.0.1", help="address of the frontend; the other services stay on loopback")
     port: int = option(50051, help="port of the frontend; 0 lets the kernel choose")
     data_parallel_size: int = option(
         1, short="dp", help="engines to start, each with the whole model, or its share of the experts"
     )
-    tensor_parallel_size: int = option(1, short="tp", help="ranks that share a model; only 1 so far")
+    tensor_parallel_size: int = option(1, short="tp", help="1; `triptych engine` takes more")
     ready_file: str | None = option(
         None, help="file for addresses and pids as JSON, from when all is ready until the stop"
     )
@@ -36,8 +38,8 @@ class ServeConfig:
             )
         if self.tensor_parallel_size != 1:
             raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}: an engine that spans several devices"
-                " is not served yet, use 1, or --data-parallel-size for more engines"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, `triptych serve` takes 1 only:"
+                " `triptych engine` takes more, and --data-parallel-size starts more engines"
             )
         if self.startup_timeout_s <= 0 or self.drain_deadline_s < 0:
             raise ValueError("startup_timeout_s must be above 0 and drain_deadline_s at least 0")

@@ -66,7 +66,12 @@ class _Call:
     request_id: str
     started_at: float
     code: str = "OK"
+    reason: str = ""  # of a ServiceError
     refusal: grpc.Status | None = None
+
+    def refuse(self, error: ServiceError) -> None:
+        """End the call with the status of `error`."""
+        self.code, self.reason, self.refusal = error.code.name, error.reason, to_status(error)
 
 
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
@@ -172,11 +177,9 @@ async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
     try:
         yield
     except ServiceError as error:
-        call.code = error.code.name
-        call.refusal = to_status(error)
+        call.refuse(error)
     except NotImplementedError:
-        call.code = grpc.StatusCode.UNIMPLEMENTED.name
-        call.refusal = to_status(Unimplemented(f"{call.method} is not served here"))
+        call.refuse(Unimplemented(f"{call.method} is not served here"))
     except grpc.aio.AbortError:
         call.code = context.code().name
         raise
@@ -186,10 +189,9 @@ async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
         call.code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
         raise
     except Exception:
-        call.code = grpc.StatusCode.INTERNAL.name
         incident_id = secrets.token_hex(8)
         logger.exception("incident", extra={"incident_id": incident_id, "method": call.method})
-        call.refusal = to_status(_incident(incident_id))
+        call.refuse(_incident(incident_id))
     finally:
         _log_access(call)
 
@@ -202,7 +204,9 @@ def _incident(incident_id: str) -> Internal:
 def _log_access(call: _Call) -> None:
     level = logging.DEBUG if call.method.startswith(_QUIET_PREFIXES) else logging.INFO
     duration_ms = round((time.monotonic() - call.started_at) * 1000, 1)
-    logger.log(level, "call", extra={"method": call.method, "code": call.code, "duration_ms": duration_ms})
+    reason = {"reason": call.reason} if call.reason else {}
+    fields = {"method": call.method, "code": call.code, **reason, "duration_ms": duration_ms}
+    logger.log(level, "call", extra=fields)
 
 
 def _decoder(deserialize: Callable[[bytes], Any] | None, max_fields: int | None) -> Callable[[bytes], Any]:

@@ -86,8 +86,10 @@ def sampling_of(values: Mapping[str, SamplingValue | None]) -> sampling_pb2.Samp
 
 
 def print_failure(error: ServiceError) -> None:
-    """Print an error of a server or of the connection on stderr: status, message, fields."""
-    print(f"{error.code.name}: {error.message}", file=sys.stderr)
+    """Print an error of a server or of the connection on stderr: status, reason, message, fields."""
+    name = error.code.name
+    status = name if error.reason == name else f"{name} ({error.reason})"
+    print(f"{status}: {error.message}", file=sys.stderr)
     if isinstance(error, InvalidArgument):
         for field, description in error.violations:
             print(f"  {field}: {description}", file=sys.stderr)

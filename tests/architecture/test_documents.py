@@ -49,7 +49,17 @@ def test_every_link_leads_somewhere(document: str) -> None:
     assert [target for target in links_of(document) if not is_there(document, target)] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/api.md",
+        "docs/operations.md",
+        "docs/troubleshooting.md",
+    ],
+)
 def test_every_path_in_backticks_exists(document: str) -> None:
     paths = [
         path for path in PATH.findall(text_of(document)) if path.split("/")[0] in TOP_LEVEL and "/" in path
@@ -113,10 +123,21 @@ def test_the_page_about_sessions_names_what_the_engine_refuses() -> None:
     assert named == {*refused_by_the_engine(), "pooling", "prompt_embeds"}
 
 
-def test_operations_explain_every_reason_of_a_frontend() -> None:
-    reasons = matches(r'reason="([A-Z_]+)"', "frontend_svc/**/*.py")
-    assert len(reasons) > 15
-    assert sorted(reason for reason in reasons if f"`{reason}`" not in text_of("docs/operations.md")) == []
+@pytest.mark.parametrize(
+    ("package", "least"),
+    [
+        ("frontend_svc", 25),
+        ("engine_svc", 35),
+        ("coordinator_svc", 6),
+        ("service_kit", 4),
+        ("launcher", 2),
+    ],
+)
+def test_operations_explain_every_reason(package: str, least: int) -> None:
+    reasons = reasons_of(f"{package}/**/*.py")
+    section = text_of("docs/operations.md").split("## Statuses")[1].split("\n## ")[0]
+    assert len(reasons) >= least
+    assert sorted(reason for reason in reasons if f"`{reason}`" not in section) == []
 
 
 def test_operations_explain_every_exit_code() -> None:
@@ -192,6 +213,19 @@ def sources(*patterns: str) -> tuple[tuple[str, str], ...]:
 def matches(pattern: str, *paths: str) -> set[str]:
     """What the group of `pattern` matches in these files."""
     return {found for _, text in sources(*paths) for found in re.findall(pattern, text, re.MULTILINE)}
+
+
+def reasons_of(*paths: str) -> set[str]:
+    """Reasons of statuses: literals, constants, and those that are made of the engine's state."""
+    lines = matches(r"^(.*\breason(?:: str)? ?= ?.*)$", *paths)
+    reasons = {reason for line in lines for reason in re.findall(r'"([A-Z_]+)"', line)}
+    reasons |= matches(r'raise_if_any\(\s*"([A-Z_]+)"', *paths)
+    for name in matches(r"\breason=([A-Z_]+)\b", *paths):
+        reasons |= matches(rf'^{name} = "([A-Z_]+)"', *paths)
+    if any('reason=f"ENGINE_{state.name}"' in line for line in lines):
+        states = matches(r'^    ([A-Z]+) = "', "engine_svc/admin/lifecycle.py") - {"READY"}
+        reasons |= {f"ENGINE_{state}" for state in states}
+    return reasons
 
 
 def engine_flags() -> set[str]:

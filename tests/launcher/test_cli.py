@@ -67,7 +67,7 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("coordinator", "--lease", "4"), "did you mean --lease-ms?"),
         (("complete", "--temperatur", "1"), "--temperature"),
         (("serv",), "serve"),
-        (("serve", "-tp", "2"), "tensor_parallel_size is 2"),
+        (("serve", "-tp", "2"), "`triptych engine` takes more"),
         (("serve", "-dp", "0"), "data_parallel_size is 0"),
         (("serve", "--port", "70000"), "port is 70000"),
     ],

@@ -169,7 +169,7 @@ async def test_an_access_line_per_call(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.DEBUG)
 
     async def refuse(request: bytes, context: Any) -> bytes:
-        raise FailedPrecondition("asleep")
+        raise FailedPrecondition("asleep", reason="ENGINE_ASLEEP")
 
     async with serving([FakeService(unary=refuse).register()]) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError):
@@ -177,13 +177,15 @@ async def test_an_access_line_per_call(caplog: pytest.LogCaptureFixture) -> None
         health = health_pb2_grpc.HealthStub(channel)
         await health.Check(health_pb2.HealthCheckRequest())
     first, second = access_lines(caplog)
-    assert (first.levelname, first.method, first.code) == (
+    assert (first.levelname, first.method, first.code, first.reason) == (
         "INFO",
         f"/{SERVICE_NAME}/Unary",
         "FAILED_PRECONDITION",
+        "ENGINE_ASLEEP",
     )
     assert first.duration_ms >= 0
     assert (second.levelname, second.code) == ("DEBUG", "OK")
+    assert not hasattr(second, "reason")
 
 
 async def test_calls_bind_their_ids_to_log_lines_and_not_to_each_others() -> None:

@@ -203,7 +203,7 @@ async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_en
         assert "port 0 (flag)" in options
         refused = await triptych("admin", address, "profile", "start")
         assert refused.exit_code == 1
-        assert refused.err.startswith("FAILED_PRECONDITION: call to profile failed: ")
+        assert refused.err.startswith("FAILED_PRECONDITION (NO_PROFILE_DIR): call to profile failed: ")
         resumed = await triptych("admin", address, "resume")
         assert (resumed.exit_code, resumed.out) == (0, "done\n")
         slept = await triptych("admin", address, "sleep", "--level", "1", "--mode", "keep")

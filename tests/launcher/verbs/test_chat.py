@@ -53,7 +53,7 @@ async def test_a_refusal_exits_1_with_its_field() -> None:
         url = f"grpc://{frontend.address}"
         outcome = await triptych("chat", "--url", url, "--quick", "hi", "--temperature", "9")
     assert (outcome.exit_code, outcome.out) == (1, "")
-    assert outcome.err.startswith("INVALID_ARGUMENT: ")
+    assert outcome.err.startswith("INVALID_ARGUMENT (INVALID_REQUEST): ")
     assert "  sampling.temperature: " in outcome.err
 
 

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from launcher.verbs.complete import Completion, SamplingValue, request_of
-from service_kit.errors import InvalidArgument
+from launcher.verbs.complete import Completion, SamplingValue, print_failure, request_of
+from service_kit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.launcher.fakes import fake_frontend, triptych
 
 
@@ -121,6 +121,23 @@ async def test_a_server_that_is_not_there_exits_1_and_says_so() -> None:
     outcome = await triptych("complete", "--url", "grpc://127.0.0.1:1", "--prompt", "hi")
     assert outcome.exit_code == 1
     assert outcome.err.startswith("UNAVAILABLE: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            Unavailable("no engine is ready", reason="NO_ENGINE_READY"),
+            "UNAVAILABLE (NO_ENGINE_READY): no engine",
+        ),
+        (Unavailable("no route"), "UNAVAILABLE: no route"),
+    ],
+)
+def test_the_reason_is_shown_where_it_is_more_than_the_name_of_the_code(
+    error: ServiceError, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_failure(error)
+    assert capsys.readouterr().err.startswith(text)
 
 
 def test_unset_sampling_stays_unset() -> None:
