@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import sys
 from typing import Annotated, NoReturn
@@ -11,7 +10,6 @@ import typer
 
 from launcher.ray.verbs import ray
 from launcher.verbs.admin_verbs import admin
-from service_kit.config import read_environment
 from service_kit.process import prepare_process, process_environment
 
 # A verb that runs services forwards its arguments: their own configurations have the flags and the help.
@@ -274,10 +272,13 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
 
     Without a URL it is the one on this host, at the port in the environment, as in its container.
     """
-    # Imported here: this module is imported before grpc's environment is prepared.
+    # Imported here: this module is imported before grpc's environment is prepared, and by every verb.
+    import asyncio
+
     from launcher.serve.readiness import health_of
     from launcher.services import READINESS
     from launcher.verbs.complete import print_failure
+    from service_kit.config import read_environment
     from service_kit.errors import ServiceError
 
     kind = service if service in _DEFAULT_PORTS else "frontend"

@@ -71,7 +71,8 @@ class _Call:
 
     def refuse(self, error: ServiceError) -> None:
         """End the call with the status of `error`."""
-        self.code, self.reason, self.refusal = error.code.name, error.reason, to_status(error)
+        self.code, self.reason = error.code.name, error.reason
+        self.refusal = to_status(error)
 
 
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone

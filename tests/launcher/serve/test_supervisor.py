@@ -212,7 +212,7 @@ async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-c', child, str(os.getpid())]).wait()\n"
     )
     async with running_async(
-        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
     ) as launcher:
         assert launcher.stdout is not None
         assert await launcher.stdout.readline() == b"tied\n"

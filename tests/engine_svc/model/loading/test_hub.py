@@ -16,7 +16,7 @@ from engine_svc.model.loading.hub import find_model, is_hub_id
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.model.loading.fake_hub import COMMIT, FakeHub, folder_files, serve
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 # What the library reads is read at its import: each look-up has a process of its own.
 _SCRIPT = """
 import json, socket, sys

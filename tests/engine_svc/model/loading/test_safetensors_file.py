@@ -126,7 +126,7 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path):
 
 # Weights come one by one, counted, in the dtype asked for, and take no more memory than that.
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 _MIB = 1024 * 1024
 
 TENSORS = {
