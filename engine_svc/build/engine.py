@@ -36,7 +36,7 @@ from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
@@ -298,7 +298,7 @@ def build_core(
     cache: CacheConfig,
     *,
     policy: str = "fcfs",
-    hooks: Sequence[SchedulerHook] = (),
+    hooks: Sequence[SchedulerFeature] = (),
     budgets: Sequence[Budget] = (),
     observers: Sequence[CacheObserver] = (),
 ) -> Core:
@@ -312,7 +312,7 @@ def build_core(
     return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
 
 
-def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHook, ...]:
+def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerFeature, ...]:
     """The hook that logs each step, if enabled."""
     if not config.log_steps:
         return ()

@@ -19,7 +19,7 @@ from engine_svc.loop.failure_dump import log_failure
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Inbox, LoopStats, Outbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.loop.step_output import StepOutput
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
 from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
@@ -65,7 +65,7 @@ class Rig:
         max_in_flight: int = 1,
         runs_ahead: bool = False,  # a request may be in all of them
         executor: FakeExecutor | None = None,
-        hooks: Sequence[SchedulerHook] = (),
+        hooks: Sequence[SchedulerFeature] = (),
         inbox: Inbox | None = None,
     ) -> None:
         self.clock = FakeClock()

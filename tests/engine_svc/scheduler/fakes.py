@@ -13,7 +13,7 @@ from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 
 EOS = 2
 NEW_TOKEN = 7
@@ -82,7 +82,7 @@ class Stage:
         max_model_len: int = 2048,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 16,
-        hooks: Sequence[SchedulerHook] = (),
+        hooks: Sequence[SchedulerFeature] = (),
         budgets: Sequence[Budget] = (),
         policy: str = "fcfs",
         enable_chunked_prefill: bool = True,
