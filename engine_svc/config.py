@@ -115,9 +115,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
     enable_kv_events: bool = option(False, help="publish changes of the prefix cache to subscribers")
-    enable_prompt_embeds: bool = option(
-        False, help="accept prompt embeddings in place of tokens; only for a model in one process"
-    )
+    enable_prompt_embeds: bool = option(False, help="accept prompt embeddings in place of tokens")
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
         0, help="most prompt tokens of one request in a step; 0: no such limit"
@@ -208,12 +206,6 @@ class EngineConfig:
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold,
             "0 or more",
-        )
-        _require(
-            not self.enable_prompt_embeds or self.tensor_parallel_size * self.pipeline_parallel_size == 1,
-            "enable_prompt_embeds",
-            self.enable_prompt_embeds,
-            "off where the model is divided over several processes",
         )
         self._check_parallel()
         _require(

@@ -53,7 +53,7 @@ class UnknownExtra(TypeError):
 
 
 class ExtraCodec:
-    """Writes and reads extras by the index of their type. Both sides have the same types in the same order."""
+    """Writes and reads extras by the index of their type. Both sides have the same types in one order."""
 
     def __init__(self, kinds: Sequence[type[Extra]]) -> None:
         self._kinds = tuple(kinds)

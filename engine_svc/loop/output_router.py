@@ -15,6 +15,7 @@ from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.mailbox import Add, Adopt, Outbox
 from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput
 
+
 class OutputRouter:
     """The outbox and the handle of every request that has not ended. Others only read `by_id`."""
 

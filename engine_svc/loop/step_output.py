@@ -14,8 +14,8 @@ from engine_svc.core.step import TokenLogprobs
 
 # A sixteenth of the largest message that either side accepts: heartbeats wait behind a long message.
 MAX_PIECE_BYTES = 4 * 1024 * 1024
-# Upper limits on the wire: a row with all that it has once, a token with its share of the per-step counts, one
-# logprob with its token id or rank.
+# Upper limits on the wire: a row with all that it has once, a token with its share of the per-step counts,
+# one logprob with its token id or rank.
 _ROW_BYTES = 64
 _TOKEN_BYTES = 5
 _ENTRY_BYTES = 8

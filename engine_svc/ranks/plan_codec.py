@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import Extra, ExtraCodec
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan
-from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 
 # First byte of a message to the ranks: its kind.
 PLAN, CALL, STOP = b"P", b"C", b"S"
@@ -61,7 +61,7 @@ class PlanEncoder:
         self._extras = ExtraCodec(extras)
 
     def encode(self, plan: StepPlan) -> bytes:
-        """The plan as bytes. Raises UnknownExtra, before anything is changed, for one that is not registered."""
+        """The plan as bytes. Raises UnknownExtra for an extra of a type that no rank knows; nothing changes."""
         self._extras.check(plan.extras)
         for admitted in plan.admitted:
             self._extras.check(admitted.extras)

@@ -104,7 +104,13 @@ class RanksStarting:
         self._tokens.close()
         encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=extras)
         return ProcessGroup(
-            self._watch, self._heartbeats, self._plans, self._results, encoder, self._limits, ExtraCodec(extras)
+            self._watch,
+            self._heartbeats,
+            self._plans,
+            self._results,
+            encoder,
+            self._limits,
+            ExtraCodec(extras),
         )
 
     def give_up(self) -> None:

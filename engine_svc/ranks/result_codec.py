@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
+from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import NO_EXTRAS, ExtraCodec
 from engine_svc.core.step import StepResult, TokenLogprobs
-from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 
 VERSION = 3
 

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.runner.failures import translated
@@ -22,16 +24,24 @@ from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from triptych_kernels import Ops
 
+if TYPE_CHECKING:
+    from engine_svc.model.native.decoder import NativeDecoder
+    from engine_svc.model.transformers.model import TransformersModel
+
 logger = logging.getLogger(__name__)
 
-# What a stage adds to the step's result, by row of the batch. Called when the device is done.
-PendingPart = Callable[[], Mapping[int, object]]
+# What a stage adds to the step's result: extras by row of the batch. Called when the device is done.
+PendingPart = Callable[[], Mapping[int, Extra]]
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerContext:
-    """What features are made with. token_ids: [max_num_seqs, L] int32, of all rows, on the device."""
+    """What features are made with. token_ids: [max_num_seqs, L] int32, of all rows, on the device.
 
+    model: not to be kept, as that would hold the weights while the engine sleeps.
+    """
+
+    model: NativeDecoder | TransformersModel
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
@@ -66,11 +76,15 @@ class RunnerFeature:
 
     def remove_row(self, row: int) -> None: ...
 
+    def example(self) -> Extra | None:
+        """An extra of a request that uses all kernels of the feature, which are then compiled in advance."""
+        return None
+
     def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
         """May change what the forward reads."""
 
     def extra_positions(self, inputs: StepInputs) -> Ints | None:
-        """Indices of the step's tokens whose logits it needs besides those of rows that sample; None: none."""
+        """Indices of the step's tokens whose logits it needs besides those of rows that sample, if any."""
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
         """The model's own logits [M, V] of its extra positions."""
@@ -86,7 +100,16 @@ class RunnerFeature:
         """token_ids: [N] int64, sampled from the logits [N, V]."""
 
 
-_LOGIT_STAGES = ("apply", "after_sampling")
+@dataclass(frozen=True, slots=True)
+class FeaturePart:
+    """A part of a step's result that one feature has yet to produce for `rows` of the batch."""
+
+    feature: str
+    rows: Sequence[int]
+    read: PendingPart
+
+
+_STAGES = ("before_forward", "extra_positions", "apply", "after_sampling")
 
 
 class RunnerFeatures:
@@ -94,9 +117,15 @@ class RunnerFeatures:
 
     def __init__(self, features: Sequence[RunnerFeature], max_num_seqs: int) -> None:
         self._features = tuple(features)
+        # Features with each stage, by index.
+        self._with_stage = {
+            stage: [index for index, feature in enumerate(features) if _overrides(feature, stage)]
+            for stage in _STAGES
+        }
+        readers = {*self._with_stage["apply"], *self._with_stage["after_sampling"]}
+        self._reads = np.array([index in readers for index in range(len(features))], dtype=bool)
         self._uses = np.zeros((len(features), max_num_seqs), dtype=bool)
         self._num_rows = [0] * len(features)
-        self._reads = np.array([_overrides(feature, *_LOGIT_STAGES) for feature in features], dtype=bool)
         self._failed: dict[int, str] = {}  # by row, with what a stage raised
         # Of the last step: consecutive steps mostly have the same rows.
         self._latest_rows: Ints | None = None
@@ -104,20 +133,23 @@ class RunnerFeatures:
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         for index, feature in enumerate(self._features):
+            if not feature.uses(admitted):
+                continue
+            self._uses[index, row] = True
+            self._num_rows[index] += 1
+            self._latest_rows = None
             with self._errors_end(index, (row,)):
-                if feature.uses(admitted):
-                    self._uses[index, row] = True
-                    self._num_rows[index] += 1
-                    self._latest_rows = None
-                    feature.add_row(row, admitted)
+                feature.add_row(row, admitted)
 
     def remove_row(self, row: int) -> None:
         self._failed.pop(row, None)
         for index in self._uses[:, row].nonzero()[0].tolist():
-            self._uses[index, row] = False
-            self._num_rows[index] -= 1
-            self._latest_rows = None
-            self._features[index].remove_row(row)
+            self._stop_using(index, row)
+
+    def examples(self) -> Extras:
+        """Extras of a request that uses all features with kernels of their own."""
+        examples = [feature.example() for feature in self._features]
+        return {type(extra): extra for extra in examples if extra is not None}
 
     def reads_logits(self, row: int) -> bool:
         """Whether more than the largest logit of the row is needed."""
@@ -146,40 +178,45 @@ class RunnerFeatures:
 
     def before_sampling(
         self, inputs: StepInputs, logits: Tensor, extra: Sequence[tuple[int, Ints]]
-    ) -> list[PendingPart]:
+    ) -> list[FeaturePart]:
         """logits: [M, V], of all extra positions, feature by feature."""
-        parts = []
+        parts: list[FeaturePart] = []
         for (index, _), own in zip(extra, logits.split([len(one) for _, one in extra]), strict=True):
-            with self._errors_end(index, self._rows_of(index, inputs.rows)):
-                part = self._features[index].before_sampling(inputs, own)
-                if part is not None:
-                    parts.append(part)
+            rows = self._rows_of(index, inputs.rows)
+            with self._errors_end(index, rows):
+                self._add(parts, index, rows, self._features[index].before_sampling(inputs, own))
         return parts
 
     def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
         """logits: [N, V] of the batch's `rows`, whose next tokens get `positions`."""
         for index in self._used("apply"):
             some = self._logit_rows(index, rows)
-            if len(some.entries):
+            if len(some.rows):
                 with self._errors_end(index, some.rows.tolist()):
                     self._features[index].apply(logits, some, positions[some.entries], token_ids)
 
-    def after_sampling(self, logits: Tensor, token_ids: Tensor, rows: Ints) -> list[PendingPart]:
-        parts = []
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, rows: Ints) -> list[FeaturePart]:
+        """token_ids: [N] int64, sampled for the batch's `rows` from logits [N, V]."""
+        parts: list[FeaturePart] = []
         for index in self._used("after_sampling"):
             some = self._logit_rows(index, rows)
-            if len(some.entries):
-                with self._errors_end(index, some.rows.tolist()):
-                    part = self._features[index].after_sampling(logits, token_ids, some)
-                    if part is not None:
-                        parts.append(part)
+            if len(some.rows):
+                using = some.rows.tolist()
+                with self._errors_end(index, using):
+                    self._add(
+                        parts, index, using, self._features[index].after_sampling(logits, token_ids, some)
+                    )
         return parts
 
-    def _used(self, stage: str) -> Iterator[int]:
-        """Features with rows and with this stage."""
-        for index, num_rows in enumerate(self._num_rows):
-            if num_rows and _overrides(self._features[index], stage):
-                yield index
+    def _add(
+        self, parts: list[FeaturePart], index: int, rows: Sequence[int], read: PendingPart | None
+    ) -> None:
+        if read is not None:
+            parts.append(FeaturePart(_name(self._features[index]), rows, read))
+
+    def _used(self, stage: str) -> list[int]:
+        """Features with this stage and with rows."""
+        return [index for index in self._with_stage[stage] if self._num_rows[index]]
 
     def _rows_of(self, index: int, rows: Ints) -> list[int]:
         using: list[int] = rows[self._uses[index, rows]].tolist()
@@ -199,13 +236,35 @@ class RunnerFeatures:
         try:
             yield
         except Exception as error:
-            found = translated(error) if isinstance(error, RuntimeError | MemoryError) else error
-            if isinstance(found, DeviceLost | DeviceFull | PeersLost):
+            if is_of_device(error):
                 raise
-            name = type(self._features[index]).__name__
-            logger.exception("a feature failed, the requests that use it end", extra={"feature": name})
-            self._failed |= dict.fromkeys(rows, f"{name} failed: {type(error).__name__}: {error}")
+            self._failed |= dict.fromkeys(rows, describe_failure(_name(self._features[index]), error))
+            for row in rows:
+                self._stop_using(index, row)
+
+    def _stop_using(self, index: int, row: int) -> None:
+        self._uses[index, row] = False
+        self._num_rows[index] -= 1
+        self._latest_rows = None
+        with self._errors_end(index, ()):
+            self._features[index].remove_row(row)
 
 
-def _overrides(feature: RunnerFeature, *stages: str) -> bool:
-    return any(getattr(type(feature), stage) is not getattr(RunnerFeature, stage) for stage in stages)
+def describe_failure(feature: str, error: Exception) -> str:
+    """Log what a feature raised; returns the message for the requests that end by it."""
+    logger.error("a feature failed, the requests that use it end", exc_info=error, extra={"feature": feature})
+    return f"{feature} failed: {type(error).__name__}: {error}"
+
+
+def is_of_device(error: Exception) -> bool:
+    """Whether the device or another rank is at fault, and so the whole step has failed."""
+    found = translated(error) if isinstance(error, RuntimeError | MemoryError) else error
+    return isinstance(found, DeviceLost | DeviceFull | PeersLost)
+
+
+def _name(feature: RunnerFeature) -> str:
+    return type(feature).__name__
+
+
+def _overrides(feature: RunnerFeature, stage: str) -> bool:
+    return getattr(type(feature), stage) is not getattr(RunnerFeature, stage)

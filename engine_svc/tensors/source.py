@@ -127,6 +127,11 @@ class TensorSource:
         """The name to offer in hello_ack; empty if there is none, or it was used."""
         return "" if self._probe is None else self._probe.name
 
+    @property
+    def has_taken(self) -> bool:
+        """Whether requests of the current message have tensors."""
+        return bool(self._taken)
+
     def verify_host(self, digest: bytes) -> bool:
         """Check a frontend's proof that it is on this host; there is one attempt. False if it is invalid."""
         probe, self._probe = self._probe, None

@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from engine_svc.core.request import Request
+from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 
-class LogSteps:
+def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | None:
+    return LogSteps(context.clock) if config.log_steps else None
+
+
+class LogSteps(SchedulerFeature):
     """Counts a row of one token, without its drafts, as a decode, and a longer one as a prefill."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         # When the steps in flight began. Not an extra of the plan, which is also sent to other ranks.
         self._began_at: deque[float] = deque()
-
-    def on_add(self, request: Request) -> None:
-        pass
 
     def on_plan(self, plan: StepPlan) -> None:
         self._began_at.append(self._clock.now())
@@ -49,6 +51,3 @@ class LogSteps:
 
     def on_withdraw(self) -> None:
         self._began_at.clear()
-
-    def on_finish(self, request: Request) -> None:
-        pass

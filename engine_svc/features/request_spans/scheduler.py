@@ -8,13 +8,18 @@ from collections.abc import Callable
 from opentelemetry import trace
 from opentelemetry.context import Context
 
+from engine_svc.config import EngineConfig
 from engine_svc.core.request import FinishReason, Request
-from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from service_kit.clock import Clock
-from service_kit.telemetry import context_from
+from service_kit.telemetry import context_from, tracer
 
 
-class RequestSpans:
+def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature:
+    return RequestSpans(tracer(), context.clock, context.defer)
+
+
+class RequestSpans(SchedulerFeature):
     """Makes the span `engine.request` of each finished request, with children `queue`, `prefill`, `decode`.
 
     The parent is the trace context that came with the request. `defer` runs the work in another thread.
@@ -27,18 +32,6 @@ class RequestSpans:
         self._defer = defer
         # Timelines are in seconds of the engine's clock, spans in nanoseconds since 1970.
         self._unix_offset_ns = time.time_ns() - int(clock.now() * 1e9)
-
-    def on_add(self, request: Request) -> None:
-        pass
-
-    def on_plan(self, plan: StepPlan) -> None:
-        pass
-
-    def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        pass
-
-    def on_withdraw(self) -> None:
-        pass
 
     def on_finish(self, request: Request) -> None:
         if request.trace_context[0]:

@@ -8,8 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_svc.core.sampling_params import ThinkingBudget
+from engine_svc.config import EngineConfig
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.features.thinking_budget import ThinkingBudget
+from engine_svc.runner.feature import LogitRows, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
+
+
+def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature:
+    return ThinkingRows(context.vocab_size, context.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class _Row:
     forced: Tensor
 
 
-class ThinkingBudgets:
+class ThinkingRows(RunnerFeature):
     """The rows with a thinking budget.
 
     The state is computed from the row's tokens in each step, without waiting for the device, so a request
@@ -34,25 +41,25 @@ class ThinkingBudgets:
         self._device = device
         self._rows: dict[int, _Row] = {}
 
-    def enter(self, row: int, budget: ThinkingBudget | None) -> None:
-        if budget is not None:
-            end = to_device(np.array(budget.end_token_ids, dtype=np.int32), self._device)
-            forced = torch.full((len(end), self._vocab_size), float("-inf"), device=self._device)
-            forced.scatter_(1, end.long()[:, None], 0.0)
-            start = to_device(np.array(budget.start_token_ids, dtype=np.int32), self._device)
-            self._rows[row] = _Row(budget.num_tokens, start, end, forced)
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        return ThinkingBudget in admitted.extras
 
-    def leave(self, row: int) -> None:
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        budget: ThinkingBudget = admitted.extras[ThinkingBudget]
+        end = to_device(np.array(budget.end_token_ids, dtype=np.int32), self._device)
+        forced = torch.full((len(end), self._vocab_size), float("-inf"), device=self._device)
+        forced.scatter_(1, end.long()[:, None], 0.0)
+        start = to_device(np.array(budget.start_token_ids, dtype=np.int32), self._device)
+        self._rows[row] = _Row(budget.num_tokens, start, end, forced)
+
+    def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
-        """Exclude all but the end marker's next token, in logits [N, V], for rows with a used-up budget."""
-        if not self._rows:
-            return
-        for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            budget = self._rows.get(row)
-            if budget is not None:
-                self._force(logits[index], budget, token_ids[row, :position])
+    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        """Exclude all but the end marker's next token for rows with a used-up budget."""
+        columns = (some.entries.tolist(), some.rows.tolist(), positions.tolist())
+        for entry, row, position in zip(*columns, strict=True):
+            self._force(logits[entry], self._rows[row], token_ids[row, :position])
 
     def _force(self, logits: Tensor, budget: _Row, token_ids: Tensor) -> None:
         begun_at = _last_end(token_ids, budget.start)

@@ -10,15 +10,21 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from engine_svc.cache.observer import StoredBlocks
+from engine_svc.config import EngineConfig
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, RemovedBlocks, part_of
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 MAX_BATCH_BLOCKS = 8192
 
 
-class KVEvents:
-    """Observes the cache, and steps as a scheduler hook; calls `publish` with each batch.
+def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | None:
+    return None if context.publish_blocks is None else KVEvents(context.publish_blocks)
+
+
+class KVEvents(SchedulerFeature):
+    """Observes the cache, and steps as a feature of the scheduler; calls `publish` with each batch.
 
     Several blocks may have equal content. Only the first is reported as stored, and only the last as removed,
     so that the events add up to exactly what is cached.
@@ -33,6 +39,7 @@ class KVEvents:
         self._events: list[KVEvent] = []  # since the last batch
         self._num_blocks = 0  # in these events
         self._num_in_flight = 0  # steps that are planned and not computed yet
+        self.cache_observer = self
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
         pass
@@ -70,9 +77,6 @@ class KVEvents:
         self._events = [AllBlocksRemoved()]
         self._num_blocks = 0
         self._flush()
-
-    def on_add(self, request: Request) -> None:
-        pass
 
     def on_plan(self, plan: StepPlan) -> None:
         self._num_in_flight += 1
