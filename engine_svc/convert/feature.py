@@ -18,8 +18,8 @@ _CORE_FIELDS = frozenset({
     "handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids",
     "output_token_ids", "sampling", "pooling", "request_seed", "priority", "age_ms", "remaining_ms",
     "cache_salt", "tenant", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
-    "current_wave", "reasoning_ended", "reasoning_options", "trace_context", "skip_reading_prefix_cache", "stream_interval",
-    "orphan_grace_ms", "resume_state", "is_suspect",
+    "current_wave", "reasoning_ended", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
+    "stream_interval", "orphan_grace_ms", "resume_state", "is_suspect",
 })  # fmt: skip
 _CORE_SAMPLING = frozenset({
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos",

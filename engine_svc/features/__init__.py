@@ -1,9 +1,11 @@
-"""Optional features, a folder each, which only `engine_svc.build` imports. The core knows none of them.
+"""Optional features, a folder each. Only `engine_svc.build` imports them, and `engine_svc.config` their flags.
 
 A folder has up to three halves: `wire.py` (asyncio side), `scheduler.py` (engine thread), `runner.py` (device
-side, in every rank), each with `make`. Its `__init__.py` has what they share: plain data, and in `EXTRAS` the
-types that reach the ranks.
+side, in every rank), each with `make`. `extras.py` has the plain data that they share, and in `EXTRAS` the
+types that reach the ranks; `options.py` has the feature's own flags.
 """
+
+from importlib.metadata import entry_points
 
 # The order is the order of application: what forces a token comes last.
 FEATURES = (
@@ -16,3 +18,11 @@ FEATURES = (
     "penalties",
     "thinking_budget",
 )
+
+_ENTRY_POINTS = "triptych.features"
+
+
+def packages() -> list[str]:
+    """The packages of all features, those of other installed packages last."""
+    offered = sorted(entry_points(group=_ENTRY_POINTS), key=lambda entry: entry.name)
+    return [f"{__name__}.{name}" for name in FEATURES] + [entry.value for entry in offered]

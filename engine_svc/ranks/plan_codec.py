@@ -61,7 +61,7 @@ class PlanEncoder:
         self._extras = ExtraCodec(extras)
 
     def encode(self, plan: StepPlan) -> bytes:
-        """The plan as bytes. Raises UnknownExtra for an extra of a type that no rank knows; nothing changes."""
+        """The plan as bytes. Raises UnknownExtra for an extra that no rank knows; nothing changes."""
         self._extras.check(plan.extras)
         for admitted in plan.admitted:
             self._extras.check(admitted.extras)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,14 +18,11 @@ from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
 from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
 from engine_svc.runner.failures import translated
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from triptych_kernels import Ops
-
-if TYPE_CHECKING:
-    from engine_svc.model.native.decoder import NativeDecoder
-    from engine_svc.model.transformers.model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +37,7 @@ class RunnerContext:
     model: not to be kept, as that would hold the weights while the engine sleeps.
     """
 
-    model: NativeDecoder | TransformersModel
+    model: Model
     device: torch.device
     dtype: torch.dtype
     vocab_size: int

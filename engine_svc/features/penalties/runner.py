@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.features.penalties import Penalties
+from engine_svc.features.penalties.extras import Penalties
 from engine_svc.runner.feature import LogitRows, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import Penalised

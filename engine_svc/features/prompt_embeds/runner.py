@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.features.prompt_embeds import PromptEmbeds
+from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import Ints, send, to_device
 from engine_svc.tensors.to_torch import to_torch
+
+if TYPE_CHECKING:
+    from engine_svc.model.transformers.model import TransformersModel
 
 # In a row's token ids: these positions have no token that penalties and reasoning markers could match.
 NO_TOKEN = -1
@@ -26,7 +30,7 @@ def make(config: EngineConfig, context: RunnerContext) -> RunnerFeature | None:
     if not config.enable_prompt_embeds:
         return None
     if not isinstance(context.model, NativeDecoder):
-        context.model.check_embeds(torch.arange(8, device=context.device))
+        cast("TransformersModel", context.model).check_embeds(torch.arange(8, device=context.device))
     return EmbeddedRows(context.device, context.dtype, context.token_ids)
 
 

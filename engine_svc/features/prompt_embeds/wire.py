@@ -8,7 +8,7 @@ from itertools import compress, count, groupby
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.core.request import ContentSpan
-from engine_svc.features.prompt_embeds import PromptEmbeds
+from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.tensors.host_tensor import ITEM_SIZES, MAX_MODERATE
 from service_kit.errors import InvalidArgument
 from service_kit.field_checks import unserved

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest, TokenLogprobs
-from engine_svc.features.prompt_logprobs import PromptLogprobs, PromptLogprobSpec, PromptRun
+from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
 from engine_svc.runner.feature import PendingPart, RunnerContext, RunnerFeature
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.logprobs import LogprobSpec, PositionLogprobs, look_up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_svc.config import EngineConfig
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.features.prompt_logprobs import PromptLogprobs, PromptLogprobSpec
+from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.features.thinking_budget import ThinkingBudget
+from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.runner.feature import LogitRows, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
-from engine_svc.features.thinking_budget import ThinkingBudget
+from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from service_kit.field_checks import check, check_token_ids
 from triptych.engine.v1 import add_pb2
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.features.token_rules import TokenRules
 from engine_svc.features.token_rules.bad_words import BadWords
+from engine_svc.features.token_rules.extras import TokenRules
 from engine_svc.runner.feature import LogitRows, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.row_tokens import RowTokens
 from engine_svc.runner.sampling.transfer import Ints
