@@ -1,4 +1,4 @@
-"""Optional features, a folder each. Only `engine_svc.build` imports them, and `engine_svc.config` their flags.
+"""Optional features, a folder each. Only `engine_svc.build` imports them, `engine_svc.config` their flags.
 
 A folder has up to three halves: `wire.py` (asyncio side), `scheduler.py` (engine thread), `runner.py` (device
 side, in every rank), each with `make`. `extras.py` has the plain data that they share, and in `EXTRAS` the
