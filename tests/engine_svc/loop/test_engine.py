@@ -65,12 +65,14 @@ class Rig:
         max_in_flight: int = 1,
         runs_ahead: bool = False,  # a request may be in all of them
         executor: FakeExecutor | None = None,
-        hooks: Sequence[SchedulerFeature] = (),
+        features: Sequence[SchedulerFeature] = (),
         inbox: Inbox | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.executor = executor or FakeExecutor(on_launch)
-        self.scheduler = make_scheduler(hooks=hooks, max_steps_in_flight=max_in_flight if runs_ahead else 1)
+        self.scheduler = make_scheduler(
+            features=features, max_steps_in_flight=max_in_flight if runs_ahead else 1
+        )
         self.inbox, self.stats_snapshot = inbox or Inbox(max_commands=1000), StatsSnapshot()
         self.frontend = Frontend()
         self.error: RuntimeError | None = None
@@ -849,26 +851,14 @@ def test_what_cannot_be_described_does_not_hide_the_error(caplog):
 
 
 def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_served():
-    class Chooser:
+    class Chooser(SchedulerFeature):
         """Fails to look at prompts that begin with 333."""
 
         def on_add(self, request: Request) -> None:
             if request.token_ids[0] == 333:
                 raise ValueError("cannot be prepared")
 
-        def on_plan(self, plan: StepPlan) -> None:
-            pass
-
-        def on_update(self, plan: StepPlan, result: StepResult) -> None:
-            pass
-
-        def on_withdraw(self) -> None:
-            pass
-
-        def on_finish(self, request: Request) -> None:
-            pass
-
-    rig = Rig(hooks=(Chooser(),))
+    rig = Rig(features=(Chooser(),))
     rig.inbox.put(Add(Request("bad", [333, 1, 2], 3, SamplingParams(max_tokens=4)), rig.frontend.outbox, 7))
     rig.add(1, max_tokens=4)
     rig.serve(2)

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
+from engine_svc.core.byte_fields import MessageError
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
 from engine_svc.core.step import AdmittedRequest, PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
-from engine_svc.core.byte_fields import MessageError
 from engine_svc.ranks.plan_channel import (
     Channel,
     ChannelInterrupted,

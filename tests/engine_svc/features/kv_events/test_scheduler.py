@@ -13,7 +13,7 @@ from engine_svc.cache.observer import StoredBlocks
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.features.kv_events import KVEvents
+from engine_svc.features.kv_events.scheduler import KVEvents
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventLog, RemovedBlocks
 from engine_svc.session.kv_subscription import parents_first
 from tests.engine_svc.scheduler.fakes import Stage
@@ -68,7 +68,7 @@ class PublishingCore:
         self.batch_sizes: list[int] = []
         events = KVEvents(self.log.publish, max_batch_blocks=max_batch_blocks)
         stage = {"num_blocks": NUM_BLOCKS, "block_size": 4, "max_model_len": 64, **stage}
-        self.stage = Stage(hooks=[events], observers=[events], **stage)
+        self.stage = Stage(features=[events], **stage)
 
     def read(self) -> list[list[KVEvent]]:
         batches = self.log.take(self.reader, 10_000)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
 import pytest
 
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.convert import messages
-from engine_svc.tensors.source import TensorReceiver
+from engine_svc.core.request import Request
+from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.fakes import MAX_MODEL_LEN, VOCAB_SIZE
-from tests.engine_svc.session.service_rig import column, make_entry, make_facts
+from tests.engine_svc.request_options import make_wire_features
+from tests.engine_svc.session.service_rig import column, make_entry, make_facts, read_add
 from triptych.common.v1 import tensor_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 
 HIDDEN = 3
-FACTS = replace(make_facts(), hidden_size=HIDDEN, takes_prompt_embeds=True)
+BLOCK_SIZE = make_facts().block_size
 
 
 def embeds(*rows: float, dtype: tensor_pb2.DType = tensor_pb2.D_TYPE_FP32) -> tensor_pb2.Tensor:
@@ -37,32 +38,26 @@ def entry_of(
     return entry
 
 
-def to_request(entry: add_pb2.AddEntry, facts=FACTS):
-    source = TensorReceiver(is_open=True).source("frontend", "session")
-    try:
-        return messages.to_request(entry, session_number=1, facts=facts, now=0.0, tensors=source)
-    finally:
-        source.close()
+def to_request(entry: add_pb2.AddEntry, *, enable_prompt_embeds: bool = True) -> Request:
+    return read_add(entry, enable_prompt_embeds=enable_prompt_embeds, hidden_size=HIDDEN)
 
 
 def hashes_of(entry: add_pb2.AddEntry) -> list[bytes]:
     request = to_request(entry)
-    BlockHasher(FACTS.block_size).extend(request)
+    BlockHasher(BLOCK_SIZE).extend(request)
     return request.block_hashes
 
 
 def test_a_prompt_of_embeddings_alone_has_a_place_for_each():
     request = to_request(entry_of(embeds(1.0, 2.0, 3.0)))
     assert (request.num_prompt_tokens, request.token_ids) == (3, [0, 0, 0])
-    assert request.prompt_embeds is not None
-    assert request.prompt_embeds.positions == (0, 1, 2)
+    assert request.extras[PromptEmbeds].positions == (0, 1, 2)
 
 
 def test_tokens_and_embeddings_stand_where_is_token_says():
     request = to_request(entry_of(embeds(1.0, 2.0), [5, 6, 7, 8, 9], b"\1\1\0\0\1"))
     assert request.token_ids == [5, 6, 0, 0, 9]
-    assert request.prompt_embeds is not None
-    assert request.prompt_embeds.positions == (2, 3)
+    assert request.extras[PromptEmbeds].positions == (2, 3)
     # What a sender leaves in the ids of those places is no content.
     assert hashes_of(entry_of(embeds(1.0, 2.0), [5, 6, 7, 8], b"\1\1\0\0")) == hashes_of(
         entry_of(embeds(1.0, 2.0), [5, 6, 3, 3], b"\1\1\0\0")
@@ -77,7 +72,7 @@ def test_tokens_that_went_out_before_follow_the_embeddings():
 
 
 def test_block_hashes_are_those_of_the_content_of_each_block():
-    block = FACTS.block_size
+    block = BLOCK_SIZE
     whole = hashes_of(entry_of(embeds(*range(3 * block))))
     assert len(set(whole)) == 3
     longer = hashes_of(entry_of(embeds(*range(3 * block), 99.0)))
@@ -90,7 +85,7 @@ def test_block_hashes_are_those_of_the_content_of_each_block():
 
 
 def test_a_hash_tells_where_in_its_block_an_embedding_stands_and_its_type():
-    tokens = [0] * FACTS.block_size
+    tokens = [0] * BLOCK_SIZE
     flags = [b"\0\1\1\1", b"\1\0\1\1"]
     half = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_BF16, shape=[1, HIDDEN], inline=b"\0\0" * HIDDEN)
     zero = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP16, shape=[1, HIDDEN], inline=b"\0\0" * HIDDEN)
@@ -160,9 +155,22 @@ def test_embeddings_and_what_went_out_before_fit_the_model_together():
 
 def test_an_engine_takes_no_embeddings_unless_enabled():
     with pytest.raises(Unimplemented, match="prompt_embeds"):
-        to_request(entry_of(embeds(1.0)), facts=make_facts())
+        to_request(entry_of(embeds(1.0)), enable_prompt_embeds=False)
+
+
+def test_a_caller_without_tensors_sends_no_embeddings():
+    features = make_wire_features(enable_prompt_embeds=True)
     with pytest.raises(Unimplemented, match="prompt_embeds"):
-        messages.to_request(entry_of(embeds(1.0)), session_number=1, facts=FACTS, now=0.0)
+        messages.to_request(
+            entry_of(embeds(1.0)), session_number=1, facts=make_facts(), now=0.0, features=features
+        )
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_frontends_learn_whether_an_engine_takes_embeddings(is_enabled):
+    ready = session_pb2.Ready()
+    make_wire_features(enable_prompt_embeds=is_enabled).announce(ready)
+    assert ready.takes_prompt_embeds == is_enabled
 
 
 def test_a_mask_that_is_all_tokens_changes_nothing():

@@ -7,13 +7,13 @@ import logging
 import pytest
 
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.features.log_steps import LogSteps
+from engine_svc.features.log_steps.scheduler import LogSteps
 from service_kit.clock import FakeClock
 
 
 def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
     clock = FakeClock(5.0)
-    hook = LogSteps(clock)
+    feature = LogSteps(clock)
     plan = StepPlan(
         7,
         request_ids=["a", "b", "c", "d"],
@@ -21,12 +21,12 @@ def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
         draft_token_ids=[[], [], [8, 9], []],
         preempted=["e"],
     )
-    hook.on_plan(plan)
+    feature.on_plan(plan)
     # Ranks can read no more of a plan than they have forms for.
     assert plan.extras == {}
     clock.advance(0.25)
     with caplog.at_level(logging.INFO):
-        hook.on_update(plan, StepResult(7, [[], [1], [8, 2], [3]]))
+        feature.on_update(plan, StepResult(7, [[], [1], [8, 2], [3]]))
     (record,) = caplog.records
     fields = {
         name: value for name, value in vars(record).items() if name.startswith(("num_", "step_", "dur"))
@@ -45,17 +45,17 @@ def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):
 
 def test_steps_that_overlap_have_their_own_durations_and_those_that_fail_no_line(caplog):
     clock = FakeClock(5.0)
-    hook = LogSteps(clock)
+    feature = LogSteps(clock)
     with caplog.at_level(logging.INFO):
         for number in (1, 2):
-            hook.on_plan(StepPlan(number))
+            feature.on_plan(StepPlan(number))
             clock.advance(0.1)
-        hook.on_withdraw()
+        feature.on_withdraw()
         for number in (3, 4):
-            hook.on_plan(StepPlan(number))
+            feature.on_plan(StepPlan(number))
             clock.advance(0.1)
         for number in (3, 4):
-            hook.on_update(StepPlan(number), StepResult(number, []))
+            feature.on_update(StepPlan(number), StepResult(number, []))
             clock.advance(0.2)
     lines = [(vars(record)["step_number"], vars(record)["duration_ms"]) for record in caplog.records]
     assert lines == [(3, 200.0), (4, 300.0)]

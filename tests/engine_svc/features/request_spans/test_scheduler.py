@@ -8,7 +8,7 @@ import pytest
 
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.features.observe import RequestSpans
+from engine_svc.features.request_spans.scheduler import RequestSpans
 from service_kit.clock import FakeClock
 from service_kit.telemetry import SpanRecord, recent_spans, tracer
 
@@ -28,8 +28,8 @@ def finished_request(trace: str, reason: FinishReason, **times: float | None) ->
 
 def spans_of(request: Request, trace: str) -> dict[str, SpanRecord]:
     deferred: list = []
-    hook = RequestSpans(tracer(), FakeClock(100.0), deferred.append)
-    hook.on_finish(request)
+    spans = RequestSpans(tracer(), FakeClock(100.0), deferred.append)
+    spans.on_finish(request)
     assert recent_spans(trace) == []
     for make in deferred:
         make()
