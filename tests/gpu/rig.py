@@ -41,7 +41,13 @@ class GpuModel:
     theirs: PreTrainedModel
     ours: LoadedModel
 
-    def runner(self, *, has_graphs: bool = False, features: Sequence[RunnerFeature] = ()) -> ModelRunner:
+    def runner(
+        self,
+        *,
+        has_graphs: bool = False,
+        features: Sequence[RunnerFeature] = (),
+        takes_embeds: bool = False,
+    ) -> ModelRunner:
         kv = KVTensors(self.ours.facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, 0), self.ours.device)
         # The memory is used as it comes, so the worst that it can hold must reach no result.
         for stack in kv.stacks:
@@ -52,7 +58,10 @@ class GpuModel:
             kv,
             RunnerConfig(MAX_NUM_SEQS, MAX_POSITION, BLOCK_SIZE),
             self.ours.ops,
-            make_features=lambda context: [*make_runner_features(context), *features],
+            make_features=lambda context: [
+                *make_runner_features(context, takes_embeds=takes_embeds),
+                *features,
+            ],
             graphs=self._graphs(kv) if has_graphs else None,
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from engine_svc.model.decoder import Model
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
@@ -28,8 +29,14 @@ class TinyModel:
     theirs: PreTrainedModel
     ours: LoadedModel
 
-    def runner(self, *, features: Sequence[RunnerFeature] = (), takes_embeds: bool = False) -> ModelRunner:
-        """A runner with all features of an engine, then `features`."""
+    def runner(
+        self,
+        *,
+        features: Sequence[RunnerFeature] = (),
+        takes_embeds: bool = False,
+        model: Model | None = None,
+    ) -> ModelRunner:
+        """A runner with all features of an engine, then `features`; of `model` if it is not the own one."""
         sizing = KVSizing(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, bytes_per_block=0)
         config = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
         kv = KVTensors(self.ours.facts, sizing)
@@ -37,7 +44,7 @@ class TinyModel:
         for stack in kv.stacks:
             stack.fill_(float("nan"))
         return ModelRunner(
-            self.ours.model,
+            model or self.ours.model,
             self.ours.facts,
             kv,
             config,

@@ -21,6 +21,10 @@ def random_logits(num_rows: int, *, vocab_size: int = VOCAB_SIZE, seed: int = 0)
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def flat_logits(num_rows: int, value: float = 0.0) -> torch.Tensor:
+    return torch.full((num_rows, VOCAB_SIZE), value)
+
+
 class SamplerRig:
     """Rows by number, with their tokens, over a real sampler."""
 
@@ -33,17 +37,19 @@ class SamplerRig:
         ops: Ops = REFERENCE,
         features: Sequence[RunnerFeature] = (),
         mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        device: torch.device = CPU,
     ) -> None:
         # What stands behind a row's tokens belongs to no row, so it must reach no result.
         self.token_ids = torch.randint(
             vocab_size, (max_num_seqs, max_length), generator=torch.Generator().manual_seed(1)
-        ).int()
+        )
+        self.token_ids = self.token_ids.int().to(device)
         self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
-        context = RunnerContext(None, CPU, torch.float32, vocab_size, max_num_seqs, ops, self.token_ids)
-        all_features = (MinTokens(vocab_size, CPU), *make_runner_features(context), *features)
+        context = RunnerContext(None, device, torch.float32, vocab_size, max_num_seqs, ops, self.token_ids)
+        all_features = (MinTokens(vocab_size, device), *make_runner_features(context), *features)
         self.features = RunnerFeatures(all_features, max_num_seqs)
         self.sampler = Sampler(
-            ops, max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=CPU, features=self.features,
+            ops, max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, features=self.features,
             logprobs_mode=mode,
         )  # fmt: skip
 
@@ -86,3 +92,7 @@ class SamplerRig:
             tokens.append(int(self.choose(logits.clone(), [row]).token_ids))
             self.append(row, tokens[-1])
         return tokens
+
+    def banned(self, row: int) -> list[int]:
+        """The tokens that a row may not choose next."""
+        return self.changed(random_logits(1), [row])[0].isneginf().nonzero().flatten().tolist()

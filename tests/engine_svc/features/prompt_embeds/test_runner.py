@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.tensors.host_tensor import HostTensor
+from tests.engine_svc.runner.fakes import LogitsOfAllRows
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 
 IMPLEMENTATIONS = [
@@ -36,7 +37,7 @@ def add_embedded(driver, model, name: str, prompt: list[int], positions: list[in
     """A request that has embeddings at `positions`, and there no tokens."""
     hidden = [0 if place in positions else token for place, token in enumerate(prompt)]
     request = driver.add(name, hidden, **options)
-    request.prompt_embeds = embeds_at(model, prompt, positions)
+    request.extras[PromptEmbeds] = embeds_at(model, prompt, positions)
     return request
 
 
@@ -44,7 +45,7 @@ def add_embedded(driver, model, name: str, prompt: list[int], positions: list[in
 def test_embeddings_of_tokens_yield_what_the_tokens_yield(tiny_model, family, model_impl):
     model = tiny_model(family, model_impl)
     choose = random.Random(4)
-    driver = model.driver()
+    driver = model.driver(takes_embeds=True)
     plain, embedded = {}, {}
     for index, length in enumerate([1, 2, 17, 41]):
         prompt = prompt_of(length, seed=index)
@@ -63,11 +64,8 @@ def test_logits_of_a_mixed_prompt_are_those_of_its_tokens_to_the_last_bit(tiny_m
     model = tiny_model(family, model_impl)
     logits: list[torch.Tensor] = []
 
-    def keep(values: torch.Tensor, rows: object) -> torch.Tensor:
-        logits.append(values.clone())
-        return values
-
-    driver = model.driver(logits_processors=(keep,))
+    keep = LogitsOfAllRows(lambda values, rows: logits.append(values.clone()))
+    driver = model.driver(features=(keep,), takes_embeds=True)
     prompt = prompt_of(5, seed=1)
     driver.add("tokens", prompt)
     add_embedded(driver, model, "mixed", prompt, [2, 3])
@@ -79,7 +77,7 @@ def test_logits_of_a_mixed_prompt_are_those_of_its_tokens_to_the_last_bit(tiny_m
 
 def test_another_embedding_yields_other_logits(tiny_model):
     model = tiny_model("llama", "native")
-    driver = model.driver()
+    driver = model.driver(takes_embeds=True)
     prompt, other = prompt_of(30, seed=1), prompt_of(30, seed=2)
     add_embedded(driver, model, "a", prompt, list(range(30)))
     add_embedded(driver, model, "b", other, list(range(30)))
@@ -91,7 +89,7 @@ def test_another_embedding_yields_other_logits(tiny_model):
 
 def test_a_row_that_is_used_again_has_no_embeddings_of_before(tiny_model):
     model = tiny_model("llama", "native")
-    driver = model.driver()
+    driver = model.driver(takes_embeds=True)
     prompt = prompt_of(9, seed=1)
     add_embedded(driver, model, "first", prompt_of(9, seed=5), list(range(9)))
     driver.step({"first": 9})
@@ -106,7 +104,7 @@ def test_penalties_do_not_count_places_without_a_token(tiny_model):
     model = tiny_model("llama", "native")
     prompt = prompt_of(12, seed=3)
     options = {"repetition_penalty": 5.0}
-    driver = model.driver()
+    driver = model.driver(takes_embeds=True)
     # Tokens that a row has seen are made unlikely; a row of embeddings alone has seen none.
     driver.add("free", prompt)
     add_embedded(driver, model, "embedded", prompt, list(range(12)), **options)
@@ -118,13 +116,15 @@ def test_half_precision_embeddings_become_the_models_type_exactly(tiny_model):
     model = tiny_model("llama", "native")
     prompt = prompt_of(20, seed=8)
     rows = embeddings_of(model, prompt).bfloat16()
-    driver = model.driver()
+    driver = model.driver(takes_embeds=True)
     for name, dtype, raw in (
         ("half", "bfloat16", rows.view(torch.int16).numpy().tobytes()),
         ("full", "float32", rows.float().numpy().tobytes()),
     ):
         request = driver.add(name, [0] * 20)
-        request.prompt_embeds = PromptEmbeds(HostTensor(dtype, tuple(rows.shape), raw), tuple(range(20)))
+        request.extras[PromptEmbeds] = PromptEmbeds(
+            HostTensor(dtype, tuple(rows.shape), raw), tuple(range(20))
+        )
     for grants in [{"half": 20, "full": 20}] + [{"half": 1, "full": 1}] * 8:
         driver.step(grants)
     assert driver.requests["half"].output_token_ids == driver.requests["full"].output_token_ids
