@@ -99,6 +99,8 @@ class RunningStep:
                 result.extras.setdefault(type(extra), {})[index_of[row]] = extra
         for index in result.failed:
             result.sampled[index] = []
+            for extras_of_kind in result.extras.values():
+                extras_of_kind.pop(index, None)
 
     def _columns(self) -> list[list[int]]:
         """The token of each row that samples, valid or not."""
