@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, make_dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
-from service_kit.config import ConfigError, option
+from engine_svc.features import packages
+from service_kit.config import option, require
 
 # Listen addresses that other machines cannot connect to.
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
@@ -21,9 +24,9 @@ _MAX_LABEL_CHARACTERS = 256
 _FACTS = ("host", "dp_rank", "dp_group")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """All options of one engine. Unset sizes are fitted to the model and the machine."""
+@dataclass(frozen=True)
+class CoreConfig:
+    """The options of an engine without those of its features. Unset sizes are fitted to model and machine."""
 
     model: str = option(
         positional=True,
@@ -114,10 +117,6 @@ class EngineConfig:
         2, help="steps planned before the tokens of the first of them are known; 1: no overlap"
     )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
-    enable_kv_events: bool = option(False, help="publish changes of the prefix cache to subscribers")
-    enable_prompt_embeds: bool = option(
-        False, help="accept prompt embeddings in place of tokens; only for a model in one process"
-    )
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
         0, help="most prompt tokens of one request in a step; 0: no such limit"
@@ -168,7 +167,6 @@ class EngineConfig:
     log_level: str = option(
         "info", choices=("debug", "info", "warning", "error"), help="lowest level that is logged"
     )
-    log_steps: bool = option(False, help="log each step: what it computed and how long it took")
     reflection: bool = option(True, help="serve gRPC reflection")
     drain_deadline_s: float = option(20.0, help="time for running requests to finish at shutdown; 0: none")
     step_limit_s: float = option(
@@ -193,52 +191,40 @@ class EngineConfig:
             "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
             "tensor_parallel_size", "pipeline_parallel_size",
         ):  # fmt: skip
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name, most in (("max_num_seqs", _MAX_NUM_SEQS), ("steps_in_flight", _MAX_STEPS_IN_FLIGHT)):
-            _require(getattr(self, name) <= most, name, getattr(self, name), f"at most {most}")
+            require(getattr(self, name) <= most, name, getattr(self, name), f"at most {most}")
         for name, least in (
             ("num_threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("num_kv_blocks", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            _require(value is None or value >= least, name, value, f"at least {least}")
+            require(value is None or value >= least, name, value, f"at least {least}")
         for name in ("port", "admin_port"):
-            _require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
-        _require(
+            require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
+        require(
             self.long_prefill_token_threshold >= 0,
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold,
             "0 or more",
         )
-        _require(
-            not self.enable_prompt_embeds or self.tensor_parallel_size * self.pipeline_parallel_size == 1,
-            "enable_prompt_embeds",
-            self.enable_prompt_embeds,
-            "off where the model is divided over several processes",
-        )
         self._check_parallel()
-        _require(
+        require(
             0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
             self.gpu_memory_utilization,
             "above 0, at most 1",
         )
-        _require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
-        _require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
-        _require(
+        require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
+        require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
+        require(
             self.record_decisions is None or self.record_decisions.endswith(".json.gz"),
             "record_decisions",
             self.record_decisions,
             "a file that ends in .json.gz",
         )
-        _require(
-            self.enable_prefix_caching or not self.enable_kv_events,
-            "enable_kv_events",
-            self.enable_kv_events,
-            "off where --enable-prefix-caching is",
-        )
         for name in ("drain_deadline_s", "replay_window_s"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
         self._check_labels()
 
     def _check_labels(self) -> None:
@@ -246,20 +232,20 @@ class EngineConfig:
             key, sign, _ = text.partition("=")
             is_label = key and sign and len(text) <= _MAX_LABEL_CHARACTERS and text.isprintable()
             limit = f"key=value of at most {_MAX_LABEL_CHARACTERS} printable characters"
-            _require(bool(is_label), "label", repr(text), limit)
-            _require(key not in _FACTS, "label", repr(text), f"of a key other than {', '.join(_FACTS)}")
-        _require(len(self.label) <= _MAX_LABELS, "label", f"given {len(self.label)} times", f"{_MAX_LABELS}")
+            require(bool(is_label), "label", repr(text), limit)
+            require(key not in _FACTS, "label", repr(text), f"of a key other than {', '.join(_FACTS)}")
+        require(len(self.label) <= _MAX_LABELS, "label", f"given {len(self.label)} times", f"{_MAX_LABELS}")
         keys = [text.partition("=")[0] for text in self.label]
-        _require(len(set(keys)) == len(keys), "label", repr(self.label), "given once for each key")
+        require(len(set(keys)) == len(keys), "label", repr(self.label), "given once for each key")
 
     def _check_parallel(self) -> None:
-        _require(
+        require(
             0 <= self.data_parallel_rank < self.data_parallel_size,
             "data_parallel_rank",
             self.data_parallel_rank,
             f"below the number of engines, {self.data_parallel_size}",
         )
-        _require(
+        require(
             not self.expert_parallel or self.tensor_parallel_size > 1 or self.data_parallel_size > 1,
             "expert_parallel",
             self.expert_parallel,
@@ -268,14 +254,14 @@ class EngineConfig:
         if self.divides_experts:
             for name in ("tensor_parallel_size", "pipeline_parallel_size"):
                 size = getattr(self, name)
-                _require(size == 1, name, size, "1 where --expert-parallel divides experts over engines")
-            _require(
+                require(size == 1, name, size, "1 where --expert-parallel divides experts over engines")
+            require(
                 0 < self.lockstep_timeout_s < self.step_limit_s,
                 "lockstep_timeout_s",
                 self.lockstep_timeout_s,
                 f"above 0 and below --step-limit-s, {self.step_limit_s:g}",
             )
-        _require(
+        require(
             len(self.data_parallel_group) <= _MAX_GROUP_CHARACTERS and self.data_parallel_group.isprintable(),
             "data_parallel_group",
             repr(self.data_parallel_group),
@@ -283,6 +269,37 @@ class EngineConfig:
         )
 
 
-def _require(holds: bool, name: str, value: object, limit: str) -> None:
-    if not holds:
-        raise ConfigError(f"--{name.replace('_', '-')} is {value}, it has to be {limit}")
+def _fold() -> type[CoreConfig]:
+    """The options of the core and of all features as one class."""
+    names = [f"{package}.options" for package in packages()]
+    kinds = [import_module(name).Options for name in names if find_spec(name) is not None]
+
+    def check_all(self: CoreConfig) -> None:
+        CoreConfig.__post_init__(self)
+        for kind in kinds:
+            kind.check(self)
+
+    return make_dataclass(
+        "EngineConfig",
+        [],
+        bases=(CoreConfig, *kinds),
+        namespace={
+            "__post_init__": check_all,
+            "__doc__": "All options of one engine.",
+            "__module__": __name__,
+        },
+        frozen=True,
+    )
+
+
+if TYPE_CHECKING:
+
+    class EngineConfig(CoreConfig):
+        """All options of one engine: a type checker sees those of features as `Any`."""
+
+        def __init__(self, model: str, **options: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    EngineConfig = _fold()

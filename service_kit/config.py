@@ -119,6 +119,12 @@ def load_config(
         raise ConfigError(str(error)) from error
 
 
+def require(holds: bool, name: str, value: object, limit: str) -> None:
+    """Raise ConfigError, which names the flag of the option, its value and its limit, unless `holds`."""
+    if not holds:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}, it has to be {limit}")
+
+
 def flag_names(cls: type[Any]) -> set[str]:
     """Every spelling of every flag of `cls`, negations included; the launcher routes flags by it."""
     return {spelling for one in _options_of(cls).values() for spelling in one.spellings()}

@@ -96,7 +96,7 @@ def hello_ack(
 
 def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
     """The facts of a loaded engine."""
-    return session_pb2.Ready(
+    message = session_pb2.Ready(
         model_name=facts.model_name,
         fingerprint=fingerprint(facts.fingerprint),
         artifacts=[artifact_record(artifact) for artifact in engine.artifacts],
@@ -119,8 +119,9 @@ def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
             repetition_penalty=facts.default_sampling.repetition_penalty,
         ),
         hidden_size=facts.hidden_size,
-        takes_prompt_embeds=facts.takes_prompt_embeds,
     )
+    engine.features.announce(message)
+    return message
 
 
 def fingerprint(value: ModelFingerprint) -> session_pb2.Fingerprint:

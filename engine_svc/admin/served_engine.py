@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.admin.orphaned_requests import OrphanedRequests, Timer
+from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.core.request import Request
@@ -73,6 +74,7 @@ class ServedEngine:
     drain_deadline_s: float = 0.0
     replay_window_s: float = 5.0  # how long a session without a stream is kept; 0: it ends with its stream
     kv_event_log: KVEventLog | None = None  # None: KV cache events are disabled
+    features: WireFeatures = field(default_factory=WireFeatures)
     tensors: TensorReceiver = field(default_factory=TensorReceiver)
     progress: LoadProgress = field(default_factory=LoadProgress)
     core: LoadedCore | None = None

@@ -16,6 +16,7 @@ from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
+from engine_svc.build.features import scheduler_features, wire_features
 from engine_svc.build.fingerprint import (
     declares_experts,
     main_eos_first,
@@ -25,7 +26,6 @@ from engine_svc.build.fingerprint import (
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.cache.observer import CacheObserver
 from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.artifacts import Artifact, check_tokenizer, read_artifacts
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
@@ -36,7 +36,7 @@ from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
@@ -47,13 +47,11 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
-from service_kit.telemetry import tracer
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:
     from engine_svc.build.runner import RunnerSide
     from engine_svc.data_parallel.driver import LockstepDriver
-    from engine_svc.features.kv_events import KVEvents
     from engine_svc.features.record import RecordedScheduler
     from engine_svc.loop.controls import EngineControls
 
@@ -85,6 +83,7 @@ def build_served_engine(
         dp_group=config.data_parallel_group,
         labels=tuple(config.labels.items()),
     )
+    features = wire_features(config)
     return ServedEngine(
         identity=identity,
         artifacts=read_artifacts(Path(config.model)),
@@ -97,7 +96,8 @@ def build_served_engine(
         kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
         if config.enable_kv_events
         else None,
-        tensors=TensorReceiver(is_open=config.enable_prompt_embeds),
+        features=features,
+        tensors=TensorReceiver(is_open=features.take_tensors),
         options=_options(config, origins),
         shares_experts=config.divides_experts and declares_experts(Path(config.model)),
     )
@@ -180,8 +180,6 @@ def _put_together(
     side: RunnerSide,
     defer: Callable[[Callable[[], None]], object],
 ) -> tuple[Engine, LoadedCore]:
-    from engine_svc.features.observe import RequestSpans
-
     facts = _describe(config, served.artifacts, side)
     scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(
@@ -191,13 +189,13 @@ def _put_together(
         enable_prefix_caching=config.enable_prefix_caching,
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
     )
-    kv_events = _kv_events(served)
+    kv_event_log = served.kv_event_log
+    context = SchedulerContext(served.clock, defer, None if kv_event_log is None else kv_event_log.publish)
     core = build_core(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
-        hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events, *_log_steps(config, served)),
-        observers=kv_events,
+        features=scheduler_features(config, context),
     )
     scheduler: Scheduler | RecordedScheduler = core.scheduler
     at_end: list[Callable[[], None]] = []
@@ -298,36 +296,17 @@ def build_core(
     cache: CacheConfig,
     *,
     policy: str = "fcfs",
-    hooks: Sequence[SchedulerHook] = (),
+    features: Sequence[SchedulerFeature] = (),
     budgets: Sequence[Budget] = (),
-    observers: Sequence[CacheObserver] = (),
 ) -> Core:
     """The scheduler and its cache. Raises ConfigError or ValueError with a message for the operator."""
     kv_cache = KVCache(
         cache,
         max_model_len=scheduler.max_model_len,
         max_in_flight_tokens=scheduler.max_num_batched_tokens * scheduler.max_steps_in_flight,
-        observers=observers,
+        observers=[feature.cache_observer for feature in features if feature.cache_observer is not None],
     )
-    return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
-
-
-def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHook, ...]:
-    """The hook that logs each step, if enabled."""
-    if not config.log_steps:
-        return ()
-    from engine_svc.features.log_steps import LogSteps
-
-    return (LogSteps(served.clock),)
-
-
-def _kv_events(served: ServedEngine) -> tuple[KVEvents, ...]:
-    """The hook that fills the log of KV cache events, if enabled."""
-    if served.kv_event_log is None:
-        return ()
-    from engine_svc.features.kv_events import KVEvents
-
-    return (KVEvents(served.kv_event_log.publish),)
+    return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), features, budgets), kv_cache)
 
 
 def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
@@ -349,7 +328,6 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         default_sampling=read_sampling_defaults(folder),
         max_logprobs=config.max_logprobs,
         hidden_size=model.hidden_size,
-        takes_prompt_embeds=config.enable_prompt_embeds,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
     )

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine_svc.build.features import extra_types
 from engine_svc.build.runner import (
     GPU_IS_FULL,
     free_memory,
@@ -23,6 +24,7 @@ from engine_svc.build.runner import (
     make_runner,
 )
 from engine_svc.config import EngineConfig
+from engine_svc.core.extras import ExtraCodec
 from engine_svc.model.facts import KVShape, groups_of_stage
 from engine_svc.model.loading.loader import LoadedModel, load_model
 from engine_svc.model.native.decoder import NativeDecoder
@@ -185,7 +187,9 @@ def _with_groups(loaded: LoadedModel, sizes: Mapping[str, Any]) -> LoadedModel:
 
 
 def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on_gpu: bool) -> RankLoop:
-    decoder = PlanDecoder(max_num_seqs=sizes["max_num_seqs"], num_groups=sizes["num_groups"])
+    decoder = PlanDecoder(
+        max_num_seqs=sizes["max_num_seqs"], num_groups=sizes["num_groups"], extras=extra_types()
+    )
     return RankLoop(
         ChannelReader(reader_end(rank.spec["plans"]), spin_s=_SPIN_S if on_gpu else 0.0),
         decoder,
@@ -206,6 +210,7 @@ def _part_of(rank: _Rank, runner: ModelRunner, *, on_gpu: bool) -> AfterStep:
             results,
             tokens if rank.position.pp_size > 1 else None,
             end_rank=partial(_end_rank, rank.connection) if on_gpu else None,
+            extras=ExtraCodec(extra_types()),
         )
     if rank.position.is_last_stage:
         return Silent()

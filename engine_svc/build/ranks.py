@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine_svc.build.features import extra_types
 from engine_svc.build.runner import Progress, RunnerSide, size_cache
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
@@ -90,7 +91,12 @@ def build_ranks(
         stage_groups=None,
         num_parameters=sum(part.facts.num_parameters for part in parts),
     )
-    group = starting.finish(settings, max_num_seqs=config.max_num_seqs, num_groups=len(model.groups))
+    group = starting.finish(
+        settings,
+        max_num_seqs=config.max_num_seqs,
+        num_groups=len(model.groups),
+        extras=extra_types(),
+    )
     side = RunnerSide(
         executor=group,
         control=RunnerControl(group),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
+from engine_svc.build.features import runner_features
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.loop.engine import Executor
@@ -66,8 +68,6 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
             experts.attach(loaded, Path(config.model))
         max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
         progress("warm-up", 0, 1)
-        if config.enable_prompt_embeds and not isinstance(loaded.model, NativeDecoder):
-            loaded.model.check_embeds(torch.arange(8, device=loaded.device))
         runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
         runner.warm_up(config.max_num_batched_tokens)
         progress("warm-up", 1, 1)
@@ -149,6 +149,7 @@ def make_runner(
             config.max_num_seqs, max_model_len, config.block_size, LogprobsMode(config.logprobs_mode)
         ),
         ops,
+        make_features=partial(runner_features, config),
         graphs=record(loaded.model),
         source=WeightSource(Path(config.model), load, record),
         exchange=None if experts is None else experts.exchange,

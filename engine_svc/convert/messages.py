@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from engine_svc.cache.observer import StoredBlocks
+from engine_svc.convert.feature import AddContext, WireFeatures
 from engine_svc.convert.logprobs import add_logprobs, pack
-from engine_svc.convert.prompt_embeds import to_prompt
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.request import FinishReason, Request
@@ -19,7 +19,7 @@ from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, Rem
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_parts
-from service_kit.field_checks import check, to_token_ids, unserved
+from service_kit.field_checks import check, to_token_ids
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
@@ -51,6 +51,7 @@ def to_request(
     session_number: int,
     facts: EngineFacts,
     now: float,
+    features: WireFeatures,
     tensors: TensorSource | None = None,
 ) -> Request:
     """Build the request of an ADD. tensors: source of its tensors; None: it may refer to none.
@@ -61,7 +62,6 @@ def to_request(
         raise InvalidArgument(
             f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
         )
-    _refuse_unserved(entry)
     num_bytes = len(entry.resume_state)
     check(
         num_bytes <= MAX_RESUME_STATE_BYTES,
@@ -83,14 +83,15 @@ def to_request(
             f"prompt has {num_tokens} tokens, the model takes {facts.max_model_len - 1}",
             field="prompt_token_ids",
         )
-    content = to_prompt(entry, facts, tensors)
-    prompt = content.token_ids
+    context = AddContext(
+        facts, tensors, to_token_ids(entry.prompt_token_ids, "prompt_token_ids", facts.vocab_size)
+    )
+    parsed = features.parse(entry, context)
+    prompt = context.token_ids
     output = to_token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
+    num_tokens = len(prompt) + len(output)
     check(
-        len(prompt) + len(output) < facts.max_model_len,
-        "prompt_embeds",
-        len(prompt) + len(output),
-        f"{facts.max_model_len - 1} positions at most",
+        num_tokens < facts.max_model_len, "prompt", num_tokens, f"{facts.max_model_len - 1} positions at most"
     )
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
@@ -100,13 +101,19 @@ def to_request(
         request_id=f"{entry.request_id}/{session_number}.{entry.handle}.{entry.attempt}",
         token_ids=prompt + output,
         num_prompt_tokens=len(prompt),
-        sampling=to_sampling(entry, facts, num_prompt_tokens=len(prompt)),
+        sampling=to_sampling(
+            entry,
+            facts,
+            num_prompt_tokens=len(prompt),
+            fields=features.sampling_fields,
+            skips_reading_prefix_cache=any(one.skips_reading_prefix_cache for one in parsed),
+        ),
         priority=entry.priority,
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
         trace_context=(entry.trace_context.traceparent, entry.trace_context.tracestate),
-        spans=content.spans,
-        prompt_embeds=content.embeds,
+        spans=context.spans,
+        extras={type(one.extra): one.extra for one in parsed},
     )
     # Its age counts for its order in the queue; its queue time here starts now.
     request.timeline.queued_at = now
@@ -123,7 +130,9 @@ def to_abort_cause(reason: engine_pb2.AbortReason) -> str:
     return _ABORT_CAUSES.get(reason, "client")
 
 
-def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> step_pb2.Step:
+def to_step(
+    output: StepOutput, stop_token_ids: dict[int, frozenset[int]], features: WireFeatures
+) -> step_pb2.Step:
     """The columns of a step. stop_token_ids: by handle, those that the requests themselves named."""
     step = step_pb2.Step(
         step_number=output.step_number,
@@ -151,6 +160,10 @@ def to_step(output: StepOutput, stop_token_ids: dict[int, frozenset[int]]) -> st
             record.message = finished.message
     if output.token_logprobs is not None:
         add_logprobs(step, output, output.token_logprobs)
+    if output.extras:
+        for row, handle in enumerate(output.handles):
+            for extra in output.extras.get(handle, {}).values():
+                features.write(step, row, extra)
     return step
 
 
@@ -174,19 +187,6 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """`error` as data, with its google.rpc details."""
     code, message, details = to_parts(error)
     return error_pb2.ErrorStatus(code=code, message=message, details=details)
-
-
-def _refuse_unserved(entry: add_pb2.AddEntry) -> None:
-    # Refused by name: ignoring a parameter would produce a wrong answer.
-    for name, is_set in (
-        ("adapter", entry.adapter),
-        ("media", entry.media),
-        ("resumable", entry.resumable),
-        ("reasoning_parser", entry.reasoning_parser),
-        ("kv_transfer", entry.HasField("kv_transfer")),
-    ):
-        if is_set:
-            raise unserved(name)
 
 
 def _set_stop(

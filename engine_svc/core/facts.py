@@ -73,7 +73,6 @@ class EngineFacts:
     supported_tasks: tuple[str, ...] = ("generate",)
     max_logprobs: int = 20  # limit of top logprobs per position; -1 = the whole vocabulary
     hidden_size: int = 0  # of the input embeddings; 0 if unknown
-    takes_prompt_embeds: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
 

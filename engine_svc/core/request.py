@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
 
 
@@ -99,7 +99,7 @@ class Request:
     num_encoder_tokens: int = 0  # that cross-attention reads; 0 = none
     is_resumable: bool = False  # it waits for a further input segment at the end of a turn
     trace_context: tuple[str, str] = ("", "")  # passed on, never read: traceparent, tracestate
-    prompt_embeds: PromptEmbeds | None = None  # passed on to the runner; `spans` has keys of its content
+    extras: Extras = field(default_factory=dict)  # of features; passed on to the runner, never read
     blockers: set[str] = field(default_factory=set)  # names of what it waits for before admission
 
     status: RequestStatus = field(default=RequestStatus.BLOCKED, init=False)
@@ -169,3 +169,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None  # set in the first output of the request only
     message: str = ""  # for people, if it ended by an error
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
+    extras: Extras = field(default_factory=dict)  # of features, for the client

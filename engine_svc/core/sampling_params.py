@@ -23,21 +23,6 @@ class RepetitionLimits:
             raise ValueError(f"min_count is {self.min_count}, must be at least 2")
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
-    """How many tokens reasoning may have, and the markers around it."""
-
-    num_tokens: int
-    start_token_ids: tuple[int, ...]
-    end_token_ids: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.num_tokens < 0:
-            raise ValueError(f"num_tokens is {self.num_tokens}, must be at least 0")
-        if not self.start_token_ids or not self.end_token_ids:
-            raise ValueError("start_token_ids and end_token_ids must not be empty")
-
-
 # Never changed, but not frozen: that would make construction, before each first token, three times as slow.
 @dataclass(slots=True)
 class SamplingParams:
@@ -45,7 +30,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy; then top_k, top_p and min_p have no effect. `seed` is the request's own 64-bit
     seed: noise at a position is a pure function of (seed, position), so a request can continue anywhere.
-    Penalties, bias and bans change logits first, so they bind greedy requests too.
+    What features change in the logits comes first, so it binds greedy requests too.
     """
 
     max_tokens: int
@@ -60,26 +45,13 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
     repetition: RepetitionLimits | None = None  # None = no limit
     min_p: float = 0.0  # minimum share of the most likely token's probability; 0 = all
-    presence_penalty: float = 0.0  # subtracted once for each token of the output
-    frequency_penalty: float = 0.0  # subtracted for each occurrence of a token in the output
-    # For tokens of prompt or output: divides logits above 0, multiplies the rest.
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, addend of its logit), each id once
-    allowed_token_ids: frozenset[int] | None = None  # None = all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences whose last id may not follow the others
     logprobs: int | None = None  # number of most likely tokens to report; -1 = all, None = no logprobs
-    prompt_logprobs: int | None = None  # the same for positions of the prompt
-    logprob_token_ids: tuple[int, ...] = ()  # ids to report in addition, wherever there are logprobs
-    thinking: ThinkingBudget | None = None  # None = no limit
+    logprob_token_ids: tuple[int, ...] = ()  # ids to report in addition
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether logprobs of sampled tokens are reported."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def end_token_ids(self) -> frozenset[int]:

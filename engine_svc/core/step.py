@@ -5,12 +5,16 @@ Plain columns. Knows no tensors, no request status and no wire.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from math import nan
+from typing import Any
 
-from engine_svc.core.prompt_embeds import PromptEmbeds
+from engine_svc.core.byte_fields import FieldReader, FieldWriter
+from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
 
+_K = struct.Struct("<I")
 _NON_FINITE = "the model produced logits that are not finite"
 _BARRED = "the request's own rules leave no token to choose"
 
@@ -25,7 +29,7 @@ class AdmittedRequest:
     sampling: SamplingParams
     # Per group, taken over from the prefix cache or kept; 0 where no layer reads again.
     block_ids: list[list[int]]
-    prompt_embeds: PromptEmbeds | None = None  # used at their positions of the prompt instead of the token
+    extras: Extras = field(default_factory=dict)  # of features, fixed while the request lives
 
 
 @dataclass(slots=True)
@@ -46,7 +50,7 @@ class StepPlan:
     draft_token_ids: list[list[int]] = field(default_factory=list)  # the last of the row's num_tokens
     samples: list[bool] = field(default_factory=list)  # False: a chunk that ends before the last known token
     preempted: list[str] = field(default_factory=list)  # in order of preemption, for logs and traces
-    extras: dict[type, object] = field(default_factory=dict)  # parts that features attached, by type
+    extras: Extras = field(default_factory=dict)  # from features' scheduler half to their runner half
 
     @property
     def total_num_tokens(self) -> int:
@@ -104,13 +108,23 @@ class TokenLogprobs:
         self.top_token_ids += more.top_token_ids
         self.top_logprobs += more.top_logprobs
 
+    def write(self, writer: FieldWriter) -> None:
+        writer.fixed(_K, self.k)
+        writer.floats(self.logprobs)
+        writer.counted_ints(self.ranks)
+        writer.counted_ints(self.top_token_ids)
+        writer.floats(self.top_logprobs)
 
-@dataclass(slots=True)
-class PromptTokenLogprobs:
-    """Logprobs of positions of one row's prompt that a step computed."""
-
-    first_position: int  # of the first entry, at least 1: position 0 has no logprob
-    token_logprobs: TokenLogprobs
+    @classmethod
+    def read(cls, reader: FieldReader) -> TokenLogprobs:
+        (k,) = reader.fixed(_K)
+        return cls(
+            logprobs=reader.floats(),
+            ranks=reader.counted_ints(),
+            k=k,
+            top_token_ids=reader.counted_ints(),
+            top_logprobs=reader.floats(),
+        )
 
 
 @dataclass(slots=True)
@@ -120,17 +134,17 @@ class StepResult:
     step_number: int
     sampled: list[list[int]]  # accepted drafts, then one more token
     drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
-    # Rows that end with an error: logits are not finite, or the request's own rules leave no token.
+    # Rows that end with an error: logits are not finite, or the request's own rules leave no token, or a
+    # feature that the request uses raised, with what it raised.
     non_finite: list[int] = field(default_factory=list)
     barred: list[int] = field(default_factory=list)
-    # By row of the plan, for requests that asked: of sampled tokens, and of prompt positions.
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, PromptTokenLogprobs] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row of the plan, of sampled tokens
+    extras: dict[type, dict[int, Any]] = field(default_factory=dict)  # of features, by row of the plan
 
     def faults(self) -> list[tuple[int, str]]:
         """The rows that end with an error, in order, each with its message."""
-        if not self.non_finite and not self.barred:
+        if not self.non_finite and not self.barred and not self.failed:
             return []
-        return sorted(
-            (dict.fromkeys(self.barred, _BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)).items()
-        )
+        faults = dict.fromkeys(self.barred, _BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)
+        return sorted((faults | self.failed).items())

@@ -1,1 +1,28 @@
-"""Optional features of an engine, one file each. Only `build/` imports them."""
+"""Optional features, a folder each. Only `engine_svc.build` imports them, `engine_svc.config` their flags.
+
+A folder has up to three halves: `wire.py` (asyncio side), `scheduler.py` (engine thread), `runner.py` (device
+side, in every rank), each with `make`. `extras.py` has the plain data that they share, and in `EXTRAS` the
+types that reach the ranks; `options.py` has the feature's own flags.
+"""
+
+from importlib.metadata import entry_points
+
+# The order is the order of application: what forces a token comes last.
+FEATURES = (
+    "request_spans",
+    "kv_events",
+    "log_steps",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "token_rules",
+    "penalties",
+    "thinking_budget",
+)
+
+_ENTRY_POINTS = "triptych.features"
+
+
+def packages() -> list[str]:
+    """The packages of all features, those of other installed packages last."""
+    offered = sorted(entry_points(group=_ENTRY_POINTS), key=lambda entry: entry.name)
+    return [f"{__name__}.{name}" for name in FEATURES] + [entry.value for entry in offered]

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import TypeVar
 
+from engine_svc.core.extras import Extras, merge_extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput
-from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.mailbox import Add, Adopt, Outbox
 from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput
-
-_Session = TypeVar("_Session")
 
 
 class OutputRouter:
@@ -23,7 +21,6 @@ class OutputRouter:
 
     def __init__(self) -> None:
         self.by_id: dict[str, tuple[Outbox, int]] = {}
-        self._logprob_router = LogprobRouter()
         self._detached = DetachedOutputs()
         # By outbox and handle: requests whose outputs are kept and that have not ended.
         self._detached_ids: dict[tuple[Outbox, int], str] = {}
@@ -63,8 +60,12 @@ class OutputRouter:
         return steps
 
     def token_logprobs(self, plan: StepPlan, result: StepResult) -> dict[Outbox, LogprobDeltas]:
-        """The logprobs of a result by session."""
-        return self._logprob_router.route(plan, result, self.by_id)
+        """The logprobs of a result by session, of requests that have not ended."""
+        found: dict[Outbox, LogprobDeltas] = {}
+        for row, token_logprobs in result.logprobs.items():
+            if (route := self.by_id.get(plan.request_ids[row])) is not None:
+                found.setdefault(route[0], LogprobDeltas()).sampled[route[1]] = token_logprobs
+        return found
 
     def rows(
         self, outputs: list[RequestOutput], token_logprobs: Mapping[Outbox, LogprobDeltas], step_number: int
@@ -85,10 +86,11 @@ class OutputRouter:
             token_ids += output.new_token_ids
             if output.num_cached_tokens is not None:
                 step.first.append((len(handles) - 1, output.num_cached_tokens))
+            if output.extras:
+                step.extras[handle] = output.extras
             if output.finish_reason is not None and not output.continues:
                 step.finished.append(_finished_row(len(handles) - 1, output, output.finish_reason))
                 ended.append(routes.pop(output.request_id))
-                self._logprob_router.forget(output.request_id)
         for outbox, deltas in token_logprobs.items():
             step = steps.setdefault(outbox, StepOutput(step_number))
             step.add_logprobs(deltas)
@@ -100,7 +102,7 @@ class OutputRouter:
         return steps
 
     def _note_logprobs(self, outbox: Outbox, token_logprobs: LogprobDeltas) -> None:
-        for handle in {*token_logprobs.sampled, *token_logprobs.prompts}:
+        for handle in token_logprobs.sampled:
             request_id = self._detached_ids.get((outbox, handle))
             if request_id is not None:
                 self._detached.note_logprobs(request_id, token_logprobs, handle)
@@ -114,50 +116,6 @@ def _aborted(handle: int, step_number: int) -> StepOutput:
     return StepOutput(step_number, [handle], [0], finished=[FinishedRow(0, FinishReason.ABORT)])
 
 
-class LogprobRouter:
-    """Divides the logprobs of results among sessions, each prompt position once.
-
-    A preempted request computes its prompt again: positions that were routed before are left out.
-    """
-
-    def __init__(self) -> None:
-        self._next_position: dict[str, int] = {}  # of prompts with logprobs, by request id
-
-    def route(
-        self, plan: StepPlan, result: StepResult, routes: Mapping[str, tuple[_Session, int]]
-    ) -> dict[_Session, LogprobDeltas]:
-        """The logprobs of the result of `plan` by session, for requests that have not ended."""
-        if not result.logprobs and not result.prompt_logprobs:
-            return {}
-        found: dict[_Session, LogprobDeltas] = {}
-        for row, token_logprobs in result.logprobs.items():
-            if (route := routes.get(plan.request_ids[row])) is not None:
-                found.setdefault(route[0], LogprobDeltas()).sampled[route[1]] = token_logprobs
-        for row, prompt in result.prompt_logprobs.items():
-            request_id = plan.request_ids[row]
-            route = routes.get(request_id)
-            # No position is noted for a request that has ended: it would never be forgotten.
-            if route is not None and (news := self._unrouted(request_id, prompt)) is not None:
-                found.setdefault(route[0], LogprobDeltas()).prompts[route[1]] = [news]
-        return found
-
-    def forget(self, request_id: str) -> None:
-        """Drop the state of a request that has ended."""
-        self._next_position.pop(request_id, None)
-
-    def _unrouted(self, request_id: str, prompt: PromptTokenLogprobs) -> PromptTokenLogprobs | None:
-        first, num_positions = prompt.first_position, len(prompt.token_logprobs.ranks)
-        start = self._next_position.get(request_id)
-        self._next_position[request_id] = max(start or 0, first + num_positions)
-        if start is None:
-            return prompt
-        if start >= first + num_positions:
-            return None
-        if start <= first:
-            return prompt
-        return PromptTokenLogprobs(start, prompt.token_logprobs.part(start - first, num_positions))
-
-
 @dataclass(slots=True)
 class _DetachedOutput:
     """Everything that one request has produced, apart from its token ids, which are in the request."""
@@ -167,6 +125,7 @@ class _DetachedOutput:
     num_cached_tokens: int | None = None
     finished: FinishedRow | None = None
     logprobs: LogprobDeltas = field(default_factory=LogprobDeltas)  # under handle 0
+    extras: Extras = field(default_factory=dict)
 
 
 class DetachedOutputs:
@@ -203,6 +162,8 @@ class DetachedOutputs:
                 continue
             if output.new_token_ids:
                 detached.counts.append(len(output.new_token_ids))
+            if output.extras:
+                detached.extras = merge_extras(detached.extras, output.extras)
             if output.num_cached_tokens is not None:
                 detached.num_cached_tokens = output.num_cached_tokens
             if output.finish_reason is not None and not output.continues:
@@ -226,12 +187,10 @@ class DetachedOutputs:
         if detached.finished is not None:
             output.finished.append(detached.finished)
         sampled = _sampled_logprobs(detached) if token_ids else None
-        prompt = detached.logprobs.prompts.get(0)
-        if sampled is not None or prompt:
-            output.token_logprobs = LogprobDeltas(
-                {} if sampled is None else {handle: _padded(sampled, len(token_ids))},
-                {handle: list(prompt)} if prompt else {},
-            )
+        if sampled is not None:
+            output.token_logprobs = LogprobDeltas({handle: _padded(sampled, len(token_ids))})
+        if detached.extras:
+            output.extras[handle] = detached.extras
         return output
 
 

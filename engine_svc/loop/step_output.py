@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from engine_svc.core.extras import Extras, merge_extras
 from engine_svc.core.request import FinishReason
-from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
+from engine_svc.core.step import TokenLogprobs
 
 # A sixteenth of the largest message that either side accepts: heartbeats wait behind a long message.
 MAX_PIECE_BYTES = 4 * 1024 * 1024
-# Upper limits on the wire: a row with all that it has once, a token with its share of the per-step counts, a
-# run of prompt positions, one logprob with its token id or rank.
+# Upper limits on the wire: a row with all that it has once, a token with its share of the per-step counts,
+# one logprob with its token id or rank.
 _ROW_BYTES = 64
 _TOKEN_BYTES = 5
-_RUN_BYTES = 64
 _ENTRY_BYTES = 8
 # Up to this many unread steps are kept unmerged: a reader that is only busy finds a handful.
 _MAX_UNMERGED_STEPS = 16
@@ -35,17 +35,16 @@ class FinishedRow:
 
 @dataclass(slots=True)
 class LogprobDeltas:
-    """Logprobs that steps add, by handle: one entry for each new token, and runs of prompt positions."""
+    """Logprobs of the tokens that steps add, by handle: one entry for each new token."""
 
     sampled: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompts: dict[int, list[PromptTokenLogprobs]] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Approximate size on the wire."""
-        prompts = (run.token_logprobs for runs in self.prompts.values() for run in runs)
-        columns = [*self.sampled.values(), *prompts]
-        return sum(_ENTRY_BYTES * (len(column.ranks) + len(column.top_token_ids)) for column in columns)
+        return sum(
+            _ENTRY_BYTES * (len(column.ranks) + len(column.top_token_ids)) for column in self.sampled.values()
+        )
 
     def merge(self, later: LogprobDeltas) -> None:
         """Append the logprobs of a later step, which stay unchanged and share no list that grows."""
@@ -54,52 +53,18 @@ class LogprobDeltas:
                 self.sampled[handle].extend(token_logprobs)
             else:
                 self.sampled[handle] = token_logprobs.part(0, len(token_logprobs.ranks))
-        for handle, runs in later.prompts.items():
-            self.prompts.setdefault(handle, []).extend(runs)
 
     def row(self, handle: int, as_handle: int | None = None) -> LogprobDeltas:
         """The logprobs of one handle, under another one if `as_handle` is set; the lists are shared."""
-        key = handle if as_handle is None else as_handle
-        row = LogprobDeltas()
-        if handle in self.sampled:
-            row.sampled[key] = self.sampled[handle]
-        if handle in self.prompts:
-            row.prompts[key] = self.prompts[handle]
-        return row
+        if handle not in self.sampled:
+            return LogprobDeltas()
+        return LogprobDeltas({handle if as_handle is None else as_handle: self.sampled[handle]})
 
     def slice(self, handle: int, start: int, end: int) -> LogprobDeltas | None:
         """The logprobs of the handle's new tokens from `start` to `end`; None if it has none."""
         if handle not in self.sampled:
             return None
         return LogprobDeltas({handle: self.sampled[handle].part(start, end)})
-
-    def split_prompt(self, handle: int, max_bytes: int) -> Iterator[LogprobDeltas]:
-        """The handle's prompt logprobs in parts of at most `max_bytes`; one position may take more."""
-        group: list[PromptTokenLogprobs] = []
-        num_bytes = 0
-        for run in self.prompts.get(handle, ()):
-            for part in _split_run(run, max_bytes):
-                size = _run_bytes(part)
-                if group and num_bytes + size > max_bytes:
-                    yield LogprobDeltas(prompts={handle: group})
-                    group, num_bytes = [], 0
-                group.append(part)
-                num_bytes += size
-        if group:
-            yield LogprobDeltas(prompts={handle: group})
-
-
-def _split_run(run: PromptTokenLogprobs, max_bytes: int) -> Iterator[PromptTokenLogprobs]:
-    columns = run.token_logprobs
-    # One position less, for the one that `_run_bytes` adds.
-    max_positions = max(1, (max_bytes - _RUN_BYTES) // ((1 + columns.k) * _ENTRY_BYTES) - 1)
-    for first in range(0, max(1, len(columns.ranks)), max_positions):
-        yield PromptTokenLogprobs(run.first_position + first, columns.part(first, first + max_positions))
-
-
-def _run_bytes(run: PromptTokenLogprobs) -> int:
-    # One position more: the wire format adds the first position of a prompt, which has no logprob.
-    return _RUN_BYTES + (1 + len(run.token_logprobs.ranks)) * (1 + run.token_logprobs.k) * _ENTRY_BYTES
 
 
 @dataclass(slots=True)
@@ -116,19 +81,18 @@ class StepOutput:
     # (row, tokens of each step) of rows whose tokens are of several steps, so that merging loses nothing.
     parts: list[tuple[int, list[int]]] = field(default_factory=list)
     token_logprobs: LogprobDeltas | None = None  # of requests that asked for them; None: no request did
+    extras: dict[int, Extras] = field(default_factory=dict)  # of features, by handle
 
     def add_logprobs(self, token_logprobs: LogprobDeltas) -> None:
-        """Add the logprobs of the rows' tokens. A handle that has prompt logprobs alone gets an empty row."""
+        """Add the logprobs of the rows' tokens."""
         counts = dict(zip(self.handles, self.num_tokens, strict=True))
-        sampled = {
-            handle: part.part(0, counts[handle])
-            for handle, part in token_logprobs.sampled.items()
-            if counts.get(handle)
-        }
-        new = [handle for handle in token_logprobs.prompts if handle not in counts]
-        self.handles += new
-        self.num_tokens += [0] * len(new)
-        self.token_logprobs = LogprobDeltas(sampled, token_logprobs.prompts)
+        self.token_logprobs = LogprobDeltas(
+            {
+                handle: part.part(0, counts[handle])
+                for handle, part in token_logprobs.sampled.items()
+                if counts.get(handle)
+            }
+        )
 
     def rows(self) -> Iterator[StepOutput]:
         """Each row as a step of its own."""
@@ -145,6 +109,7 @@ class StepOutput:
                 [(0, first[row])] if row in first else [],
                 [(0, parts[row])] if row in parts else [],
                 None if self.token_logprobs is None else self.token_logprobs.row(handle),
+                {handle: self.extras[handle]} if handle in self.extras else {},
             )
             start += num_tokens
 
@@ -160,6 +125,7 @@ class StepOutput:
         if other.token_logprobs is not None:
             self.token_logprobs = self.token_logprobs or LogprobDeltas()
             self.token_logprobs.merge(other.token_logprobs)
+        self.extras |= other.extras
 
 
 class UnreadSteps:
@@ -174,6 +140,7 @@ class UnreadSteps:
         self._finished: dict[int, FinishedRow] = {}
         self._first: dict[int, int] = {}
         self._token_logprobs: LogprobDeltas | None = None
+        self._extras: dict[int, Extras] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -184,6 +151,8 @@ class UnreadSteps:
         self.size_bytes += 12 * len(output.handles) + 4 * len(output.token_ids)
         if output.token_logprobs is not None:
             self.size_bytes += output.token_logprobs.size_bytes
+        if output.extras:
+            self.size_bytes += _extras_bytes(output.extras)
         if len(self._recent) == _MAX_UNMERGED_STEPS:
             self._merge_recent()
         self._recent.append(output)
@@ -195,6 +164,7 @@ class UnreadSteps:
         merged = StepOutput(self._recent[-1].step_number)
         self._merge_recent()
         merged.token_logprobs = self._token_logprobs
+        merged.extras = self._extras
         for row, (handle, token_ids) in enumerate(self._tokens.items()):
             merged.handles.append(handle)
             merged.num_tokens.append(len(token_ids))
@@ -219,10 +189,13 @@ class UnreadSteps:
                 if output.token_logprobs is not None:
                     self._token_logprobs = self._token_logprobs or LogprobDeltas()
                     self._token_logprobs.merge(output.token_logprobs)
+                for handle, extras in output.extras.items():
+                    self._extras[handle] = merge_extras(self._extras.get(handle, {}), extras)
         self._recent.clear()
         self.size_bytes = sum(12 + 4 * len(token_ids) for token_ids in self._tokens.values())
         if self._token_logprobs is not None:
             self.size_bytes += self._token_logprobs.size_bytes
+        self.size_bytes += _extras_bytes(self._extras)
 
     def _merge_rows(self, output: StepOutput) -> None:
         start = 0
@@ -243,6 +216,10 @@ class UnreadSteps:
         for handle, token_ids in zip(run[0].handles, columns, strict=True):
             self._tokens.setdefault(handle, []).extend(token_ids)
             self._counts.setdefault(handle, []).extend(ones)
+
+
+def _extras_bytes(extras: dict[int, Extras]) -> int:
+    return sum(extra.size_bytes for of_row in extras.values() for extra in of_row.values())
 
 
 def _runs(outputs: Iterable[StepOutput]) -> Iterator[list[StepOutput]]:
@@ -270,7 +247,7 @@ def split(output: StepOutput, max_bytes: int = MAX_PIECE_BYTES) -> list[StepOutp
         return [output]
     parts = [part for row in output.rows() for part in _split_row(row, max_bytes)]
     # In one message the logprob columns of all rows are as wide as the widest row's. Sorting keeps the parts
-    # of a row in order: prompt logprobs have no such column, and all tokens of a request have the same width.
+    # of a row in order: extras have no such column, and all tokens of a request have the same width.
     parts.sort(key=lambda part: _WireSize.of(part).num_entries)
     return list(_packed(parts, max_bytes))
 
@@ -289,9 +266,9 @@ class _WireSize:
         num_bytes = _ROW_BYTES * len(output.handles) + _TOKEN_BYTES * num_tokens
         # A character takes at most four bytes.
         num_bytes += sum(4 * len(end.message) for end in output.finished)
+        num_bytes += _extras_bytes(output.extras)
         if output.token_logprobs is None:
             return _WireSize(num_bytes, num_tokens)
-        num_bytes += sum(_run_bytes(run) for runs in output.token_logprobs.prompts.values() for run in runs)
         widths = (1 + column.k for column in output.token_logprobs.sampled.values())
         return _WireSize(num_bytes, num_tokens, max(widths, default=0))
 
@@ -309,13 +286,15 @@ class _WireSize:
 
 
 def _split_row(row: StepOutput, max_bytes: int) -> Iterator[StepOutput]:
-    """One row as several steps: its prompt logprobs, then its tokens; the last one ends it."""
+    """One row as several steps: its extras, then its tokens; the last one ends it."""
     (handle,), token_logprobs = row.handles, row.token_logprobs or LogprobDeltas()
-    for part in token_logprobs.split_prompt(handle, max_bytes - _ROW_BYTES):
-        yield StepOutput(row.step_number, [handle], [0], token_logprobs=part)
-    if token_logprobs.prompts and not (row.token_ids or row.finished or row.first):
+    for kind, extra in row.extras.get(handle, {}).items():
+        for part in extra.split(max_bytes - _ROW_BYTES):
+            yield StepOutput(row.step_number, [handle], [0], extras={handle: {kind: part}})
+    if row.extras and not (row.token_ids or row.finished or row.first):
         return
-    num_fixed_bytes = _WireSize.of(replace(row, token_ids=[], token_logprobs=None)).num_fixed_bytes
+    bare = replace(row, token_ids=[], token_logprobs=None, extras={})
+    num_fixed_bytes = _WireSize.of(bare).num_fixed_bytes
     token_bytes = _TOKEN_BYTES + _WireSize.of(row).num_entries * _ENTRY_BYTES
     counts = row.parts[0][1] if row.parts else row.num_tokens
     groups = list(_group_counts(counts, max(1, (max_bytes - num_fixed_bytes) // token_bytes)))

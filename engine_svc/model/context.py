@@ -41,3 +41,8 @@ class ForwardContext:
     slot_mappings: Sequence[Tensor]
     attention: Sequence[AttentionBatch]
     embedded: EmbeddedTokens | None = None
+
+    @property
+    def has_ids_alone(self) -> bool:
+        """Whether every token of the step comes as its id, as recorded steps need."""
+        return self.embedded is None

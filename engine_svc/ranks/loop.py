@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine_svc.core.extras import NO_EXTRAS, ExtraCodec
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder
@@ -115,7 +116,9 @@ class Reporter:
         tokens: ChannelWriter | None,
         *,
         end_rank: Callable[[Exception], object] | None,
+        extras: ExtraCodec = NO_EXTRAS,
     ) -> None:
+        self._extras = extras
         self._results = results
         self._tokens = tokens  # for earlier stages, if there are any
         self._steps: SimpleQueue[LaunchedStep | threading.Event] | None = None
@@ -157,7 +160,7 @@ class Reporter:
         if self._tokens is not None:
             tokens = StepResult(result.step_number, result.sampled)
             self._tokens.send(encode_result(tokens), timeout_s=_ROOM_S)
-        self._results.send(encode_result(result), timeout_s=_ROOM_S)
+        self._results.send(encode_result(result, self._extras), timeout_s=_ROOM_S)
 
 
 @dataclass(slots=True)

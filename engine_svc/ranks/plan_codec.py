@@ -9,24 +9,25 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
+from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
+from engine_svc.core.extras import Extra, ExtraCodec
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan
-from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
 
 # First byte of a message to the ranks: its kind.
 PLAN, CALL, STOP = b"P", b"C", b"S"
 
-VERSION = 1
+VERSION = 2
 MAX_ROWS = 1 << 16
 
-# Version, number of extras, step number, number of rows, of released, admitted and preempted requests.
-_HEADER = struct.Struct("<BBQIIII")
+# Version, step number, number of rows, of released, admitted and preempted requests.
+_HEADER = struct.Struct("<BQIIII")
 _TAG_AND_PROMPT = struct.Struct("<II")
 _ONE = struct.Struct("<i")
 
@@ -44,50 +45,30 @@ _HANDLE = MAX_ROWS - 1
 # JSON has only lists. Parameters that may be None have None as default, so None is never encoded.
 _FORMS: dict[str, Callable[[Any], object]] = {
     "stop_token_ids": frozenset,
-    "allowed_token_ids": frozenset,
-    "logit_bias": lambda pairs: tuple((token_id, bias) for token_id, bias in pairs),
-    "bad_words": lambda words: tuple(tuple(word) for word in words),
     "logprob_token_ids": tuple,
     "repetition": lambda limits: RepetitionLimits(**limits),
-    "thinking": lambda budget: ThinkingBudget(
-        budget["num_tokens"], tuple(budget["start_token_ids"]), tuple(budget["end_token_ids"])
-    ),
 }
 
 _Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraForm:
-    """The fixed binary form of what a feature attaches to plans. Both sides have the same forms in order."""
-
-    kind: type
-    encode: Callable[[object], bytes]
-    decode: Callable[[bytes], object]
-
-
-class UnknownExtra(TypeError):
-    """A feature attached something to a plan that has no form for the ranks: a bug."""
-
-
 class PlanEncoder:
     """Encodes plans, each once and in order. num_groups: of layers that share block tables."""
 
-    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[ExtraForm] = ()) -> None:
+    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[type[Extra]] = ()) -> None:
         self._rows = _Rows(max_num_seqs)
         self._num_groups = num_groups
-        self._extras = {form.kind: (tag, form) for tag, form in enumerate(extras)}
+        self._extras = ExtraCodec(extras)
 
     def encode(self, plan: StepPlan) -> bytes:
-        """The plan as bytes. Raises UnknownExtra, before anything is changed, for an extra without a form."""
-        for kind in plan.extras:
-            if kind not in self._extras:
-                raise UnknownExtra(f"step {plan.step_number} has a {kind.__name__}, which no rank can read")
+        """The plan as bytes. Raises UnknownExtra for an extra that no rank knows; nothing changes."""
+        self._extras.check(plan.extras)
+        for admitted in plan.admitted:
+            self._extras.check(admitted.extras)
         writer = FieldWriter()
         writer.fixed(
             _HEADER,
             VERSION,
-            len(plan.extras),
             plan.step_number,
             len(plan.request_ids),
             len(plan.released),
@@ -100,10 +81,7 @@ class PlanEncoder:
             self._write_admitted(writer, admitted)
         if plan.request_ids:
             self._write_rows(writer, plan)
-        for kind, extra in plan.extras.items():
-            tag, form = self._extras[kind]
-            writer.fixed(_ONE, tag)
-            writer.raw(form.encode(extra))
+        self._extras.write(writer, plan.extras)
         return writer.message()
 
     def _write_preempted(self, writer: FieldWriter, plan: StepPlan) -> None:
@@ -121,6 +99,7 @@ class PlanEncoder:
         for block_ids in admitted.block_ids:
             writer.counted_ints(block_ids)
         writer.text(sampling_text(admitted.sampling))
+        self._extras.write(writer, admitted.extras)
 
     def _write_rows(self, writer: FieldWriter, plan: StepPlan) -> None:
         rows = self._rows
@@ -165,10 +144,10 @@ class PlanEncoder:
 class PlanDecoder:
     """Decodes plans: every message of one encoder, in order."""
 
-    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[ExtraForm] = ()) -> None:
+    def __init__(self, *, max_num_seqs: int, num_groups: int, extras: Sequence[type[Extra]] = ()) -> None:
         self._rows = _Rows(max_num_seqs)
         self._num_groups = num_groups
-        self._extras = tuple(extras)
+        self._extras = ExtraCodec(extras)
 
     def rows(self) -> dict[str, tuple[int, int]]:
         """For each request in the batch, its handle and its number of computed tokens."""
@@ -180,9 +159,7 @@ class PlanDecoder:
     def decode(self, message: bytes) -> StepPlan:
         """The plan that was encoded. Raises MessageError for bytes of another version or form."""
         reader = FieldReader(message)
-        version, num_extras, step_number, num_rows, num_released, num_admitted, num_preempted = reader.fixed(
-            _HEADER
-        )
+        version, step_number, num_rows, num_released, num_admitted, num_preempted = reader.fixed(_HEADER)
         if version != VERSION:
             raise MessageError(f"a plan has version {version}, this rank reads {VERSION}")
         plan = StepPlan(step_number)
@@ -195,12 +172,7 @@ class PlanDecoder:
         plan.admitted = [self._read_admitted(reader) for _ in range(num_admitted)]
         if num_rows:
             self._read_rows(reader, plan, num_rows)
-        for _ in range(num_extras):
-            (tag,) = reader.fixed(_ONE)
-            if not 0 <= tag < len(self._extras):
-                raise MessageError(f"step {step_number} has extra {tag}, this rank reads {len(self._extras)}")
-            form = self._extras[tag]
-            plan.extras[form.kind] = form.decode(reader.raw())
+        plan.extras = self._extras.read(reader)
         reader.finish()
         return plan
 
@@ -210,9 +182,8 @@ class PlanDecoder:
         num_groups, num_prompt_tokens = reader.fixed(_TAG_AND_PROMPT)
         token_ids = reader.counted_ints()
         block_ids = [reader.counted_ints() for _ in range(num_groups)]
-        return AdmittedRequest(
-            request_id, token_ids, num_prompt_tokens, sampling_from(reader.text()), block_ids
-        )
+        sampling, extras = sampling_from(reader.text()), self._extras.read(reader)
+        return AdmittedRequest(request_id, token_ids, num_prompt_tokens, sampling, block_ids, extras)
 
     def _read_rows(self, reader: FieldReader, plan: StepPlan, num_rows: int) -> None:
         rows = self._rows

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine_svc.core.extras import NO_EXTRAS, Extra, ExtraCodec
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.ranks.plan_channel import (
@@ -23,7 +24,7 @@ from engine_svc.ranks.plan_channel import (
     ChannelWriter,
     create_channel,
 )
-from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, ExtraForm, PlanEncoder
+from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanEncoder
 from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result
 from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
@@ -91,7 +92,7 @@ class RanksStarting:
         *,
         max_num_seqs: int,
         num_groups: int,
-        extras: Sequence[ExtraForm] = (),
+        extras: Sequence[type[Extra]] = (),
     ) -> ProcessGroup:
         """Let each rank make its cache and rows by its `settings`, and wait for it. Raises like `loaded`."""
         sizes = {"max_num_seqs": max_num_seqs, "num_groups": num_groups}
@@ -102,7 +103,15 @@ class RanksStarting:
         os.close(self._store_fd)
         self._tokens.close()
         encoder = PlanEncoder(max_num_seqs=max_num_seqs, num_groups=num_groups, extras=extras)
-        return ProcessGroup(self._watch, self._heartbeats, self._plans, self._results, encoder, self._limits)
+        return ProcessGroup(
+            self._watch,
+            self._heartbeats,
+            self._plans,
+            self._results,
+            encoder,
+            self._limits,
+            ExtraCodec(extras),
+        )
 
     def give_up(self) -> None:
         """End the ranks by force: they may be loading, and would not end by themselves."""
@@ -167,8 +176,10 @@ class ProcessGroup:
         results: Channel,
         encoder: PlanEncoder,
         limits: GroupLimits,
+        extras: ExtraCodec = NO_EXTRAS,
     ) -> None:
         self._watch = watch
+        self._extras = extras
         self._heartbeats = heartbeats
         self._channels = (plans, results)
         self._encoder = encoder
@@ -230,7 +241,7 @@ class ProcessGroup:
             except ChannelInterrupted:
                 raise self._lost() from None
             if message is not None:
-                return decode_result(message)
+                return decode_result(message, self._extras)
             left_s -= look_s
         raise self._give_up(f"did not finish a step in {self._limits.step_s:g} s")
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import struct
 
-from engine_svc.core.step import PromptTokenLogprobs, StepResult, TokenLogprobs
-from engine_svc.ranks.byte_fields import FieldReader, FieldWriter, MessageError
+from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
+from engine_svc.core.extras import NO_EXTRAS, ExtraCodec
+from engine_svc.core.step import StepResult, TokenLogprobs
 
-VERSION = 2
+VERSION = 3
 
-# Version, step number, number of rows, of drafts, of logprobs, of prompt logprobs.
+# Version, step number, number of rows, of drafts, of logprobs, of failed rows.
 _HEADER = struct.Struct("<BQIIII")
 _ROW = struct.Struct("<I")
-_ROW_AND_POSITION = struct.Struct("<II")
-_K = struct.Struct("<I")
 
 
-def encode_result(result: StepResult) -> bytes:
+def encode_result(result: StepResult, extras: ExtraCodec = NO_EXTRAS) -> bytes:
+    """The result as bytes. Raises UnknownExtra for an extra that is not registered."""
+    extras.check(result.extras)
     writer = FieldWriter()
     writer.fixed(
         _HEADER,
@@ -25,7 +26,7 @@ def encode_result(result: StepResult) -> bytes:
         len(result.sampled),
         len(result.drafts),
         len(result.logprobs),
-        len(result.prompt_logprobs),
+        len(result.failed),
     )
     writer.ints([len(token_ids) for token_ids in result.sampled])
     writer.ints([token_id for token_ids in result.sampled for token_id in token_ids])
@@ -36,17 +37,18 @@ def encode_result(result: StepResult) -> bytes:
         writer.counted_ints(drafts)
     for row, token_logprobs in result.logprobs.items():
         writer.fixed(_ROW, row)
-        _write_logprobs(writer, token_logprobs)
-    for row, prompt in result.prompt_logprobs.items():
-        writer.fixed(_ROW_AND_POSITION, row, prompt.first_position)
-        _write_logprobs(writer, prompt.token_logprobs)
+        token_logprobs.write(writer)
+    for row, message in result.failed.items():
+        writer.fixed(_ROW, row)
+        writer.text(message)
+    extras.write_rows(writer, result.extras)
     return writer.message()
 
 
-def decode_result(message: bytes) -> StepResult:
+def decode_result(message: bytes, extras: ExtraCodec = NO_EXTRAS) -> StepResult:
     """The result that was encoded. Raises MessageError for bytes of another version or form."""
     reader = FieldReader(message)
-    version, step_number, num_rows, num_drafts, num_logprobs, num_prompts = reader.fixed(_HEADER)
+    version, step_number, num_rows, num_drafts, num_logprobs, num_failed = reader.fixed(_HEADER)
     if version != VERSION:
         raise MessageError(f"a result has version {version}, this side reads {VERSION}")
     counts = reader.ints(num_rows)
@@ -61,28 +63,10 @@ def decode_result(message: bytes) -> StepResult:
         result.drafts[request_id] = reader.counted_ints()
     for _ in range(num_logprobs):
         (row,) = reader.fixed(_ROW)
-        result.logprobs[row] = _read_logprobs(reader)
-    for _ in range(num_prompts):
-        row, first_position = reader.fixed(_ROW_AND_POSITION)
-        result.prompt_logprobs[row] = PromptTokenLogprobs(first_position, _read_logprobs(reader))
+        result.logprobs[row] = TokenLogprobs.read(reader)
+    for _ in range(num_failed):
+        (row,) = reader.fixed(_ROW)
+        result.failed[row] = reader.text()
+    result.extras = extras.read_rows(reader)
     reader.finish()
     return result
-
-
-def _write_logprobs(writer: FieldWriter, token_logprobs: TokenLogprobs) -> None:
-    writer.fixed(_K, token_logprobs.k)
-    writer.floats(token_logprobs.logprobs)
-    writer.counted_ints(token_logprobs.ranks)
-    writer.counted_ints(token_logprobs.top_token_ids)
-    writer.floats(token_logprobs.top_logprobs)
-
-
-def _read_logprobs(reader: FieldReader) -> TokenLogprobs:
-    (k,) = reader.fixed(_K)
-    return TokenLogprobs(
-        logprobs=reader.floats(),
-        ranks=reader.counted_ints(),
-        k=k,
-        top_token_ids=reader.counted_ints(),
-        top_logprobs=reader.floats(),
-    )

@@ -53,4 +53,5 @@ def _walk(value: object) -> Iterator[bytes]:
         for kept in value:
             yield from _walk(kept)
     elif hasattr(value, "__dict__") and not callable(value):
-        yield from _walk(vars(value))
+        # Features share the batch's token ids: those of free rows are whatever was there before.
+        yield from _walk({name: kept for name, kept in vars(value).items() if name != "_token_ids"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,6 @@ from triptych_kernels import AttentionBatch
 
 # The items have 4 bytes or more, so that a column begins at a multiple of 16 bytes.
 _ALIGNED_ITEMS = 4
-# The token id at positions that have an embedding.
-NO_TOKEN = -1
 
 
 @dataclass(slots=True)
@@ -25,7 +23,8 @@ class StepInputs:
     """A step's rows flattened: first the tokens of the plan's row 0, then of row 1, and so on.
 
     token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, the indices
-    of the last tokens of rows that sample.  rows: [R], the batch's row of each of the plan's rows.
+    of the last tokens of rows that sample.  rows: [R], the batch's row of each of the plan's rows.  counts,
+    starts: [R], their tokens in the step, and their tokens with KV before it.
     sampling_rows: [N], those that sample; sampling_positions: [N], the positions of the tokens to sample.
     """
 
@@ -36,8 +35,14 @@ class StepInputs:
     logit_rows: Tensor
     rows: Ints
     counts: Ints
+    starts: Ints
     sampling_rows: Ints
     sampling_positions: Ints
+
+    def with_logits_of(self, more: Sequence[Ints]) -> StepInputs:
+        """The same with the logits of further tokens of the step, after those of the rows that sample."""
+        indices = to_device(np.concatenate(more), self.logit_rows.device)
+        return replace(self, logit_rows=torch.cat([self.logit_rows, indices]))
 
     @property
     def is_decode(self) -> bool:
@@ -140,9 +145,6 @@ class InputBatch:
         assert admitted.request_id not in self.row_of, f"{admitted.request_id} is already in the batch"
         row = self.row_of[admitted.request_id] = self._free_rows.pop()
         known = np.array(admitted.token_ids, dtype=np.int32)
-        if admitted.prompt_embeds is not None:
-            # These positions have no token that penalties and reasoning markers could match.
-            known[list(admitted.prompt_embeds.positions)] = NO_TOKEN
         self.token_ids[row, : len(admitted.token_ids)] = to_device(known, self.device)
         for group, block_ids in enumerate(admitted.block_ids):
             self._tables[group, row, : len(block_ids)] = block_ids
@@ -190,6 +192,7 @@ class InputBatch:
             logit_rows=layout.logit_rows,
             rows=layout.rows,
             counts=counts,
+            starts=starts,
             sampling_rows=layout.sampling_rows,
             sampling_positions=totals if samples is None else totals[samples],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,27 +11,19 @@ import torch
 from torch import Tensor
 
 from engine_svc.core.step import StepPlan
-from engine_svc.model.context import EmbeddedTokens, ForwardContext
+from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import DecodeGraphs
-from engine_svc.runner.embedded_rows import EmbeddedRows
 from engine_svc.runner.failures import raise_translated
-from engine_svc.runner.hook import LogitsProcessor, RunnerHook
+from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.memory.kv_tensors import KVTensors
 from engine_svc.runner.profiler import Profiler
-from engine_svc.runner.prompt_rows import (
-    PromptPart,
-    PromptRow,
-    compute_prompt_logprobs,
-    find_prompt_rows,
-    with_prompt_logits,
-)
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
-from engine_svc.runner.sampling.transfer import Ints, to_device
+from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
+from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
@@ -48,6 +40,9 @@ class RunnerConfig:
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
 
+MakeFeatures = Callable[[RunnerContext], Sequence[RunnerFeature]]
+
+
 class ModelRunner:
     """Owns the rows and the KV tensors; runs one plan after the other."""
 
@@ -59,8 +54,7 @@ class ModelRunner:
         config: RunnerConfig,
         ops: Ops,
         *,
-        hooks: Sequence[RunnerHook] = (),
-        logits_processors: Sequence[LogitsProcessor] = (),
+        make_features: MakeFeatures = lambda context: (),
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
@@ -70,27 +64,37 @@ class ModelRunner:
         self._kv = kv
         self._ops = ops
         self._exchange = exchange
-        self._hooks = tuple(hooks)
         self._profiler = Profiler()
         self._max_model_len = config.max_model_len
         # On a CPU the reference ops compute half precision, even if `ops` are others.
         is_reference = kv.device.type == "cpu" and facts.dtype == "float16"
         self._needs_clean_blocks = ops.needs_clean_blocks or is_reference
-        self._sampler = Sampler(
-            ops,
-            max_num_seqs=config.max_num_seqs,
-            vocab_size=facts.vocab_size,
-            device=kv.device,
-            processors=logits_processors,
-            logprobs_mode=config.logprobs_mode,
-        )
-        self._embedded = EmbeddedRows(kv.device, torch_dtype(facts.dtype))
         self._batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             block_size=config.block_size,
             num_groups=len(facts.groups),
             device=kv.device,
+        )
+        context = RunnerContext(
+            model=model,
+            device=kv.device,
+            dtype=torch_dtype(facts.dtype),
+            vocab_size=facts.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            ops=ops,
+            token_ids=self._batch.token_ids,
+        )
+        # First: what a feature forces is forced regardless of `min_tokens`.
+        features = (MinTokens(facts.vocab_size, kv.device), *make_features(context))
+        self._features = RunnerFeatures(features, config.max_num_seqs)
+        self._sampler = Sampler(
+            ops,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=facts.vocab_size,
+            device=kv.device,
+            features=self._features,
+            logprobs_mode=config.logprobs_mode,
         )
 
     @property
@@ -125,32 +129,28 @@ class ModelRunner:
             if not plan.request_ids:
                 return self._take_part(plan, model)
             inputs = self._batch.gather(plan)
-        for hook in self._hooks:
-            hook.before_forward(plan, self._batch)
-        prompts: list[PromptRow] = []
-        if self._sampler.any_wants_prompt_logprobs:
-            prompts = find_prompt_rows(plan, inputs, self._sampler)
+        features = self._features
+        context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
+        features.before_forward(inputs, context)
         num_sampling = len(inputs.sampling_rows)
-        if prompts:
-            inputs = with_prompt_logits(inputs, prompts, self._kv.device)
-        readers = self._sampler.readers(inputs.sampling_rows)
-        embedded = self._embedded.find(plan, inputs)
-        if embedded is not None:
-            # Models look the ids up before the embeddings replace the result.
-            inputs.token_ids.index_fill_(0, embedded.positions, 0)
+        extra = features.extra_positions(inputs)
+        if extra:
+            inputs = inputs.with_logits_of([positions for _, positions in extra])
         with self._profiler.range("forward"):
-            found = self._forward(model, inputs, readers if not prompts else None, embedded)
-        for hook in self._hooks:
-            hook.after_forward(plan, self._batch)
-        prompt_parts: list[PromptPart] = []
-        if prompts and isinstance(found, Tensor) and found.shape[0]:
-            prompt_parts = compute_prompt_logprobs(
-                prompts, found[num_sampling:], self._batch.token_ids, self._sampler
-            )
+            found = self._forward(model, inputs, context, needs_all=bool(extra))
+        parts: list[FeaturePart] = []
+        # An earlier stage of a pipeline has no logits.
+        if extra and isinstance(found, Tensor) and found.shape[0]:
+            parts = features.before_sampling(inputs, found[num_sampling:], extra)
             found = found[:num_sampling]
         with self._profiler.range("sample"):
-            sampled = self._choose(inputs, found, readers)
-        return RunningStep(plan, sampled, self._kv.device, prompt_parts, check=self._check)
+            sampled = self._choose(inputs, found)
+        if sampled is not None:
+            parts += sampled.parts
+        failed = features.failed(inputs.rows)
+        return RunningStep(
+            plan, sampled, self._kv.device, inputs.rows, parts=parts, failed=failed, check=self._check
+        )
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
         """A step without tokens of this engine; computes those of other engines, if experts are shared."""
@@ -164,14 +164,14 @@ class ModelRunner:
         if self._exchange is not None:
             self._exchange.check()
 
-    def _choose(self, inputs: StepInputs, found: Tensor | Largest, readers: Ints) -> Sampled | None:
+    def _choose(self, inputs: StepInputs, found: Tensor | Largest) -> Sampled | None:
         """Choose tokens and write them where the next step reads them. None if no row samples here."""
         rows, positions, token_ids = inputs.sampling_rows, inputs.sampling_positions, self._batch.token_ids
         num_found = (found.tokens if isinstance(found, Largest) else found).shape[0]
         if not len(rows) or not num_found:
             return None
         if isinstance(found, Largest):
-            sampled = self._sampler.choose_most(found, readers, rows, positions, token_ids)
+            sampled = self._sampler.choose_most(found, rows, positions, token_ids)
         else:
             sampled = self._sampler.choose(found, rows, positions, token_ids)
         self._batch.append(rows, positions, sampled.token_ids)
@@ -186,8 +186,8 @@ class ModelRunner:
         for count, total in rows_to_compute(num_tokens, self._max_model_len, self._kv.device):
             self._compute_alone(count, total)
         if self._kv.device.type != "cpu":
-            facts = self._resident.facts
-            warm_up_sampler(self._ops, facts.vocab_size, self._batch.token_ids)
+            vocab_size = self._resident.facts.vocab_size
+            warm_up_sampler(self._sampler, self._features, vocab_size, self._batch.token_ids)
 
     def _compute_alone(self, num_tokens: int, total: int) -> None:
         """The last tokens of a row, over whatever the first block holds."""
@@ -229,11 +229,11 @@ class ModelRunner:
         # Row by row, so that after an error batch and sampler agree on which rows are in use.
         for row in self._batch.release(plan.released):
             self._sampler.leave(row)
-            self._embedded.leave(row)
+            self._features.remove_row(row)
         for admitted in plan.admitted:
             row = self._batch.enter(admitted)
+            self._features.add_row(row, admitted)
             self._sampler.enter(row, admitted)
-            self._embedded.enter(row, admitted.prompt_embeds)
         fresh = self._batch.extend(plan)
         if fresh:
             self._kv.reach(max(fresh))
@@ -241,18 +241,19 @@ class ModelRunner:
             self._kv.clear(fresh)
 
     def _forward(
-        self, model: Model, inputs: StepInputs, readers: Ints | None, embedded: EmbeddedTokens | None
+        self, model: Model, inputs: StepInputs, context: ForwardContext, *, needs_all: bool
     ) -> Tensor | Largest:
-        """Logits [N, V], or only those of `readers` if the others are not needed. None: all are needed."""
+        """Logits [N, V]; unless `needs_all`, only those of rows that read more than the largest."""
         graphs = self._resident.graphs
-        # Recorded steps read token ids only.
-        is_recorded = embedded is None and inputs.is_decode
+        is_recorded = context.has_ids_alone and inputs.is_decode
         if graphs is not None and is_recorded and graphs.has_room(len(inputs.rows)):
             return graphs.forward(inputs)
-        context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention, embedded)
-        is_part_read = readers is not None and len(readers) < len(inputs.sampling_rows)
         # Recorded steps compute all logits; an engine with recorded steps runs few others.
-        if graphs is None and readers is not None and is_part_read and isinstance(model, GreedyModel):
-            kept = to_device(readers, self._kv.device)
-            return model.forward_greedy(inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept)
+        if graphs is None and not needs_all and isinstance(model, GreedyModel):
+            readers = self._sampler.readers(inputs.sampling_rows)
+            if len(readers) < len(inputs.sampling_rows):
+                kept = to_device(readers, self._kv.device)
+                return model.forward_greedy(
+                    inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept
+                )
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
-from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
-from engine_svc.runner.prompt_rows import PromptPart
+from engine_svc.runner.feature import FeaturePart, describe_failure, is_of_device
 from engine_svc.runner.sampler import Sampled
-from engine_svc.runner.sampling.transfer import to_host
+from engine_svc.runner.sampling.transfer import Ints, to_host
 
 
 class RunningStep:
@@ -22,12 +23,20 @@ class RunningStep:
         plan: StepPlan,
         sampled: Sampled | None,
         device: torch.device,
-        prompts: Sequence[PromptPart] = (),
+        rows: Ints | None = None,
+        *,
+        parts: Sequence[FeaturePart] = (),
+        failed: Mapping[int, str] = MappingProxyType({}),
         check: Callable[[], None] | None = None,
     ) -> None:
-        """check: raises PeersLost if a GPU may have continued without the data of other ranks."""
+        """rows: the batch's, of the plan's rows.  failed: rows of the plan that end, as a feature raised.
+
+        check: raises PeersLost if a GPU may have continued without the data of other ranks.
+        """
         self._plan = plan
-        self._prompts = prompts
+        self._rows = rows
+        self._parts = parts
+        self._failed = failed
         self._check = check
         self._sampled = sampled
         self._done: torch.cuda.Event | None = None
@@ -53,10 +62,8 @@ class RunningStep:
             if self._check is not None:
                 self._check()
         result = StepResult(plan.step_number, sampled=self._columns())
-        for part in self._prompts:
-            result.prompt_logprobs[part.index] = PromptTokenLogprobs(
-                part.first_position, part.logprobs.to_columns()
-            )
+        if self._parts or self._failed:
+            self._add_of_features(result)
         if self._sampled is None:
             return result
         # Done here and not when tokens are chosen: the next step does not wait for it.
@@ -74,6 +81,26 @@ class RunningStep:
             for entry, token_logprobs in self._sampled.logprobs.by_index().items():
                 result.logprobs[indices[entry]] = token_logprobs
         return result
+
+    def _add_of_features(self, result: StepResult) -> None:
+        assert self._rows is not None, "a step with features has rows"
+        index_of = {row: index for index, row in enumerate(self._rows.tolist())}
+        result.failed.update(self._failed)
+        for part in self._parts:
+            try:
+                extras = part.read()
+            except Exception as error:
+                if is_of_device(error):
+                    raise
+                message = describe_failure(part.feature, error)
+                result.failed.update((index_of[row], message) for row in part.rows)
+                continue
+            for row, extra in extras.items():
+                result.extras.setdefault(type(extra), {})[index_of[row]] = extra
+        for index in result.failed:
+            result.sampled[index] = []
+            for extras_of_kind in result.extras.values():
+                extras_of_kind.pop(index, None)
 
     def _columns(self) -> list[list[int]]:
         """The token of each row that samples, valid or not."""

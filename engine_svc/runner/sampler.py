@@ -6,8 +6,7 @@ Knows no scheduler, no blocks and no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -16,12 +15,10 @@ from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.decoder import Largest
-from engine_svc.runner.hook import LogitsProcessor
-from engine_svc.runner.sampling.logprobs import LogprobSpecs, PromptLogprobs, SampledLogprobs
+from engine_svc.runner.feature import FeaturePart, LogitRows, RunnerFeature, RunnerFeatures
+from engine_svc.runner.sampling.logprobs import LogprobSpecs, SampledLogprobs
 from engine_svc.runner.sampling.parameters import DrawParameters
-from engine_svc.runner.sampling.penalties import Penalties
-from engine_svc.runner.sampling.thinking import ThinkingBudgets
-from engine_svc.runner.sampling.token_rules import TokenRules
+from engine_svc.runner.sampling.row_tokens import RowTokens
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import Ops, uniform_noise
 from triptych_kernels.reference.sampling import MIN_TEMPERATURE, kept_weights
@@ -52,12 +49,39 @@ class Sampled:
     """The tokens of N rows, on the device. A row whose largest logit is not finite has no valid token.
 
     token_ids: [N] int64.  highest: [N] fp32, the largest logits.  logprobs: of rows that requested them, or
-    None.
+    None.  parts: of features.
     """
 
     token_ids: Tensor
     highest: Tensor
-    logprobs: SampledLogprobs | None
+    logprobs: SampledLogprobs | None = None
+    parts: list[FeaturePart] = field(default_factory=list)
+
+
+class MinTokens(RunnerFeature):
+    """Excludes every token that would end a row before its `min_tokens`; then the row has no such rule."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._ends = RowTokens(vocab_size, device)
+        self._min_lengths: dict[int, int] = {}  # of rows in _ends
+
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        return admitted.sampling.min_tokens > 0 and bool(admitted.sampling.end_token_ids)
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        self._ends.put(row, sorted(admitted.sampling.end_token_ids))
+        self._min_lengths[row] = admitted.num_prompt_tokens + admitted.sampling.min_tokens
+
+    def remove_row(self, row: int) -> None:
+        if self._min_lengths.pop(row, None) is not None:
+            self._ends.drop(row)
+
+    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        for row, position in zip(some.rows.tolist(), positions.tolist(), strict=True):
+            if position >= self._min_lengths.get(row, position + 1):
+                self.remove_row(row)
+        if (kept := self._ends.logit_positions(some)) is not None:
+            logits.view(-1).index_fill_(0, kept.flat, float("-inf"))
 
 
 class Sampler:
@@ -70,64 +94,59 @@ class Sampler:
         max_num_seqs: int,
         vocab_size: int,
         device: torch.device,
-        processors: Sequence[LogitsProcessor] = (),
+        features: RunnerFeatures,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         self._ops = ops
         self._device = device
-        self._processors = tuple(processors)
+        self._features = features
         self._mode = logprobs_mode
         self._parameters = DrawParameters(max_num_seqs, device)
-        self._rules = TokenRules(vocab_size, device)
-        self._penalties = Penalties(max_num_seqs, device, ops.penalise)
-        self._thinking = ThinkingBudgets(vocab_size, device)
         self._logprob_specs = LogprobSpecs(vocab_size, device)
         # Rows for which more than the largest of the unchanged logits is needed.
         self._reads = np.zeros(max_num_seqs, dtype=bool)
+        # The rows of the last step, which of them read, and their rows in the batch.
+        self._latest: tuple[Ints, Ints, Ints] | None = None
 
     def enter(self, row: int, admitted: AdmittedRequest) -> None:
-        """From now on `row` belongs to the request, which may have output tokens already."""
-        sampling, num_prompt_tokens = admitted.sampling, admitted.num_prompt_tokens
+        """From now on `row` belongs to the request, which may have output tokens. Its features know it."""
+        sampling = admitted.sampling
         self._parameters.enter(row, sampling)
-        self._rules.enter(row, sampling, num_prompt_tokens)
-        self._penalties.enter(row, sampling, num_prompt_tokens)
-        self._thinking.enter(row, sampling.thinking)
-        self._logprob_specs.enter(row, sampling, num_prompt_tokens)
+        self._logprob_specs.enter(row, sampling)
         self._reads[row] = (
-            bool(self._processors)
-            or sampling.temperature > 0.0
-            or sampling.has_penalties
-            or sampling.wants_logprobs
-            or sampling.thinking is not None
-            or TokenRules.has_any(sampling)
+            sampling.temperature > 0.0 or sampling.wants_logprobs or self._features.reads_logits(row)
         )
 
     def leave(self, row: int) -> None:
-        self._rules.leave(row)
-        self._penalties.leave(row)
-        self._thinking.leave(row)
         self._logprob_specs.leave(row)
         self._parameters.leave(row)
+        self._latest = None
 
     def readers(self, rows: Ints) -> Ints:
         """The entries of `rows` whose logits are needed; for the others only the largest is."""
-        return self._reads[rows].nonzero()[0]
+        return self._find_readers(rows)[0]
 
-    def choose_most(
-        self, largest: Largest, readers: Ints, rows: Ints, positions: Ints, token_ids: Tensor
-    ) -> Sampled:
-        """As `choose`, if the largest logit of each of N rows is known and `readers` have their logits.
+    def _find_readers(self, rows: Ints) -> tuple[Ints, Ints]:
+        if self._latest is None or self._latest[0] is not rows:
+            readers = self._reads[rows].nonzero()[0]
+            self._latest = (rows, readers, rows[readers])
+        return self._latest[1:]
+
+    def choose_most(self, largest: Largest, rows: Ints, positions: Ints, token_ids: Tensor) -> Sampled:
+        """As `choose`, if the largest logit of each of N rows is known, and `readers` have their logits.
 
         The readers' choices are written into `largest`.
         """
+        readers, reader_rows = self._find_readers(rows)
         if not len(readers):
-            return Sampled(largest.tokens, largest.highest, None)
-        some = self.choose(largest.kept, rows[readers], positions[readers], token_ids)
+            return Sampled(largest.tokens, largest.highest)
+        some = self.choose(largest.kept, reader_rows, positions[readers], token_ids)
         selected = to_device(readers, self._device)
         return Sampled(
             largest.tokens.index_copy_(0, selected, some.token_ids),
             largest.highest.index_copy_(0, selected, some.highest),
             None if some.logprobs is None else some.logprobs.moved(readers),
+            some.parts,
         )
 
     def choose(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> Sampled:
@@ -141,12 +160,7 @@ class Sampler:
         scores = None
         if asking and self._mode.is_raw:
             scores = self._scores(self._pick(logits, asking))
-        for process in self._processors:
-            logits = process(logits, rows).contiguous()
-        self._rules.apply(logits, rows, positions, token_ids)
-        self._penalties.apply(logits, rows, positions, token_ids)
-        # Last: the end of a reasoning block must be chosen regardless of the other parameters.
-        self._thinking.apply(logits, rows, positions, token_ids)
+        self._features.apply(logits, rows, positions, token_ids)
         # One pass gives the greedy token and detects NaN, which compares larger than every number here.
         highest, tokens = self._ops.greedy(logits)
         if self._parameters.any_draws:
@@ -156,20 +170,7 @@ class Sampler:
             if scores is None:
                 scores = self._scores(self._processed(logits, rows, positions, asking))
             logprobs = self._logprob_specs.gather_sampled(scores, self._pick(tokens, asking), asking, rows)
-        return Sampled(tokens, highest, logprobs)
-
-    @property
-    def any_wants_prompt_logprobs(self) -> bool:
-        """Whether any row has prompt logprobs; mostly none does, and rows need not be checked."""
-        return self._logprob_specs.any_wants_prompt
-
-    def prompt_positions(self, row: int, start: int, end: int) -> range | None:
-        """The prompt positions with logprobs if positions start to end - 1 of `row` are computed, if any."""
-        return self._logprob_specs.prompt_positions(row, start, end)
-
-    def prompt_logprobs(self, logits: Tensor, token_ids_next: Tensor, row: int) -> PromptLogprobs:
-        """Logprobs of prompt tokens [M] int64 by the unchanged logits [M, V] of the positions before them."""
-        return self._logprob_specs.gather_prompt(logits, token_ids_next, row)
+        return Sampled(tokens, highest, logprobs, self._features.after_sampling(logits, tokens, rows))
 
     def _draw(self, logits: Tensor, rows: Ints, positions: Ints, greedy_tokens: Tensor) -> Tensor:
         """The tokens [N], replaced by draws for rows that draw."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest
+from engine_svc.runner.feature import RunnerFeatures
 from engine_svc.runner.sampler import Sampler
-from triptych_kernels import Ops
 
 # Uses every kernel of a CPU, and is fast.
 _USUAL_PROMPT = 64
@@ -21,7 +21,6 @@ _EVERYTHING = SamplingParams(
     top_k=2,
     top_p=0.5,
     min_p=0.1,
-    presence_penalty=1.0,
     min_tokens=1,
     eos_token_id=0,
     logprobs=1,
@@ -44,15 +43,17 @@ def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -
     return rows + [(1, total) for total in _doubled(2, max_model_len + 1)]
 
 
-def warm_up_sampler(ops: Ops, vocab_size: int, token_ids: Tensor) -> None:
-    """Sample for a row with all parameters for which there are kernels. token_ids: of the runner's rows."""
-    device = token_ids.device
-    sampler = Sampler(ops, max_num_seqs=1, vocab_size=vocab_size, device=device)
-    sampler.enter(0, AdmittedRequest("warm-up", [0], 1, _EVERYTHING, [[]]))
+def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int, token_ids: Tensor) -> None:
+    """Sample for row 0 with all parameters for which there are kernels. token_ids: of the runner's rows."""
+    admitted = AdmittedRequest("warm-up", [0], 1, _EVERYTHING, [[]], features.examples())
+    features.add_row(0, admitted)
+    sampler.enter(0, admitted)
     # Before requests enter, the rows hold no valid token ids.
     known = torch.zeros_like(token_ids[:1])
-    logits = torch.zeros(1, vocab_size, device=device)
+    logits = torch.zeros(1, vocab_size, device=token_ids.device)
     sampler.choose(logits, np.zeros(1, np.int64), np.ones(1, np.int64), known)
+    sampler.leave(0)
+    features.remove_row(0)
 
 
 def _doubled(first: int, end: int) -> list[int]:

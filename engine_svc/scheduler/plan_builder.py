@@ -70,7 +70,7 @@ class PlanBuilder:
                 request.num_prompt_tokens,
                 request.sampling,
                 kept,
-                request.prompt_embeds,
+                request.extras,
             )
         )
 

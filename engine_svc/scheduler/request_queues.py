@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import FinishReason, Request, RequestOutput, RequestStatus
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.turns import INPUT
 from engine_svc.scheduler.waiting_queue import WaitingQueue
@@ -15,10 +15,10 @@ from engine_svc.scheduler.waiting_queue import WaitingQueue
 class RequestQueues:
     """All requests that have not ended. `running` is in order of admission."""
 
-    def __init__(self, kv_cache: KVCache, policy: Policy, hooks: Sequence[SchedulerHook]) -> None:
+    def __init__(self, kv_cache: KVCache, policy: Policy, features: Sequence[SchedulerFeature]) -> None:
         self._kv_cache = kv_cache
         self._policy = policy
-        self._hooks = tuple(hooks)
+        self._features = tuple(features)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -30,8 +30,8 @@ class RequestQueues:
     def add(self, request: Request) -> None:
         """Add a new request. If this raises, nothing of it is kept."""
         request.order_key = self._policy.order_key(request)
-        for hook in self._hooks:
-            hook.on_add(request)
+        for feature in self._features:
+            feature.on_add(request)
         if not request.blockers:
             request.move_to(RequestStatus.WAITING)
         self._enqueue(request)
@@ -103,8 +103,8 @@ class RequestQueues:
         request.timeline.finished_at = now
         del self.requests[request.request_id]
         # Hooks first, as one that still needs the blocks holds them.
-        for hook in self._hooks:
-            hook.on_finish(request)
+        for feature in self._features:
+            feature.on_finish(request)
         # KV of a request that failed may be wrong as well: no later request may hit it.
         is_broken = reason is FinishReason.ERROR
         self._kv_cache.release(request, request.num_computed_tokens if is_broken else 0)

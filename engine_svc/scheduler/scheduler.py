@@ -15,7 +15,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
@@ -42,15 +42,15 @@ class Scheduler:
         config: SchedulerConfig,
         kv_cache: KVCache,
         policy: Policy,
-        hooks: Sequence[SchedulerHook] = (),
+        features: Sequence[SchedulerFeature] = (),
         budgets: Sequence[Budget] = (),
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
         self._policy = policy
         self._builder = PlanBuilder(config, (*policy.budgets, *budgets))
-        self._hooks = tuple(hooks)
-        self._queues = RequestQueues(kv_cache, policy, hooks)
+        self._features = tuple(features)
+        self._queues = RequestQueues(kv_cache, policy, features)
         self._in_flight = StepsInFlight()
         self._pause = PauseState.NONE
 
@@ -189,8 +189,8 @@ class Scheduler:
                 self._preempt(request, now)
         # After the releases: a block that one request fills may have been taken over by another already.
         self._kv_cache.invalidate([*withdrawn.block_ids, *self._kv_cache.take_registered()])
-        for hook in self._hooks:
-            hook.on_withdraw()
+        for feature in self._features:
+            feature.on_withdraw()
         # Otherwise preempted requests would wait for tokens that never come.
         self._updated_step_number = self._step_number
 
@@ -235,8 +235,8 @@ class Scheduler:
         registered = self._kv_cache.take_registered()
         self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
-        for hook in self._hooks:
-            hook.on_plan(plan)
+        for feature in self._features:
+            feature.on_plan(plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
@@ -277,8 +277,10 @@ class Scheduler:
                 self._stop(request, output, stopped, now)
         if result.drafts:
             note_drafts(plan, rows, result.drafts)
-        for hook in self._hooks:
-            hook.on_update(plan, result)
+        for feature in self._features:
+            feature.on_update(plan, result)
+        if result.extras:
+            _attach_extras(result, rows, outputs)
         return outputs
 
     def _schedule_running(self, now: float) -> None:
@@ -416,3 +418,18 @@ class Scheduler:
         if request.segments:
             begin_turn(request, request.segments.popleft(), self._config.max_model_len)
             self._queues.unblock(request, INPUT)
+
+
+def _attach_extras(result: StepResult, rows: Sequence[Request], outputs: list[RequestOutput]) -> None:
+    """Add each row's extras to its output. A row of a prompt's chunk gets an output without tokens."""
+    by_id = {output.request_id: output for output in outputs}
+    for kind, extras in result.extras.items():
+        for row, extra in extras.items():
+            request = rows[row]
+            output = by_id.get(request.request_id)
+            if output is None:
+                if request.is_finished:
+                    continue
+                output = by_id[request.request_id] = RequestOutput(request.request_id, [])
+                outputs.append(output)
+            output.extras[kind] = extra

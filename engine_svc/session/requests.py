@@ -144,7 +144,12 @@ class SessionRequests:
         self._check_handle(entry.handle)
         now = self._engine.clock.now()
         request = messages.to_request(
-            entry, session_number=self._number, facts=core.facts, now=now, tensors=self._tensors
+            entry,
+            session_number=self._number,
+            facts=core.facts,
+            now=now,
+            features=self._engine.features,
+            tensors=self._tensors,
         )
         refusal = core.refusal(request)
         if refusal is not None:

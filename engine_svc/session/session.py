@@ -176,7 +176,7 @@ class Session:
             case "add":
                 for index, entry in enumerate(message.add.entries, start=1):
                     self._requests.add(entry)
-                    if index % _MAX_ADDS_AT_ONCE == 0 or entry.HasField("prompt_embeds"):
+                    if index % _MAX_ADDS_AT_ONCE == 0 or self._tensors.has_taken:
                         # Other sessions must not wait for a message with many or very large prompts.
                         await asyncio.sleep(0)
                 self._tensors.release()
@@ -324,7 +324,9 @@ class Session:
     def _step(self, step: StepOutput) -> bytes:
         ended = [step.handles[finished.row] for finished in step.finished]
         stop_token_ids = self._requests.stop_token_ids(ended)
-        message = self._numbered(engine_pb2.ConnectResponse(step=messages.to_step(step, stop_token_ids)))
+        message = self._numbered(
+            engine_pb2.ConnectResponse(step=messages.to_step(step, stop_token_ids, self._engine.features))
+        )
         # The replay buffer holds their final outputs now, even if the stream breaks.
         self._requests.end(ended)
         if ended:

@@ -121,6 +121,7 @@ class TensorSource:
         self._is_neighbour = False
         # Of the current message: the requests of a sampling group share their tensor.
         self._taken: dict[tuple[str, int], HostTensor] = {}
+        self.has_taken = False  # whether requests of the current message have tensors
 
     @property
     def probe_name(self) -> str:
@@ -139,6 +140,7 @@ class TensorSource:
         """The tensor with its bytes, in this process's memory. Errors name `field`, never the content."""
         if not self._receiver.is_open:
             raise unserved(field)
+        self.has_taken = True
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
             raise InvalidArgument(
@@ -171,6 +173,7 @@ class TensorSource:
         for name, _ in self._taken:
             shared_memory.remove(name)
         self._taken.clear()
+        self.has_taken = False
 
     def close(self) -> None:
         self.release()

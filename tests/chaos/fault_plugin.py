@@ -46,65 +46,64 @@ def write_distribution(folder: Path) -> None:
 
 
 def install() -> None:
-    """Give every model runner of this process a hook and a logits processor; the plugin's entry point."""
+    """Give every model runner of this process one more feature; the plugin's entry point."""
+    from engine_svc.runner.feature import RunnerFeature
     from engine_svc.runner.model_runner import ModelRunner
 
-    struck = _Strikes(Path(os.environ[FOLDER_VARIABLE]))
+    class Strikes(RunnerFeature):
+        """Which rows are marked, and what happens where a step has one."""
+
+        def __init__(self, folder: Path) -> None:
+            self._folder = folder
+            self._marks: dict[int, EngineFault] = {}
+
+        def uses(self, admitted) -> bool:
+            return _mark_of(admitted.token_ids[MARKER_POSITION]) is not None
+
+        def add_row(self, row, admitted) -> None:
+            self._marks[row] = EngineFault(admitted.token_ids[MARKER_POSITION])
+
+        def remove_row(self, row) -> None:
+            self._marks.pop(row, None)
+
+        def before_forward(self, inputs, context) -> None:
+            """Raise, end or hang where the step has a request that asks for it."""
+            present = {self._marks[row] for row in inputs.rows.tolist() if row in self._marks}
+            if EngineFault.RAISE in present:
+                self._note(EngineFault.RAISE)
+                # The forward raises: an error of this stage would end its own row alone.
+                inputs.token_ids = None
+            if EngineFault.EXIT in present:
+                self._note(EngineFault.EXIT)
+                os._exit(_EXIT_CODE)
+            if EngineFault.HANG in present and not strike_file(self._folder, EngineFault.HANG).exists():
+                self._note(EngineFault.HANG)
+                threading.Event().wait()
+
+        def apply(self, logits, some, positions, token_ids) -> None:
+            """NaN for the rows of requests that ask for it."""
+            for entry, row in zip(some.entries.tolist(), some.rows.tolist(), strict=True):
+                if self._marks[row] is EngineFault.NAN:
+                    self._note(EngineFault.NAN)
+                    logits[entry] = float("nan")
+
+        def _note(self, fault: EngineFault) -> None:
+            with strike_file(self._folder, fault).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    strikes_of_process = Strikes(Path(os.environ[FOLDER_VARIABLE]))
     build: Callable = ModelRunner.__init__
 
     @functools.wraps(build)
-    def build_with_faults(runner: object, *arguments: object, **options: object) -> None:
-        build(runner, *arguments, hooks=[struck], logits_processors=[struck.poison], **options)
+    def build_with_faults(runner: object, *arguments: object, make_features: Callable, **options: object):
+        def with_faults(context: object) -> list[object]:
+            return [*make_features(context), strikes_of_process]
+
+        build(runner, *arguments, make_features=with_faults, **options)
 
     ModelRunner.__init__ = build_with_faults  # type: ignore[method-assign,assignment]
-
-
-class _Strikes:
-    """Looks at each step's rows for marks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._marks: dict[str, EngineFault] = {}
-        self._batch = None
-
-    def before_forward(self, plan, batch) -> None:
-        """Raise, end or hang where the step has a request that asks for it."""
-        self._batch = batch
-        for request_id in plan.released:
-            self._marks.pop(request_id, None)
-        for admitted in plan.admitted:
-            if (fault := _mark_of(admitted.token_ids[MARKER_POSITION])) is not None:
-                self._marks[admitted.request_id] = fault
-        present = {self._marks[request_id] for request_id in plan.request_ids if request_id in self._marks}
-        if EngineFault.RAISE in present:
-            self._note(EngineFault.RAISE)
-            raise RuntimeError("a marked request is in the batch")
-        if EngineFault.EXIT in present:
-            self._note(EngineFault.EXIT)
-            os._exit(_EXIT_CODE)
-        if EngineFault.HANG in present and not strike_file(self._folder, EngineFault.HANG).exists():
-            self._note(EngineFault.HANG)
-            threading.Event().wait()
-
-    def after_forward(self, plan, batch) -> None:
-        """Nothing goes wrong there."""
-
-    def poison(self, logits, rows):
-        """NaN for the rows of requests that ask for it."""
-        if self._batch is None:
-            return logits
-        marks = self._batch.token_ids[:, MARKER_POSITION]
-        for place, row in enumerate(rows):
-            if marks[row] == EngineFault.NAN.value:
-                self._note(EngineFault.NAN)
-                logits[place] = float("nan")
-        return logits
-
-    def _note(self, fault: EngineFault) -> None:
-        with strike_file(self._folder, fault).open("a") as file:
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _mark_of(token_id: int) -> EngineFault | None:

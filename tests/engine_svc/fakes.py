@@ -13,7 +13,7 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.scheduler import Scheduler
 from service_kit.errors import ServiceError, Unavailable
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
@@ -116,7 +116,7 @@ def make_scheduler(
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 64,
     max_steps_in_flight: int = 1,
-    hooks: Sequence[SchedulerHook] = (),
+    features: Sequence[SchedulerFeature] = (),
 ) -> Scheduler:
     """A real scheduler over a small pool; one of its blocks is the cache's placeholder."""
     config = SchedulerConfig(
@@ -126,7 +126,8 @@ def make_scheduler(
         async_scheduling=max_steps_in_flight > 1,
         max_steps_in_flight=max_steps_in_flight,
     )
-    return build_core(config, CacheConfig(num_blocks, (FullAttention(block_size),)), hooks=hooks).scheduler
+    cache = CacheConfig(num_blocks, (FullAttention(block_size),))
+    return build_core(config, cache, features=features).scheduler
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):

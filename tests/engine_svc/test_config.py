@@ -51,8 +51,6 @@ def test_flags_environment_and_defaults_make_a_configuration():
         ),
         (["--max-num-seqs", "65537"], "--max-num-seqs is 65537"),
         (["--steps-in-flight", "65"], "--steps-in-flight is 65"),
-        (["--enable-prompt-embeds", "--tensor-parallel-size", "2"], "--enable-prompt-embeds is True"),
-        (["--enable-prompt-embeds", "--pipeline-parallel-size", "2"], "--enable-prompt-embeds is True"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from transformers import PreTrainedModel
 
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
+from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION
+from tests.engine_svc.request_options import make_runner_features
 from tests.engine_svc.runner.fakes import PlanDriver
 
 BLOCK_SIZE = 16
@@ -38,7 +41,13 @@ class GpuModel:
     theirs: PreTrainedModel
     ours: LoadedModel
 
-    def runner(self, *, has_graphs: bool = False, logits_processors: tuple = ()) -> ModelRunner:
+    def runner(
+        self,
+        *,
+        has_graphs: bool = False,
+        features: Sequence[RunnerFeature] = (),
+        takes_embeds: bool = False,
+    ) -> ModelRunner:
         kv = KVTensors(self.ours.facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, 0), self.ours.device)
         # The memory is used as it comes, so the worst that it can hold must reach no result.
         for stack in kv.stacks:
@@ -49,7 +58,10 @@ class GpuModel:
             kv,
             RunnerConfig(MAX_NUM_SEQS, MAX_POSITION, BLOCK_SIZE),
             self.ours.ops,
-            logits_processors=logits_processors,
+            make_features=lambda context: [
+                *make_runner_features(context, takes_embeds=takes_embeds),
+                *features,
+            ],
             graphs=self._graphs(kv) if has_graphs else None,
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_svc.core.sampling_params import ThinkingBudget
 from engine_svc.core.step import StepPlan
+from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.runner.cuda_graphs import CudaRecorder
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
-from tests.engine_svc.runner.test_embedded_rows import add_embedded
+from tests.engine_svc.features.prompt_embeds.test_runner import add_embedded
+from tests.engine_svc.runner.fakes import LogitsOfAllRows
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 
 pytestmark = pytest.mark.gpu
@@ -24,10 +25,9 @@ class LogitsLog:
     def __init__(self) -> None:
         self.of_row: dict[int, list[torch.Tensor]] = {}
 
-    def __call__(self, logits: torch.Tensor, rows) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, rows) -> None:
         for row, row_logits in zip(rows.tolist(), logits.clone(), strict=True):
             self.of_row.setdefault(row, []).append(row_logits)
-        return logits
 
 
 class WatchedRunner:
@@ -100,7 +100,7 @@ def test_deterministic_logits_are_the_same_bits_alone_in_company_and_in_chunks(g
 def logits_of(model, prompt, *, chunks: list[int], num_others: int) -> torch.Tensor:
     """[12, V] the logits that the prompt's first tokens are sampled from."""
     log = LogitsLog()
-    driver = model.driver(model.runner(logits_processors=(log,)))
+    driver = model.driver(model.runner(features=(LogitsOfAllRows(log),)))
     others = [f"other{index}" for index in range(num_others)]
     driver.add("it", prompt)
     for index, name in enumerate(others):
@@ -137,7 +137,7 @@ def test_a_decode_step_is_launched_without_waiting_for_the_device(gpu_model):
 
 def test_requests_are_admitted_without_waiting_for_the_device(gpu_model):
     model = gpu_model("llama", "native", False)
-    runner = WatchedRunner(model.runner(has_graphs=True))
+    runner = WatchedRunner(model.runner(has_graphs=True, takes_embeds=True))
     driver = model.driver(runner)
     prompt, budget = prompt_of(10, seed=1), ThinkingBudget(2, (5, 6), (7, 8))
     for runner.is_watching in (False, True):

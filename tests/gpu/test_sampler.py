@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import AdmittedRequest
-from engine_svc.runner.sampler import Sampler
+from tests.engine_svc.runner.sampler_rig import SamplerRig
 from triptych_kernels import REFERENCE, ops_for, uniform_noise
 
 pytestmark = pytest.mark.gpu
@@ -32,21 +29,17 @@ SAMPLING_OPTIONS: list[dict[str, object]] = [
 def chosen_on(device: torch.device, ops) -> tuple[list[list[int]], list[dict]]:
     """What every row chooses in five steps, and the logprobs of each."""
     num_rows = len(SAMPLING_OPTIONS)
-    sampler = Sampler(ops, max_num_seqs=num_rows, vocab_size=VOCAB_SIZE, device=device)
-    token_ids = torch.zeros(num_rows, 64, dtype=torch.int32, device=device)
-    prompt = [1, 2, 3, 4]
-    token_ids[:, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32, device=device)
+    rig = SamplerRig(ops=ops, max_num_seqs=num_rows, vocab_size=VOCAB_SIZE, device=device)
     for row, options in enumerate(SAMPLING_OPTIONS):
-        sampling = SamplingParams(**{"max_tokens": 32, "seed": row, **options})
-        sampler.enter(row, AdmittedRequest(str(row), list(prompt), len(prompt), sampling, [[]]))
+        rig.enter(row, prompt=[1, 2, 3, 4], **{"seed": row, **options})
     generator = torch.Generator().manual_seed(0)
-    rows = np.arange(num_rows)
+    rows, token_ids = range(num_rows), rig.token_ids
     tokens, logprobs = [], []
     for step in range(5):
         logits = (torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3).to(device)
-        positions = np.full(num_rows, len(prompt) + step)
-        sampled = sampler.choose(logits, rows, positions, token_ids)
-        token_ids[:, len(prompt) + step] = sampled.token_ids.int()
+        sampled = rig.choose(logits, rows)
+        token_ids[:, 4 + step] = sampled.token_ids.int()
+        rig.lengths += 1
         tokens.append(sampled.token_ids.tolist())
         assert sampled.logprobs is not None
         logprobs.append(sampled.logprobs.by_index())
@@ -65,16 +58,13 @@ def test_every_mix_of_sampling_options_chooses_as_on_the_cpu(device):
 
 
 def test_a_row_with_nan_is_reported_and_affects_no_other(device):
-    sampler = Sampler(ops_for(device), max_num_seqs=3, vocab_size=VOCAB_SIZE, device=device)
+    rig = SamplerRig(ops=ops_for(device), max_num_seqs=3, vocab_size=VOCAB_SIZE, device=device)
     for row, temperature in enumerate((0.0, 1.0, 1.0)):
-        sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=row)
-        sampler.enter(row, AdmittedRequest(str(row), [1], 1, sampling, [[]]))
-    token_ids = torch.ones(3, 16, dtype=torch.int32, device=device)
+        rig.enter(row, prompt=[1], temperature=temperature, seed=row)
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).to(device)
-    rows, positions = np.arange(3), np.ones(3, dtype=np.int64)
-    clean = sampler.choose(logits.clone(), rows, positions, token_ids).token_ids.tolist()
+    clean = rig.choose(logits.clone(), range(3)).token_ids.tolist()
     logits[1, 10] = float("nan")
-    sampled = sampler.choose(logits, rows, positions, token_ids)
+    sampled = rig.choose(logits, range(3))
     assert sampled.highest.isfinite().tolist() == [True, False, True]
     assert [sampled.token_ids.tolist()[row] for row in (0, 2)] == [clean[row] for row in (0, 2)]
 

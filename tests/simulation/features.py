@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from engine_svc.cache.kv_cache import KVCache
+from engine_svc.cache.observer import CacheObserver
 from engine_svc.core.request import Request
-from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.feature import SchedulerFeature
 
 REMOTE = "remote"
 
 
-class FeatureHook:
+class HeldBlocks(SchedulerFeature):
     """Holds blocks of some requests after their end, and has KV of some from elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: CacheObserver) -> None:
+        self.cache_observer = observer
         self.kv_cache: KVCache | None = None  # known only after the core was built
         self.sends: set[str] = set()  # requests whose blocks are sent somewhere at their end
         self.loads: dict[str, int] = {}  # requests with so many tokens elsewhere
@@ -34,15 +36,6 @@ class FeatureHook:
         if self.kv_cache.reserve(request, num_tokens) is not None:
             request.blockers.add(REMOTE)
             self.loading[request.request_id] = request
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Nothing to attach."""
-
-    def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        """Nothing to learn."""
-
-    def on_withdraw(self) -> None:
-        """Nothing to learn."""
 
     def on_finish(self, request: Request) -> None:
         """Take hold of blocks that are sent; forget what is no longer awaited."""

@@ -16,7 +16,7 @@ from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget
 from tests.simulation.cache_watch import CacheWatch
-from tests.simulation.features import REMOTE, FeatureHook
+from tests.simulation.features import REMOTE, HeldBlocks
 from tests.simulation.history import History
 from tests.simulation.invariants import check_content, check_plan, check_whole_state
 from tests.simulation.paged_runner import PagedRunner
@@ -33,7 +33,7 @@ class World:
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.setup = setup
         self.watch = CacheWatch()
-        self.features = FeatureHook()
+        self.features = HeldBlocks(self.watch)
         self.budget_watch = BudgetWatch() if setup.has_budget_watch else None
         self.adapter_cap = AdapterCap(setup.max_adapters) if setup.max_adapters else None
         self.encoder = EncoderBudget(setup.max_encoder_tokens) if setup.max_encoder_tokens else None
@@ -42,9 +42,8 @@ class World:
             setup.scheduler,
             setup.cache,
             policy=setup.policy,
-            hooks=(self.features,),
+            features=(self.features,),
             budgets=[budget for budget in budgets if budget is not None],
-            observers=(self.watch,),
         )
         self.scheduler, self.kv_cache = core.scheduler, core.kv_cache
         self.features.kv_cache = core.kv_cache

@@ -7,7 +7,7 @@ import random
 import re
 import select
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +29,14 @@ from engine_svc.build.runner import RunnerSide
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.config import EngineConfig
-from engine_svc.core.request import Request
-from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.extras import Extra
+from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.engine import PendingStep
 from engine_svc.ranks.process_group import GroupLimits
 from engine_svc.ranks.watch import RankLost
 from engine_svc.scheduler.config import SchedulerConfig
+from tests.engine_svc.request_options import split_options
 
 VOCAB_SIZE = 320
 MAX_NUM_SEQS = 8
@@ -157,6 +158,8 @@ class Driver:
     side: RunnerSide
     seed: int = 1
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    extras: dict[str, list[Extra]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
     num_steps: int = 0
     num_preempted: int = 0
     on_launch: Callable[[StepPlan, Callable[[], None]], None] = lambda plan, launch: launch()
@@ -182,9 +185,17 @@ class Driver:
         """Whether a step can be launched or finished."""
         return self._scheduler.has_work or bool(self._in_flight)
 
-    def add(self, request_id: str, sampling: SamplingParams) -> None:
+    def add(self, request_id: str, options: Mapping[str, object], *further: Extra) -> None:
+        """Add a request with a prompt of its own. further: extras besides those of its options."""
         prompt = [self._rng.randrange(VOCAB_SIZE) for _ in range(self._rng.randint(3, 70))]
-        self._scheduler.add(Request(request_id, prompt, len(prompt), sampling))
+        self.add_prompt(request_id, prompt, options, *further)
+
+    def add_prompt(
+        self, request_id: str, prompt: list[int], options: Mapping[str, object], *further: Extra
+    ) -> None:
+        sampling, extras = split_options(**options)
+        extras |= {type(extra): extra for extra in further}
+        self._scheduler.add(Request(request_id, list(prompt), len(prompt), sampling, extras=extras))
 
     def step(self) -> None:
         """Launch a step if there is one, and finish the oldest when there are enough of them."""
@@ -197,6 +208,9 @@ class Driver:
             oldest, pending = self._in_flight.popleft()
             for output in self._scheduler.update(oldest, pending.result(), 0.0):
                 self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+                self.extras.setdefault(output.request_id, []).extend(output.extras.values())
+                if output.finish_reason is FinishReason.ERROR:
+                    self.errors[output.request_id] = output.message
 
     def run(self) -> dict[str, list[int]]:
         """Until nothing is left to do; the tokens of each request."""
@@ -205,11 +219,11 @@ class Driver:
         return self.outputs
 
 
-def greedy(max_tokens: int = 64) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+def greedy(max_tokens: int = 64) -> dict[str, object]:
+    return {"max_tokens": max_tokens, "ignore_eos": True}
 
 
-def mixed_sampling(index: int, max_tokens: int) -> SamplingParams:
+def mixed_sampling(index: int, max_tokens: int) -> dict[str, object]:
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 20},
@@ -218,4 +232,4 @@ def mixed_sampling(index: int, max_tokens: int) -> SamplingParams:
         {"temperature": 0.0, "logit_bias": ((5, 2.0), (9, -3.0)), "bad_words": ((7,), (3, 4))},
         {"temperature": 1.0, "allowed_token_ids": frozenset(range(50, 150)), "logprobs": 2},
     ]
-    return SamplingParams(max_tokens=max_tokens, seed=index, ignore_eos=True, **kinds[index % len(kinds)])
+    return {**greedy(max_tokens), "seed": index, **kinds[index % len(kinds)]}

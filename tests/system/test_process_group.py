@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import queue
 import random
@@ -15,20 +16,27 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from engine_svc.build.ranks import build_ranks
 from engine_svc.build.runner import build_runner
 from engine_svc.core.step import AdmittedRequest, StepPlan
+from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
 from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import Refused
 from engine_svc.runner.sleep import WakeTag, WeightsLost
+from engine_svc.tensors.host_tensor import HostTensor
+from tests.engine_svc.request_options import split_options
 from tests.processes import running, source_environment
+from tests.service_kit.plugin_folder import write_feature
 from tests.system.checkpoints import Reference
 from tests.system.generation import collect, random_prompt, request_of
 from tests.system.ranks import (
+    VOCAB_SIZE,
     Driver,
     config_of,
     greedy,
@@ -115,6 +123,113 @@ def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders,
     assert max(excess) <= 256
 
 
+# A feature of another package, whose requests name the stage in which it raises.
+MARKS = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Mark:
+    stage: str
+
+    def encode(self):
+        return self.stage.encode()
+
+    @classmethod
+    def decode(cls, data):
+        return cls(data.decode())
+
+EXTRAS = (Mark,)
+"""
+RAISING = """
+from engine_svc.runner.feature import RunnerFeature
+from feature_raising.extras import Mark
+
+def make(config, context):
+    return Raising()
+
+class Raising(RunnerFeature):
+    def __init__(self):
+        self._stage_of = {}
+
+    def uses(self, admitted):
+        return Mark in admitted.extras
+
+    def add_row(self, row, admitted):
+        self._stage_of[row] = admitted.extras[Mark].stage
+        self._raise_in("add_row", [row])
+
+    def remove_row(self, row):
+        del self._stage_of[row]
+
+    def before_forward(self, inputs, context):
+        self._raise_in("before_forward", inputs.rows.tolist())
+
+    def apply(self, logits, some, positions, token_ids):
+        self._raise_in("apply", some.rows.tolist())
+
+    def after_sampling(self, logits, token_ids, some):
+        rows = some.rows.tolist()
+        return lambda: self._raise_in("part", rows) or {row: Mark("seen") for row in rows}
+
+    def _raise_in(self, stage, rows):
+        if any(self._stage_of.get(row) == stage for row in rows):
+            raise ValueError("no luck")
+"""
+
+
+@pytest.mark.parametrize("division", [TP_2, PP_2], ids=["tp2", "pp2"])
+def test_a_feature_that_raises_in_ranks_ends_its_rows_alone(
+    division: dict[str, int], folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The ranks are given what this process finds.
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "raising", extras=MARKS, runner=RAISING))
+    mark = importlib.import_module("feature_raising.extras").Mark
+    rng = random.Random(8)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(5 + 20 * index)] for index in range(4)]
+    with ranks_of(config_of(folders["llama"], **division)) as ranked:
+        driver = Driver(ranked.side)
+
+        def plain_of(stage: str) -> list[list[int]]:
+            """The tokens of requests without the feature, while there is one that raises in this stage."""
+            for index, prompt in enumerate(prompts):
+                driver.add_prompt(f"{stage}-{index}", prompt, mixed_sampling(index, max_tokens=8))
+            driver.add(stage, greedy(max_tokens=8), mark(stage))
+            driver.run()
+            return [driver.outputs[f"{stage}-{index}"] for index in range(len(prompts))]
+
+        expected = plain_of("none")
+        assert (driver.errors, driver.extras["none"]) == ({}, [mark("seen")] * 8)
+        for stage in ("add_row", "before_forward", "apply", "part"):
+            assert plain_of(stage) == expected, stage
+            assert driver.errors.pop(stage) == "Raising failed: ValueError: no luck"
+            assert (driver.errors, driver.outputs[stage], driver.extras[stage]) == ({}, [], [])
+        # A step later the ranks have released the rows of all.
+        assert plain_of("none again") == expected
+        answers = ranked.group.call("digest")
+        assert len({answer["batch"] for answer in answers}) == 1
+        # Only the last stage samples.
+        assert division == PP_2 or len({answer["sampler"] for answer in answers}) == 1
+
+
+def test_embeddings_of_tokens_are_answered_by_stages_as_the_tokens_are(folders) -> None:
+    weights = load_file(folders["llama"] / "model.safetensors")["model.embed_tokens.weight"]
+    rng = random.Random(5)
+    with ranks_of(config_of(folders["llama"], enable_prompt_embeds=True, **PP_2)) as ranked:
+        driver = Driver(ranked.side)
+        for index, length in enumerate((1, 5, 40, 90)):
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+            positions = tuple(range(index % 2, length))
+            rows = weights[torch.tensor(prompt)[list(positions)]]
+            embeds = HostTensor("float32", tuple(rows.shape), rows.numpy().tobytes())
+            hidden = [0 if position in positions else token for position, token in enumerate(prompt)]
+            driver.add_prompt(f"tokens-{index}", prompt, greedy(24))
+            driver.add_prompt(f"embeds-{index}", hidden, greedy(24), PromptEmbeds(embeds, positions))
+        outputs = driver.run()
+    for index in range(4):
+        assert outputs[f"embeds-{index}"] == outputs[f"tokens-{index}"]
+    assert len({token for tokens in outputs.values() for token in tokens}) > 10
+
+
 @pytest.mark.parametrize("division", [TP_2, PP_2], ids=["tp2", "pp2"])
 def test_ranks_are_in_the_same_state_after_1000_steps(division: dict[str, int], folders) -> None:
     with ranks_of(config_of(folders["llama"], **division)) as ranked:
@@ -178,7 +293,7 @@ def test_an_error_in_a_rank_ends_all_of_them_and_is_reported(folders) -> None:
     with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
         plan = StepPlan(
             1,
-            admitted=[AdmittedRequest("r", [1, 2, 3], 3, greedy(), [[1]])],
+            admitted=[AdmittedRequest("r", [1, 2, 3], 3, split_options(**greedy())[0], [[1]])],
             request_ids=["r"],
             num_tokens=[3],
             num_computed_tokens=[0],

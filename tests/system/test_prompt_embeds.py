@@ -48,11 +48,13 @@ def embedded_request(embeds: generate_pb2.PromptEmbeds, **options: object) -> ge
     return request
 
 
-@pytest.mark.parametrize("model_impl", ["native", "transformers"])
-async def test_embeddings_of_tokens_are_answered_as_the_tokens_are(model_impl):
+@pytest.mark.parametrize(
+    "flag", ["--model-impl=native", "--model-impl=transformers", "--tensor-parallel-size=2"]
+)
+async def test_embeddings_of_tokens_are_answered_as_the_tokens_are(flag):
     folder = embedded_model()
     weights = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach()
-    flags = ("--num-threads=1", "--enable-prompt-embeds", f"--model-impl={model_impl}")
+    flags = ("--num-threads=1", "--enable-prompt-embeds", flag)
     # Small steps and few blocks: prompts are computed in pieces, and requests give way to each other.
     async with Stack() as stack:
         trio = await stack.start_all(

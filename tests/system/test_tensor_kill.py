@@ -26,7 +26,7 @@ ROUNDS, SENDERS = 10, 5
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[ServiceRig]:
-    facts = replace(make_facts(), hidden_size=HIDDEN, takes_prompt_embeds=True)
+    facts = replace(make_facts(), hidden_size=HIDDEN)
     rig = ServiceRig(facts=facts, tensors=TensorReceiver(is_open=True))
     await rig.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,6 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.runner.sampling.transfer import Ints, to_device, to_host
 
-# Logits of a long prompt are processed in parts of at most 64 MiB.
-_MAX_LOGITS = 1 << 24
-
 
 @dataclass(frozen=True, slots=True)
 class LogprobSpec:
@@ -22,6 +20,12 @@ class LogprobSpec:
 
     num_top: int
     token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, num_top: int, token_ids: Sequence[int], vocab_size: int) -> LogprobSpec:
+        """-1 as `num_top` stands for the vocabulary; ids outside of it are left out."""
+        known = tuple(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+        return cls(vocab_size if num_top < 0 else min(num_top, vocab_size), known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +71,6 @@ class SampledLogprobs:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Logprobs of consecutive prompt positions. On the host, to be read once the device is done."""
-
-    parts: list[PositionLogprobs]
-
-    def to_columns(self) -> TokenLogprobs:
-        token_logprobs = self.parts[0].to_columns(0, len(self.parts[0].ranks))
-        for part in self.parts[1:]:
-            token_logprobs.extend(part.to_columns(0, len(part.ranks)))
-        return token_logprobs
-
-
 class LogprobSpecs:
     """The rows that requested logprobs."""
 
@@ -87,40 +78,20 @@ class LogprobSpecs:
         self._vocab_size = vocab_size
         self._device = device
         self._sampled: dict[int, LogprobSpec] = {}
-        self._prompt: dict[int, LogprobSpec] = {}
-        self._num_prompt_tokens: dict[int, int] = {}  # of rows in _prompt
 
-    def enter(self, row: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        token_ids = tuple(id_ for id_ in sampling.logprob_token_ids if 0 <= id_ < self._vocab_size)
+    def enter(self, row: int, sampling: SamplingParams) -> None:
         if sampling.wants_logprobs:
-            self._sampled[row] = LogprobSpec(self._num_top(sampling.logprobs or 0), token_ids)
-        if sampling.prompt_logprobs is not None:
-            self._prompt[row] = LogprobSpec(self._num_top(sampling.prompt_logprobs), token_ids)
-            self._num_prompt_tokens[row] = num_prompt_tokens
+            spec = LogprobSpec.of(sampling.logprobs or 0, sampling.logprob_token_ids, self._vocab_size)
+            self._sampled[row] = spec
 
     def leave(self, row: int) -> None:
         self._sampled.pop(row, None)
-        if self._prompt.pop(row, None) is not None:
-            del self._num_prompt_tokens[row]
 
     def indices(self, rows: Ints) -> list[int]:
         """The indices n for which rows[n] requested logprobs of its sampled token."""
         if not self._sampled:
             return []
         return [index for index, row in enumerate(rows.tolist()) if row in self._sampled]
-
-    @property
-    def any_wants_prompt(self) -> bool:
-        return bool(self._prompt)
-
-    def prompt_positions(self, row: int, start: int, end: int) -> range | None:
-        """The prompt positions whose logprobs come from the logits of positions start to end - 1, or None.
-
-        Position 0 has no logits before it: the range after it is returned even if it is empty.
-        """
-        num_prompt_tokens = self._num_prompt_tokens.get(row, 0)
-        positions = range(start + 1, min(end + 1, num_prompt_tokens))
-        return positions if positions or start == 0 < num_prompt_tokens else None
 
     def gather_sampled(
         self, scores: Tensor, tokens: Tensor, indices: list[int], rows: Ints
@@ -131,30 +102,17 @@ class LogprobSpecs:
             groups.setdefault(self._sampled[int(rows[index])], []).append(entry)
         if len(groups) == 1:
             (spec,) = groups
-            return SampledLogprobs([(indices, _look(scores, tokens, spec))])
+            return SampledLogprobs([(indices, look_up(scores, tokens, spec))])
         parts = []
         for spec, positions in groups.items():
             chosen = to_device(np.array(positions, dtype=np.int64), self._device)
-            part = _look(scores.index_select(0, chosen), tokens.index_select(0, chosen), spec)
+            part = look_up(scores.index_select(0, chosen), tokens.index_select(0, chosen), spec)
             parts.append(([indices[entry] for entry in positions], part))
         return SampledLogprobs(parts)
 
-    def gather_prompt(self, logits: Tensor, tokens: Tensor, row: int) -> PromptLogprobs:
-        """Logprobs of a prompt's tokens [M], each by the logits [M, V] of the position before it."""
-        size = max(1, _MAX_LOGITS // self._vocab_size)
-        parts = [
-            _look(logits[start : start + size].float().log_softmax(-1), tokens[start : start + size], spec)
-            for spec in (self._prompt[row],)
-            for start in range(0, max(1, len(tokens)), size)
-        ]
-        return PromptLogprobs(parts)
 
-    def _num_top(self, wanted: int) -> int:
-        return self._vocab_size if wanted < 0 else min(wanted, self._vocab_size)
-
-
-def _look(scores: Tensor, tokens: Tensor, spec: LogprobSpec) -> PositionLogprobs:
-    """scores: [P, V] fp32, log probabilities or logits.  tokens: [P] int64."""
+def look_up(scores: Tensor, tokens: Tensor, spec: LogprobSpec) -> PositionLogprobs:
+    """The logprobs of tokens [P] int64 by scores [P, V] fp32: log probabilities or logits."""
     own = scores.gather(1, tokens[:, None])
     ranks = (scores >= own).sum(-1)
     top_logprobs, top_ids = scores.topk(spec.num_top, dim=-1)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine_svc.runner.feature import LogitRows
 from engine_svc.runner.sampling.transfer import Ints, to_device
 
 _Floats = npt.NDArray[np.float32]
@@ -35,7 +36,7 @@ class RowTokens:
         self._device = device
         self._kept: dict[int, tuple[Ints, _Floats]] = {}
         # Steps mostly have the rows of the step before.
-        self._latest_rows = b""
+        self._latest_rows: LogitRows | None = None
         self._latest: LogitPositions | None = None
 
     def put(self, row: int, token_ids: Iterable[int], amounts: Iterable[float] | None = None) -> None:
@@ -44,29 +45,31 @@ class RowTokens:
         values = np.zeros(len(ids), np.float32) if amounts is None else np.fromiter(amounts, np.float32)
         is_known = (ids >= 0) & (ids < self._vocab_size)
         self._kept[row] = ids[is_known], values[is_known]
-        self._latest_rows = b""
+        self._latest_rows = None
 
     def drop(self, row: int) -> None:
         if self._kept.pop(row, None) is not None:
-            self._latest_rows = b""
+            self._latest_rows = None
 
-    def logit_positions(self, rows: Ints) -> LogitPositions | None:
-        """Indices of the ids of `rows` in logits [N, V], entry n of which is of rows[n], if any."""
+    def logit_positions(self, some: LogitRows) -> LogitPositions | None:
+        """Indices of the kept ids of these rows in the step's logits [N, V], if any."""
         if not self._kept:
             return None
-        key = rows.tobytes()
-        if key != self._latest_rows:
-            self._latest_rows, self._latest = key, self._find(rows)
+        if some is not self._latest_rows:
+            self._latest_rows, self._latest = some, self._find(some)
         return self._latest
 
-    def _find(self, rows: Ints) -> LogitPositions | None:
-        found = [index for index, row in enumerate(rows.tolist()) if row in self._kept]
+    def _find(self, some: LogitRows) -> LogitPositions | None:
+        found = [
+            (entry, row)
+            for entry, row in zip(some.entries.tolist(), some.rows.tolist(), strict=True)
+            if row in self._kept
+        ]
         if not found:
             return None
-        kept = [self._kept[int(rows[index])] for index in found]
-        flat = [ids + index * self._vocab_size for index, (ids, _) in zip(found, kept, strict=True)]
+        flat = [self._kept[row][0] + entry * self._vocab_size for entry, row in found]
         return LogitPositions(
-            to_device(np.array(found, dtype=np.int64), self._device),
+            to_device(np.array([entry for entry, _ in found], dtype=np.int64), self._device),
             to_device(np.concatenate(flat), self._device),
-            to_device(np.concatenate([amounts for _, amounts in kept]), self._device),
+            to_device(np.concatenate([self._kept[row][1] for _, row in found]), self._device),
         )

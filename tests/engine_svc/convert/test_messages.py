@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import replace
 
 import grpc
 import pytest
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason, Request
-from engine_svc.core.sampling_params import RepetitionLimits, ThinkingBudget
-from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
+from engine_svc.core.request import FinishReason
+from engine_svc.core.sampling_params import RepetitionLimits
+from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput
 from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
-from tests.engine_svc.session.service_rig import column, make_entry, make_facts
+from tests.engine_svc.request_options import make_wire_features
+from tests.engine_svc.session.service_rig import column, make_entry, make_facts, read_add
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
-# Of token 4 twice.
-BIASES = ((4, 0.5), (7, 100.0), (4, 1.0))
-
-
-def to_request(entry: add_pb2.AddEntry, now: float = 100.0):
-    return messages.to_request(entry, session_number=3, facts=make_facts(), now=now)
+FEATURES = make_wire_features()
 
 
 def test_every_reason_of_an_abort_has_a_name_of_its_own():
@@ -49,7 +44,7 @@ def test_an_add_becomes_the_request_it_asks_for():
     )
     entry.priority, entry.age_ms, entry.cache_salt = -5, 2500, "salt"
     entry.trace_context.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
-    request = to_request(entry)
+    request = read_add(entry)
     assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3], 3)
     assert (request.priority, request.arrival_at, request.timeline.queued_at) == (-5, 97.5, 100.0)
     assert (request.cache_salt, request.trace_context[0]) == ("salt", entry.trace_context.traceparent)
@@ -64,27 +59,28 @@ def test_what_is_not_said_takes_the_neutral_value():
     entry = add_pb2.AddEntry(
         handle=1, prompt_token_ids=column([1, 2]), sampling=sampling_pb2.SamplingParams()
     )
-    sampling = to_request(entry).sampling
+    sampling = read_add(entry).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_tokens) == (1.0, 1.0, 0, 0)
     assert sampling.max_tokens == MAX_MODEL_LEN - 2
 
 
 def test_ignore_eos_takes_the_models_other_end_ids_off_as_well():
-    assert to_request(make_entry(1, ignore_eos=True)).sampling.end_token_ids == frozenset()
+    assert read_add(make_entry(1, ignore_eos=True)).sampling.end_token_ids == frozenset()
 
 
 def test_a_request_that_continues_counts_its_output_against_max_tokens():
     entry = make_entry(1, prompt=[1, 2, 3], max_tokens=5)
     entry.output_token_ids = column([8, 9])
-    request = to_request(entry)
+    request = read_add(entry)
     assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3, 8, 9], 3)
     assert request.sampling.max_tokens == 5
 
 
 def test_ids_differ_by_session_handle_and_attempt():
     entries = [make_entry(1), make_entry(2), make_entry(1, attempt=1)]
-    ids = {to_request(entry).request_id for entry in entries}
-    ids.add(messages.to_request(entries[0], session_number=4, facts=make_facts(), now=0.0).request_id)
+    ids = {read_add(entry).request_id for entry in entries}
+    other = messages.to_request(entries[0], session_number=4, facts=make_facts(), now=0.0, features=FEATURES)
+    ids.add(other.request_id)
     assert len(ids) == 4
 
 
@@ -93,7 +89,7 @@ def test_tenants_share_no_cache_even_with_crafted_salts():
     for tenant, salt in (("a", "b"), ("ab", ""), ("", "ab"), ("a", ""), ("", "")):
         entry = make_entry(1)
         entry.tenant, entry.cache_salt = tenant, salt
-        salts.add(to_request(entry).cache_salt)
+        salts.add(read_add(entry).cache_salt)
     assert len(salts) == 5
 
 
@@ -118,23 +114,8 @@ def test_tenants_share_no_cache_even_with_crafted_salts():
         ({"min_p": -0.1}, "min_p", ["-0.1", "0 to 1"]),
         ({"min_p": 1.5}, "min_p", ["1.5"]),
         ({"min_p": float("nan")}, "min_p", ["nan"]),
-        ({"presence_penalty": 2.5}, "presence_penalty", ["2.5", "-2 to 2"]),
-        ({"frequency_penalty": -2.5}, "frequency_penalty", ["-2.5", "-2 to 2"]),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty", ["nan"]),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", ["0.0", "0.001 to 1000"]),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty", ["inf", "1000"]),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty", ["nan"]),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty", ["0.001 to 1000"]),
-        ({"repetition_penalty": 1001.0}, "repetition_penalty", ["1001", "1000"]),
-        ({"logit_bias": [{"token_id": 1, "bias": 100.5}]}, "logit_bias", ["100.5", "-100 to 100"]),
-        ({"logit_bias": [{"token_id": 1, "bias": float("nan")}]}, "logit_bias", ["nan"]),
-        ({"logit_bias": [{"token_id": VOCAB_SIZE}]}, "logit_bias", ["1000", "below"]),
-        ({"logit_bias": [{"token_id": 1}] * 301}, "logit_bias", ["301", "300"]),
-        ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids", ["1000", "below"]),
-        ({"allowed_token_ids": [1] * 1001}, "allowed_token_ids", ["1001", "1000"]),
         ({"logprobs": -1}, "logprobs", ["-1", "0 to 20"]),
         ({"logprobs": 21}, "logprobs", ["21"]),
-        ({"prompt_logprobs": 2**40}, "prompt_logprobs", [str(2**40), "0 to 20"]),
         ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids", ["1000"]),
         ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", ["129", "128"]),
     ],
@@ -142,62 +123,29 @@ def test_tenants_share_no_cache_even_with_crafted_salts():
 )
 def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, words):
     with pytest.raises(InvalidArgument) as caught:
-        to_request(make_entry(1, **changes))
+        read_add(make_entry(1, **changes))
     assert caught.value.violations[0][0] == field
     assert all(word in caught.value.message for word in words)
 
 
-def test_every_sampling_option_arrives():
-    sampling = to_request(
-        make_entry(
-            1,
-            min_p=0.25,
-            presence_penalty=-2.0,
-            frequency_penalty=2.0,
-            repetition_penalty=1.5,
-            logit_bias=[sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in BIASES],
-            allowed_token_ids=[5, 3, 5],
-            logprobs=20,
-            prompt_logprobs=0,
-            logprob_token_ids=[9, 0],
-        )
-    ).sampling
-    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -2.0, 2.0)
-    assert sampling.repetition_penalty == 1.5
-    # What is said twice of a token is added twice.
-    assert sampling.logit_bias == ((4, 1.5), (7, 100.0))
-    assert sampling.allowed_token_ids == {3, 5}
-    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.logprob_token_ids) == (20, 0, (9, 0))
+def test_every_sampling_option_of_the_core_arrives():
+    sampling = read_add(make_entry(1, min_p=0.25, logprobs=20, logprob_token_ids=[9, 0])).sampling
+    assert (sampling.min_p, sampling.logprobs, sampling.logprob_token_ids) == (0.25, 20, (9, 0))
 
 
 def test_unset_options_change_nothing():
-    sampling = to_request(make_entry(1)).sampling
-    assert (sampling.min_p, sampling.allowed_token_ids, sampling.logit_bias) == (0.0, None, ())
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (None, None)
-    assert not sampling.has_penalties
-    neutral = make_entry(1, presence_penalty=0.0, repetition_penalty=1.0, min_p=0.0)
-    assert not to_request(neutral).sampling.has_penalties
+    request = read_add(make_entry(1))
+    assert (request.sampling.min_p, request.sampling.logprobs, request.extras) == (0.0, None, {})
 
 
-def test_47_a_request_with_prompt_logprobs_reads_no_cached_prefix():
-    assert to_request(make_entry(1, prompt_logprobs=0)).sampling.skip_reading_prefix_cache
-    assert not to_request(make_entry(1, logprobs=0)).sampling.skip_reading_prefix_cache
-
-
-def test_prompt_logprobs_have_a_limit_for_the_whole_prompt():
-    facts = replace(make_facts(), max_model_len=20_000)
-
-    def ask(num_tokens: int, **options: object) -> None:
-        entry = make_entry(1, prompt=[1] * num_tokens, **options)
-        messages.to_request(entry, session_number=1, facts=facts, now=0.0)
-
-    ask(10_000, prompt_logprobs=20)
-    ask(10_000, prompt_logprobs=19, logprob_token_ids=[5])
-    for options in ({"prompt_logprobs": 20, "logprob_token_ids": [5]}, {"prompt_logprobs": 20}):
-        with pytest.raises(
-            InvalidArgument, match=r"prompt_logprobs is 2\d+, it takes at most 200000 entries"
-        ):
-            ask(10_001, **options)
+def test_an_engine_reports_as_many_logprobs_as_it_is_configured_to():
+    asked = make_entry(1, logprobs=25)
+    with pytest.raises(InvalidArgument, match="logprobs is 25, it takes 0 to 20"):
+        read_add(asked)
+    assert read_add(asked, max_logprobs=25).sampling.logprobs == 25
+    assert read_add(make_entry(1, logprobs=-1), max_logprobs=-1).sampling.logprobs == -1
+    with pytest.raises(InvalidArgument, match="logprobs is -2, it takes -1 to"):
+        read_add(make_entry(1, logprobs=-2), max_logprobs=-1)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +160,8 @@ def test_prompt_logprobs_have_a_limit_for_the_whole_prompt():
 )
 def test_repetition_limits_are_those_asked_for(detection, limits):
     detection = sampling_pb2.RepetitionDetection(**detection)
-    assert to_request(make_entry(1, repetition_detection=detection)).sampling.repetition == limits
-    assert to_request(make_entry(1)).sampling.repetition is None
+    assert read_add(make_entry(1, repetition_detection=detection)).sampling.repetition == limits
+    assert read_add(make_entry(1)).sampling.repetition is None
 
 
 @pytest.mark.parametrize(
@@ -242,7 +190,7 @@ def test_repetition_limits_are_those_asked_for(detection, limits):
 def test_wrong_repetition_limits_are_refused_with_field_value_and_limit(detection, name, limit):
     entry = make_entry(1, repetition_detection=sampling_pb2.RepetitionDetection(**detection))
     with pytest.raises(InvalidArgument) as caught:
-        to_request(entry)
+        read_add(entry)
     assert caught.value.violations[0][0] == f"repetition_detection.{name}"
     assert f"repetition_detection.{name} {limit}" in caught.value.message
 
@@ -254,7 +202,7 @@ def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_re
     wild.priority = 101
     for entry, word in ((cut, "3 bytes"), (empty, "no tokens"), (wild, "101")):
         with pytest.raises(InvalidArgument, match=word):
-            to_request(entry)
+            read_add(entry)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +216,7 @@ def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_re
 )
 def test_a_parameter_that_cannot_be_served_is_refused_by_name(changes):
     with pytest.raises(Unimplemented, match=next(iter(changes))):
-        to_request(make_entry(1, **changes))
+        read_add(make_entry(1, **changes))
 
 
 @pytest.mark.parametrize(
@@ -286,11 +234,11 @@ def test_a_kind_of_request_that_cannot_be_served_is_refused(entry):
     whole = make_entry(1)
     whole.MergeFrom(entry)
     with pytest.raises(Unimplemented):
-        to_request(whole)
+        read_add(whole)
 
 
 def test_one_output_of_a_sampling_group_is_accepted():
-    to_request(make_entry(1, n=1))
+    read_add(make_entry(1, n=1))
 
 
 def test_a_deadline_is_on_the_engines_clock():
@@ -309,7 +257,7 @@ def test_a_step_becomes_packed_columns():
         finished=[FinishedRow(1, FinishReason.LENGTH)],
         first=[(0, 16)],
     )
-    step = messages.to_step(output, {300: frozenset()})
+    step = messages.to_step(output, {300: frozenset()}, FEATURES)
     assert step.step_number == 4
     assert step.handles == b"\x09\x00\x00\x00\x2c\x01\x00\x00"
     assert step.num_tokens == b"\x01\x02"
@@ -322,12 +270,14 @@ def test_a_step_becomes_packed_columns():
 
 @pytest.mark.parametrize("reason", [reason for reason in FinishReason if reason is not FinishReason.STOP])
 def test_every_reason_has_its_own_name_on_the_wire(reason):
-    step = messages.to_step(StepOutput(1, [9], [1], [5], [FinishedRow(0, reason)]), {9: frozenset()})
+    step = messages.to_step(
+        StepOutput(1, [9], [1], [5], [FinishedRow(0, reason)]), {9: frozenset()}, FEATURES
+    )
     assert output_pb2.FinishReason.Name(step.finished[0].reason) == f"FINISH_REASON_{reason.name}"
 
 
 def test_a_row_of_more_than_255_tokens_takes_the_wide_column():
-    step = messages.to_step(StepOutput(1, [1], [256], list(range(256))), {})
+    step = messages.to_step(StepOutput(1, [1], [256], list(range(256))), {}, FEATURES)
     assert (step.num_tokens, step.num_tokens_wide) == (b"", b"\x00\x01\x00\x00")
 
 
@@ -340,7 +290,7 @@ def test_a_stop_says_whose_token_it_was(stop_token_id, asked_for, kind):
     last = stop_token_id or EOS_TOKEN_ID
     finished = [FinishedRow(1, FinishReason.STOP, stop_token_id)]
     output = StepOutput(1, [5, 6, 7], [1, 2, 1], [1, 2, last, 3], finished)
-    record = messages.to_step(output, {6: frozenset(asked_for)}).finished[0]
+    record = messages.to_step(output, {6: frozenset(asked_for)}, FEATURES).finished[0]
     assert record.WhichOneof("stop") == kind
     assert getattr(record, kind) == last
 
@@ -379,35 +329,7 @@ def test_an_error_keeps_code_message_and_details():
 def test_a_prompt_that_is_too_long_is_refused_for_its_length_whatever_it_holds():
     entry = make_entry(1, prompt=[VOCAB_SIZE + 1] * MAX_MODEL_LEN)
     with pytest.raises(InvalidArgument, match=f"{MAX_MODEL_LEN} tokens"):
-        to_request(entry)
-
-
-# Bad words on the wire: sequences of ids, refused with value and limit where they cannot be.
-
-
-def test_bad_words_are_sequences_of_ids():
-    entry = make_entry(1, prompt=[1])
-    entry.bad_words.add(token_ids=column([3, 4]))
-    entry.bad_words.add(token_ids=column([5]))
-    assert to_request(entry).sampling.bad_words == ((3, 4), (5,))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([column([])], "bad_words is 0, it takes 1 to 64 ids a word"),
-        ([column([1] * 65)], "bad_words is 65, it takes 1 to 64 ids a word"),
-        ([b"123"], "bad_words has 3 bytes"),
-        ([column([VOCAB_SIZE])], f"bad_words is {VOCAB_SIZE}, it takes below the vocabulary's size"),
-        ([column([1])] * 1025, "bad_words is 1025, it takes at most 1024 words"),
-    ],
-)
-def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, message):
-    entry = make_entry(1, prompt=[1])
-    for word in words:
-        entry.bad_words.add(token_ids=word)
-    with pytest.raises(InvalidArgument, match=message):
-        to_request(entry)
+        read_add(entry)
 
 
 # behaviour 116 on the wire: columns parallel to the tokens, NaN where not requested.
@@ -423,11 +345,11 @@ def ints(column: bytes) -> list[int]:
 
 def step_of(output: StepOutput, token_logprobs: LogprobDeltas) -> step_pb2.Step:
     output.add_logprobs(token_logprobs)
-    return messages.to_step(output, {})
+    return messages.to_step(output, {}, FEATURES)
 
 
 def test_116_columns_are_empty_unless_requested():
-    step = messages.to_step(StepOutput(1, [5], [1], [9]), {})
+    step = messages.to_step(StepOutput(1, [5], [1], [9]), {}, FEATURES)
     assert (step.sampled_logprobs, step.sampled_ranks, step.HasField("top_logprobs")) == (b"", b"", False)
     assert not step.extras
 
@@ -453,75 +375,3 @@ def test_116_who_asks_for_no_other_token_gets_no_further_columns():
     step = step_of(StepOutput(1, [5], [1], [9]), LogprobDeltas({5: TokenLogprobs([-0.5], [1])}))
     assert floats(step.sampled_logprobs) == [-0.5]
     assert not step.HasField("top_logprobs")
-
-
-def test_116_the_first_prompt_entry_is_none():
-    places = [
-        PromptTokenLogprobs(1, TokenLogprobs([-0.5, -1.0], [1, 2], 1, [3, 4], [-0.25, -0.75])),
-        PromptTokenLogprobs(3, TokenLogprobs([-2.0], [5], 1, [6], [-0.5])),
-    ]
-    step = step_of(StepOutput(1, [5, 6], [1, 1], [8, 9]), LogprobDeltas(prompts={6: places}))
-    assert [extra.row for extra in step.extras] == [1, 1]
-    first, second = (extra.prompt_logprobs for extra in step.extras)
-    assert (first.first_position, second.first_position) == (0, 3)
-    assert (floats(first.logprobs), ints(first.ranks)) == ([None, -0.5, -1.0], [0, 1, 2])
-    assert (ints(first.top.token_ids), floats(first.top.logprobs)) == ([0, 3, 4], [None, -0.25, -0.75])
-    assert (floats(second.logprobs), ints(second.ranks), second.top.k) == ([-2.0], [5], 1)
-
-
-def test_116_a_prompt_that_yields_no_token_yet_has_a_row_of_its_own():
-    token_logprobs = LogprobDeltas(prompts={9: [PromptTokenLogprobs(1, TokenLogprobs([], []))]})
-    step = step_of(StepOutput(1, [5], [1], [8]), token_logprobs)
-    assert ints(step.handles) == [5, 9]
-    assert step.num_tokens == b"\x01\x00"
-    extra = step.extras[0]
-    assert (extra.row, floats(extra.prompt_logprobs.logprobs)) == (1, [None])
-    assert not extra.prompt_logprobs.HasField("top")
-
-
-# Budgets and limits among the sampling parameters of an ADD, that depend on the engine or come with more.
-
-
-def to_limited_request(entry: add_pb2.AddEntry, **facts: int) -> Request:
-    return messages.to_request(entry, session_number=1, facts=replace(make_facts(), **facts), now=0.0)
-
-
-def test_an_engine_tells_as_many_logprobs_as_it_is_configured_to():
-    for field in ("logprobs", "prompt_logprobs"):
-        asked = make_entry(1, **{field: 25})
-        with pytest.raises(InvalidArgument, match=f"{field} is 25, it takes 0 to 20"):
-            to_limited_request(asked)
-        assert getattr(to_limited_request(asked, max_logprobs=25).sampling, field) == 25
-        everything = make_entry(1, **{field: -1})
-        assert getattr(to_limited_request(everything, max_logprobs=-1).sampling, field) == -1
-        with pytest.raises(InvalidArgument, match=f"{field} is -2, it takes -1 to"):
-            to_limited_request(make_entry(1, **{field: -2}), max_logprobs=-1)
-
-
-def thinking_entry(budget: int, start: list[int], end: list[int]) -> add_pb2.AddEntry:
-    entry = make_entry(1, thinking_token_budget=budget)
-    entry.reasoning_options.start_token_ids.extend(start)
-    entry.reasoning_options.end_token_ids.extend(end)
-    return entry
-
-
-def test_127_a_thinking_budget_comes_with_its_markers_and_minus_one_is_none():
-    assert to_limited_request(thinking_entry(5, [7], [8, 9])).sampling.thinking == ThinkingBudget(
-        5, (7,), (8, 9)
-    )
-    assert to_limited_request(thinking_entry(-1, [7], [8])).sampling.thinking is None
-    assert to_limited_request(make_entry(1)).sampling.thinking is None
-
-
-@pytest.mark.parametrize(
-    ("budget", "start", "end", "shown"),
-    [
-        (-2, [7], [8], "thinking_token_budget is -2"),
-        (5, [], [8], "start_token_ids is 0, it takes 1 to 16"),
-        (5, [7], [8] * 17, "end_token_ids is 17"),
-        (5, [10**6], [8], "start_token_ids is 1000000, it takes below"),
-    ],
-)
-def test_127_a_thinking_budget_that_cannot_be_kept_is_refused(budget, start, end, shown):
-    with pytest.raises(InvalidArgument, match=shown):
-        to_limited_request(thinking_entry(budget, start, end))

@@ -13,16 +13,17 @@ import pytest
 from engine_svc.core.errors import DeviceFull, DeviceLost
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.failure_dump import log_failure
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Inbox, LoopStats, Outbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.loop.step_output import StepOutput
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
 from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
+from tests.engine_svc.request_options import split_options
 
 
 class Frontend:
@@ -65,12 +66,14 @@ class Rig:
         max_in_flight: int = 1,
         runs_ahead: bool = False,  # a request may be in all of them
         executor: FakeExecutor | None = None,
-        hooks: Sequence[SchedulerHook] = (),
+        features: Sequence[SchedulerFeature] = (),
         inbox: Inbox | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.executor = executor or FakeExecutor(on_launch)
-        self.scheduler = make_scheduler(hooks=hooks, max_steps_in_flight=max_in_flight if runs_ahead else 1)
+        self.scheduler = make_scheduler(
+            features=features, max_steps_in_flight=max_in_flight if runs_ahead else 1
+        )
         self.inbox, self.stats_snapshot = inbox or Inbox(max_commands=1000), StatsSnapshot()
         self.frontend = Frontend()
         self.error: RuntimeError | None = None
@@ -354,7 +357,7 @@ def test_cached_tokens_are_reported_with_the_first_token():
 
 
 class LogprobExecutor(FakeExecutor):
-    """Reports every sampled token, and one position of each row's prompt per chunk, for every row."""
+    """Reports every sampled token."""
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
         pending = super().launch(plan)
@@ -362,9 +365,6 @@ class LogprobExecutor(FakeExecutor):
         for row, tokens in enumerate(result.sampled):
             # More than the tokens that count: a step may sample beyond the end.
             result.logprobs[row] = TokenLogprobs([-float(token) for token in tokens] + [-0.5], [*tokens, 1])
-            if not tokens:
-                start = plan.num_computed_tokens[row] + 1
-                result.prompt_logprobs[row] = PromptTokenLogprobs(start, TokenLogprobs([-1.0], [start]))
         return pending
 
 
@@ -378,15 +378,12 @@ def test_logprobs_reach_the_handles_they_belong_to():
         rig.add(handle, max_tokens=4)
     rig.serve(3)
     token_logprobs: dict[int, list[float]] = {}
-    places: list[int] = []
     for step in steps:
         for handle, part in step.token_logprobs.sampled.items():
             token_logprobs.setdefault(handle, []).extend(part.logprobs)
-        places += [part.first_position for part in step.token_logprobs.prompts.get(9, [])]
     assert token_logprobs == {
         handle: [-float(token) for token in tokens] for handle, tokens in rig.frontend.tokens.items()
     }
-    assert places == [1]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
@@ -827,8 +824,11 @@ def test_a_failure_is_logged_by_ids_and_counts_and_never_by_content(caplog):
     caplog.set_level(logging.DEBUG)
     rig = Rig(executor=FailingExecutor(lambda plan: DeviceLost("gone")))
     canary = [987_001, 987_002, 987_003]
-    sampling = SamplingParams(max_tokens=5, stop_token_ids=frozenset({987_004}), bad_words=((987_005,),))
-    rig.inbox.put(Add(Request("the-request", canary, 3, sampling), rig.frontend.outbox, 1))
+    sampling, extras = split_options(
+        max_tokens=5, stop_token_ids=frozenset({987_004}), bad_words=((987_005,),)
+    )
+    request = Request("the-request", canary, 3, sampling, extras=extras)
+    rig.inbox.put(Add(request, rig.frontend.outbox, 1))
     rig.start()
     rig.join()
     text = "\n".join(str(vars(record)) for record in caplog.records)
@@ -849,26 +849,14 @@ def test_what_cannot_be_described_does_not_hide_the_error(caplog):
 
 
 def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_served():
-    class Chooser:
+    class Chooser(SchedulerFeature):
         """Fails to look at prompts that begin with 333."""
 
         def on_add(self, request: Request) -> None:
             if request.token_ids[0] == 333:
                 raise ValueError("cannot be prepared")
 
-        def on_plan(self, plan: StepPlan) -> None:
-            pass
-
-        def on_update(self, plan: StepPlan, result: StepResult) -> None:
-            pass
-
-        def on_withdraw(self) -> None:
-            pass
-
-        def on_finish(self, request: Request) -> None:
-            pass
-
-    rig = Rig(hooks=(Chooser(),))
+    rig = Rig(features=(Chooser(),))
     rig.inbox.put(Add(Request("bad", [333, 1, 2], 3, SamplingParams(max_tokens=4)), rig.frontend.outbox, 7))
     rig.add(1, max_tokens=4)
     rig.serve(2)

@@ -10,9 +10,10 @@ import pytest
 
 from engine_svc.convert import messages
 from engine_svc.core.request import FinishReason
-from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
+from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
 from engine_svc.loop.mailbox import Outbox
-from engine_svc.loop.output_router import LogprobRouter
+from engine_svc.loop.output_router import OutputRouter
 from engine_svc.loop.step_output import (
     MAX_PIECE_BYTES,
     FinishedRow,
@@ -22,6 +23,9 @@ from engine_svc.loop.step_output import (
     split,
 )
 from service_kit.server import INTERNAL
+from tests.engine_svc.request_options import make_wire_features
+
+FEATURES = make_wire_features()
 
 
 def logprobs_of(num_positions: int, k: int, *, first: int = 0) -> TokenLogprobs:
@@ -36,9 +40,19 @@ def logprobs_of(num_positions: int, k: int, *, first: int = 0) -> TokenLogprobs:
     )
 
 
+def prompt_of(*runs: PromptRun) -> dict[type, PromptLogprobs]:
+    """What a step has for a request besides tokens."""
+    return {PromptLogprobs: PromptLogprobs(runs)}
+
+
+def runs_of(piece: StepOutput, handle: int) -> tuple[PromptRun, ...]:
+    extras = piece.extras.get(handle, {})
+    return extras[PromptLogprobs].runs if extras else ()
+
+
 def sizes(found: list[StepOutput]) -> list[int]:
     """Bytes of the messages that are made of them."""
-    return [messages.to_step(piece, {}).ByteSize() for piece in found]
+    return [messages.to_step(piece, {}, FEATURES).ByteSize() for piece in found]
 
 
 def joined(found: list[StepOutput]) -> StepOutput:
@@ -62,7 +76,7 @@ def test_a_piece_is_far_below_what_a_frontend_takes():
 def test_one_row_with_logprobs_of_the_whole_vocabulary_does_not_widen_the_others():
     token_logprobs = LogprobDeltas({5: logprobs_of(1, 900)})
     output = StepOutput(3, list(range(64)), [1] * 64, list(range(64)), token_logprobs=token_logprobs)
-    assert messages.to_step(output, {}).ByteSize() > 64 * 7200
+    assert messages.to_step(output, {}, FEATURES).ByteSize() > 64 * 7200
     found = split(output, 10_000)
     assert [(len(piece.handles), piece.step_number) for piece in found] == [(63, 3), (1, 3)]
     assert found[1].handles == [5] and found[1].token_ids == [5]
@@ -90,7 +104,7 @@ def test_a_row_of_very_many_tokens_is_cut_where_a_step_ended():
 
 
 def sizes_with_stop(found: list[StepOutput]) -> list[int]:
-    return [messages.to_step(piece, {4: frozenset()}).ByteSize() for piece in found]
+    return [messages.to_step(piece, {4: frozenset()}, FEATURES).ByteSize() for piece in found]
 
 
 def test_a_step_that_is_too_long_by_itself_is_cut_all_the_same():
@@ -103,10 +117,10 @@ def test_a_step_that_is_too_long_by_itself_is_cut_all_the_same():
     assert joined(found).token_logprobs == LogprobDeltas({4: logprobs_of(100, 3)})
 
 
-def test_prompt_logprobs_precede_the_tokens_that_follow_the_prompt():
+def test_extras_precede_the_tokens_of_their_row():
     runs = [
-        PromptTokenLogprobs(1, logprobs_of(60, 4, first=1)),
-        PromptTokenLogprobs(61, logprobs_of(3, 4, first=61)),
+        PromptRun(1, logprobs_of(60, 4, first=1)),
+        PromptRun(61, logprobs_of(3, 4, first=61)),
     ]
     output = StepOutput(
         2,
@@ -114,27 +128,23 @@ def test_prompt_logprobs_precede_the_tokens_that_follow_the_prompt():
         [0, 2],
         [1, 2],
         first=[(1, 0)],
-        token_logprobs=LogprobDeltas(prompts={8: runs[1:], 9: runs}),
+        extras={8: prompt_of(*runs[1:]), 9: prompt_of(*runs)},
     )
     found = split(output, 800)
     assert max(sizes(found)) <= 800
     (begins,) = [index for index, piece in enumerate(found) if piece.first]
-    prompts = [
-        run for piece in found if piece.token_logprobs for run in piece.token_logprobs.prompts.get(9, [])
-    ]
+    prompts = [run for piece in found for run in runs_of(piece, 9)]
     assert [run.first_position for run in prompts] == sorted(run.first_position for run in prompts)
     assert [rank for run in prompts for rank in run.token_logprobs.ranks] == list(range(2, 65))
     assert all(9 not in piece.handles for piece in found[begins + 1 :])
-    assert [
-        run for piece in found if piece.token_logprobs for run in piece.token_logprobs.prompts.get(8, [])
-    ] == runs[1:]
+    assert [run for piece in found for run in runs_of(piece, 8)] == runs[1:]
 
 
 def test_a_place_that_is_too_large_by_itself_comes_alone():
-    token_logprobs = LogprobDeltas(
-        {4: logprobs_of(3, 100)}, {5: [PromptTokenLogprobs(1, TokenLogprobs([], []))]}
-    )
-    found = split(StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], token_logprobs=token_logprobs), 500)
+    extras = {5: prompt_of(PromptRun(1, TokenLogprobs([], [])))}
+    token_logprobs = LogprobDeltas({4: logprobs_of(3, 100)})
+    output = StepOutput(2, [4, 5, 6], [3, 0, 0], [1, 2, 3], token_logprobs=token_logprobs, extras=extras)
+    found = split(output, 500)
     assert [piece.handles for piece in found] == [[5, 6], [4], [4], [4]]
 
 
@@ -168,10 +178,9 @@ def any_output(rng: random.Random) -> StepOutput:
         if rng.random() < 0.3:
             ends = [1, *sorted(rng.sample(range(2, 90), 3))]
             k = rng.randrange(5)
-            output.token_logprobs.prompts[handle] = [
-                PromptTokenLogprobs(first, logprobs_of(end - first, k, first=first))
-                for first, end in pairwise(ends)
-            ]
+            output.extras[handle] = prompt_of(
+                *(PromptRun(first, logprobs_of(end - first, k, first=first)) for first, end in pairwise(ends))
+            )
     return output
 
 
@@ -182,7 +191,7 @@ def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
         start, token_logprobs = 0, piece.token_logprobs or LogprobDeltas()
         rows = [by_handle.setdefault(handle, defaultdict(list)) for handle in piece.handles]
         for handle, row, num_tokens in zip(piece.handles, rows, piece.num_tokens, strict=True):
-            for run in token_logprobs.prompts.get(handle, []):
+            for run in runs_of(piece, handle):
                 assert not row["tokens"], "a prompt is reported before its request begins"
                 first = run.first_position
                 row["places"] += range(first, first + len(run.token_logprobs.ranks))
@@ -208,59 +217,23 @@ def one(logprob: float) -> TokenLogprobs:
     return TokenLogprobs([logprob], [1], 1, [5], [logprob])
 
 
-def places(first: int, num: int) -> PromptTokenLogprobs:
-    logprobs = [-float(place) for place in range(first, first + num)]
-    return PromptTokenLogprobs(first, TokenLogprobs(logprobs, list(range(first, first + num))))
-
-
-def route_logprobs(router: LogprobRouter, routes: dict, **token_logprobs: object) -> dict[str, LogprobDeltas]:
-    plan = StepPlan(1, request_ids=["a", "b", "c"])
-    return router.route(plan, StepResult(1, [[], [], []], **token_logprobs), routes)
-
-
-ROUTES = {"a": ("first", 7), "b": ("second", 7), "c": ("first", 8)}
+def sampled_logprobs(routes: dict[str, tuple[str, int]]) -> dict[str, LogprobDeltas]:
+    """The logprobs of a step with the requests a, b and c, by session."""
+    router = OutputRouter()
+    router.by_id.update(routes)
+    result = StepResult(1, [[1], [1], [1]], logprobs={0: one(-1.0), 1: one(-2.0), 2: one(-3.0)})
+    return router.token_logprobs(StepPlan(1, request_ids=["a", "b", "c"]), result)
 
 
 def test_each_session_gets_the_logprobs_of_its_own_requests_by_handle():
-    token_logprobs = route_logprobs(
-        LogprobRouter(), ROUTES, logprobs={0: one(-1.0), 1: one(-2.0), 2: one(-3.0)}
-    )
-    assert {name: part.sampled for name, part in token_logprobs.items()} == {
-        "first": {7: one(-1.0), 8: one(-3.0)},
-        "second": {7: one(-2.0)},
+    assert sampled_logprobs({"a": ("first", 7), "b": ("second", 7), "c": ("first", 8)}) == {
+        "first": LogprobDeltas({7: one(-1.0), 8: one(-3.0)}),
+        "second": LogprobDeltas({7: one(-2.0)}),
     }
 
 
 def test_logprobs_of_an_ended_request_are_dropped():
-    router = LogprobRouter()
-    assert route_logprobs(router, {}, logprobs={0: one(-1.0)}, prompt_logprobs={1: places(1, 3)}) == {}
-    # Its id comes again, and gets all of its prompt.
-    assert route_logprobs(router, ROUTES, prompt_logprobs={1: places(1, 2)})["second"].prompts == {
-        7: [places(1, 2)]
-    }
-
-
-def test_recomputed_prompt_positions_are_routed_once():
-    router = LogprobRouter()
-    steps = [(1, 4), (5, 2), (1, 3), (4, 5), (1, 8)]
-    token_logprobs = [route_logprobs(router, ROUTES, prompt_logprobs={0: places(*step)}) for step in steps]
-    assert token_logprobs[0]["first"].prompts == {7: [places(1, 4)]}
-    assert token_logprobs[1]["first"].prompts == {7: [places(5, 2)]}
-    assert token_logprobs[2] == {}
-    assert token_logprobs[3]["first"].prompts == {7: [places(7, 2)]}
-    assert token_logprobs[4] == {}
-    router.forget("a")
-    assert route_logprobs(router, ROUTES, prompt_logprobs={0: places(1, 1)})["first"].prompts == {
-        7: [places(1, 1)]
-    }
-
-
-def test_empty_prompt_logprobs_are_routed_once_too():
-    router = LogprobRouter()
-    assert route_logprobs(router, ROUTES, prompt_logprobs={0: places(1, 0)})["first"].prompts == {
-        7: [places(1, 0)]
-    }
-    assert route_logprobs(router, ROUTES, prompt_logprobs={0: places(1, 0)}) == {}
+    assert sampled_logprobs({"b": ("second", 7)}) == {"second": LogprobDeltas({7: one(-2.0)})}
 
 
 def test_a_step_keeps_the_logprobs_of_its_own_tokens():
@@ -273,25 +246,29 @@ def test_a_step_keeps_the_logprobs_of_its_own_tokens():
     }
 
 
-def test_merged_steps_keep_all_logprobs_in_order():
+def test_merged_steps_keep_all_logprobs_and_extras_in_order():
     outbox = Outbox(max_bytes=1_000_000, wake=lambda: None)
     for number in range(40):
         output = StepOutput(number, [5, 6], [1, 1], [number, number])
-        output.add_logprobs(LogprobDeltas({5: one(-float(number))}, {6: [places(number + 1, 1)]}))
+        output.add_logprobs(LogprobDeltas({5: one(-float(number))}))
+        output.extras[6] = prompt_of(PromptRun(number + 1, one(-1.0)))
         outbox.publish(output)
     merged = outbox.take()
     assert merged.token_logprobs.sampled[5].logprobs == [-float(number) for number in range(40)]
     assert merged.token_logprobs.sampled[5].top_logprobs == merged.token_logprobs.sampled[5].logprobs
-    assert [part.first_position for part in merged.token_logprobs.prompts[6]] == list(range(1, 41))
+    assert [run.first_position for run in runs_of(merged, 6)] == list(range(1, 41))
     assert dict(zip(merged.handles, merged.num_tokens, strict=True)) == {5: 40, 6: 40}
 
 
-def test_logprobs_count_towards_the_size_of_unread_steps():
+@pytest.mark.parametrize("is_extra", [False, True], ids=["logprobs", "extras"])
+def test_logprobs_and_extras_count_towards_the_size_of_unread_steps(is_extra):
     outbox = Outbox(max_bytes=10_000, wake=lambda: None)
     for number in range(30):
-        output = StepOutput(number, [5], [0], [])
-        output.add_logprobs(
-            LogprobDeltas(prompts={5: [PromptTokenLogprobs(1, TokenLogprobs([-1.0] * 50, [1] * 50))]})
-        )
+        logprobs = TokenLogprobs([-1.0] * 50, [1] * 50)
+        output = StepOutput(number, [5], [50], [1] * 50)
+        if is_extra:
+            output.extras[5] = prompt_of(PromptRun(1, logprobs))
+        else:
+            output.add_logprobs(LogprobDeltas({5: logprobs}))
         outbox.publish(output)
     assert outbox.has_overflowed

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
+from engine_svc.core.byte_fields import MessageError
+from engine_svc.core.extras import ExtraCodec, UnknownExtra
 from engine_svc.core.request import Request
-from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams, ThinkingBudget
-from engine_svc.core.step import AdmittedRequest, PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
-from engine_svc.ranks.byte_fields import MessageError
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.ranks.plan_channel import (
     Channel,
     ChannelInterrupted,
@@ -35,10 +36,8 @@ from engine_svc.ranks.plan_channel import (
     create_channel,
 )
 from engine_svc.ranks.plan_codec import (
-    ExtraForm,
     PlanDecoder,
     PlanEncoder,
-    UnknownExtra,
     sampling_from,
     sampling_text,
 )
@@ -62,37 +61,28 @@ EVERYTHING = SamplingParams(
     skip_reading_prefix_cache=True,
     repetition=RepetitionLimits(8, min_count=3),
     min_p=0.05,
-    presence_penalty=-0.5,
-    frequency_penalty=1.5,
-    repetition_penalty=1.1,
-    logit_bias=((4, -1.5), (2, float("-inf"))),
-    allowed_token_ids=frozenset({1, 2, 3}),
-    bad_words=((1, 2), (3,)),
     logprobs=0,
-    prompt_logprobs=-1,
     logprob_token_ids=(6, 5),
-    thinking=ThinkingBudget(7, (1,), (2, 3)),
 )
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What a feature could attach to a plan."""
+    """What a feature could attach to a request, a plan or a result."""
 
     numbers: tuple[int, ...]
 
+    def encode(self) -> bytes:
+        return bytes(self.numbers)
 
-def marks_bytes(marks: object) -> bytes:
-    assert isinstance(marks, Marks)
-    return bytes(marks.numbers)
-
-
-MARKS = ExtraForm(Marks, marks_bytes, lambda data: Marks(tuple(data)))
+    @classmethod
+    def decode(cls, data: bytes) -> Marks:
+        return cls(tuple(data))
 
 
 def codec(num_groups: int = 1, max_num_seqs: int = MAX_NUM_SEQS) -> tuple[PlanEncoder, PlanDecoder]:
     sizes = {"max_num_seqs": max_num_seqs, "num_groups": num_groups}
-    return PlanEncoder(**sizes, extras=(MARKS,)), PlanDecoder(**sizes, extras=(MARKS,))
+    return PlanEncoder(**sizes, extras=(Marks,)), PlanDecoder(**sizes, extras=(Marks,))
 
 
 def random_plans(rng: random.Random, num_groups: int, num_steps: int) -> Iterator[StepPlan]:
@@ -111,7 +101,10 @@ def random_plans(rng: random.Random, num_groups: int, num_steps: int) -> Iterato
             blocks = [[rng.randrange(1 << 31) for _ in range(rng.randint(0, 3))] for _ in range(num_groups)]
             tokens = [rng.randrange(1 << 31) for _ in range(rng.randint(1, 40))]
             sampling = rng.choice([EVERYTHING, SamplingParams(max_tokens=rng.randint(1, 99))])
-            plan.admitted.append(AdmittedRequest(request_id, tokens, rng.randint(1, 40), sampling, blocks))
+            extras = rng.choice([{}, {Marks: Marks((rng.randrange(256),))}])
+            plan.admitted.append(
+                AdmittedRequest(request_id, tokens, rng.randint(1, 40), sampling, blocks, extras)
+            )
         plan.request_ids = rng.sample(living, rng.randint(0, len(living)))
         for _ in plan.request_ids:
             plan.num_tokens.append(rng.choice([1, 1, rng.randint(1, 1 << 20)]))
@@ -268,10 +261,12 @@ results = st.builds(
     non_finite=some_ids,
     barred=some_ids,
     logprobs=st.dictionaries(st.integers(0, 9), token_logprobs, max_size=3),
-    prompt_logprobs=st.dictionaries(
-        st.integers(0, 9),
-        st.builds(PromptTokenLogprobs, first_position=st.integers(1, 99), token_logprobs=token_logprobs),
-        max_size=3,
+    failed=st.dictionaries(st.integers(0, 9), st.text(max_size=9), max_size=3),
+    extras=st.dictionaries(
+        st.just(Marks),
+        st.dictionaries(
+            st.integers(0, 9), st.builds(Marks, st.lists(st.integers(0, 255)).map(tuple)), max_size=3
+        ),
     ),
 )
 
@@ -279,7 +274,8 @@ results = st.builds(
 @settings(max_examples=200, deadline=None, database=None, derandomize=True)
 @given(result=results)
 def test_a_result_is_read_as_it_was_written(result: StepResult) -> None:
-    assert decode_result(encode_result(result)) == result
+    extras = ExtraCodec([Marks])
+    assert decode_result(encode_result(result, extras), extras) == result
 
 
 def test_what_was_cut_away_stays_at_minus_infinity() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
+from engine_svc.model.decoder import Model
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
+from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
+from tests.engine_svc.request_options import make_runner_features
 from tests.engine_svc.runner.fakes import PlanDriver
 
 BLOCK_SIZE = 4
@@ -26,7 +29,14 @@ class TinyModel:
     theirs: PreTrainedModel
     ours: LoadedModel
 
-    def runner(self, *, logits_processors: tuple = (), hooks: tuple = ()) -> ModelRunner:
+    def runner(
+        self,
+        *,
+        features: Sequence[RunnerFeature] = (),
+        takes_embeds: bool = False,
+        model: Model | None = None,
+    ) -> ModelRunner:
+        """A runner with all features of an engine, then `features`; of `model` if it is not the own one."""
         sizing = KVSizing(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, bytes_per_block=0)
         config = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
         kv = KVTensors(self.ours.facts, sizing)
@@ -34,19 +44,20 @@ class TinyModel:
         for stack in kv.stacks:
             stack.fill_(float("nan"))
         return ModelRunner(
-            self.ours.model,
+            model or self.ours.model,
             self.ours.facts,
             kv,
             config,
             self.ours.ops,
-            logits_processors=logits_processors,
-            hooks=hooks,
+            make_features=lambda context: [
+                *make_runner_features(context, takes_embeds=takes_embeds),
+                *features,
+            ],
         )
 
-    def driver(self, *, logits_processors: tuple = ()) -> PlanDriver:
-        runner = self.runner(logits_processors=logits_processors)
+    def driver(self, *, features: Sequence[RunnerFeature] = (), takes_embeds: bool = False) -> PlanDriver:
         return PlanDriver(
-            runner,
+            self.runner(features=features, takes_embeds=takes_embeds),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             num_groups=len(self.ours.facts.groups),

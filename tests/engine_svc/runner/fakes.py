@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine_svc.core.prompt_embeds import PromptEmbeds
+from torch import Tensor
+
+from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
+from engine_svc.runner.feature import LogitRows, RunnerFeature
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.model_runner import ModelRunner
+from engine_svc.runner.sampling.transfer import Ints
+from tests.engine_svc.request_options import split_options
 
 
 def apply(batch: InputBatch, plan: StepPlan) -> list[int]:
@@ -18,6 +24,19 @@ def apply(batch: InputBatch, plan: StepPlan) -> list[int]:
     for admitted in plan.admitted:
         batch.enter(admitted)
     return batch.extend(plan)
+
+
+class LogitsOfAllRows(RunnerFeature):
+    """A feature that every row uses: `change` may write the logits [N, V] of the rows [N]."""
+
+    def __init__(self, change: Callable[[Tensor, Ints], object]) -> None:
+        self._change = change
+
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        return True
+
+    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        self._change(logits, some.rows)
 
 
 @dataclass
@@ -31,7 +50,7 @@ class DrivenRequest:
     block_ids: list[list[int]] = field(default_factory=list)  # per group of layers
     num_computed_tokens: int = 0
     is_admitted: bool = False
-    prompt_embeds: PromptEmbeds | None = None
+    extras: Extras = field(default_factory=dict)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -59,8 +78,8 @@ class PlanDriver:
         self.num_steps = 0
 
     def add(self, request_id: str, prompt: list[int], **options: object) -> DrivenRequest:
-        sampling = SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **options})
-        request = DrivenRequest(request_id, list(prompt), len(prompt), sampling)
+        sampling, extras = split_options(**{"max_tokens": 64, **options})
+        request = DrivenRequest(request_id, list(prompt), len(prompt), sampling, extras=extras)
         self.requests[request_id] = request
         return request
 
@@ -103,7 +122,7 @@ class PlanDriver:
                     request.num_prompt_tokens,
                     request.sampling,
                     [list(table) for table in request.block_ids],
-                    request.prompt_embeds,
+                    request.extras,
                 )
             )
         for table, gained in zip(request.block_ids, new_blocks, strict=True):

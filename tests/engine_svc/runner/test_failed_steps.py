@@ -9,26 +9,29 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.errors import DeviceFull, DeviceLost
 from engine_svc.core.request import Request
-from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
+from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
 from engine_svc.ranks.state_digest import sampler_digest
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.failures import translated
-from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.model_runner import ModelRunner
+from engine_svc.runner.running_step import RunningStep
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.clock import FakeClock
 from tests.connections import without_collections
 from tests.engine_svc.model.checkpoints import MAX_POSITION
+from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
 from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.runner.test_input_batch import admitted, plan, small_batch
@@ -46,45 +49,47 @@ SAMPLING_OPTIONS: list[dict[str, object]] = [
 ]
 
 
-class FailingHook:
-    """Raises in the middle of chosen steps, before their forward or behind it."""
+class FailingModel:
+    """Raises in the middle of chosen steps, before their forward or after it."""
 
-    def __init__(self, why: Callable[[StepPlan], Exception | None], moment: str) -> None:
+    def __init__(self, model: Model, why: Callable[[StepPlan], Exception | None], moment: str) -> None:
+        self._model = model
         self._why = why
         self._moment = moment
-        self.num_failures = 0
+        self.plan = StepPlan(0)  # which is running
+        self.of_failed_steps: list[weakref.ref[Tensor]] = []  # what they computed
 
-    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor:
         if self._moment == "before":
-            self._fail(plan)
-
-    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
+            self._fail(token_ids)
+        logits = self._model.forward(token_ids, positions, logit_rows, context)
         if self._moment == "after":
-            self._fail(plan)
+            self._fail(logits)
+        return logits
 
-    def _fail(self, plan: StepPlan) -> None:
-        error = self._why(plan)
-        if error is not None:
-            self.num_failures += 1
-            raise error
-
-
-class ComputingHook:
-    """Computes something in each step, and raises in the second and the third."""
-
-    def __init__(self, make_error: Callable[[], Exception]) -> None:
-        self._make_error = make_error
-        self.of_failed_steps: list[weakref.ref[torch.Tensor]] = []
-
-    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
-        """Nothing is there yet."""
-
-    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
-        activation = torch.zeros(1)
-        if plan.step_number in (2, 3):
-            self.of_failed_steps.append(weakref.ref(activation))
+    def _fail(self, computed: Tensor) -> None:
+        if self._why(self.plan) is not None:
+            self.of_failed_steps.append(weakref.ref(computed))
             # No local may hold it: this frame is in its traceback.
-            raise self._make_error()
+            raise self._why(self.plan) or AssertionError
+
+
+def failing_runner(
+    model: TinyModel, why: Callable[[StepPlan], Exception | None], moment: str
+) -> tuple[ModelRunner, FailingModel]:
+    """A runner whose model knows the plan of each step, and may raise."""
+    failing = FailingModel(model.ours.model, why, moment)
+    runner = model.runner(model=failing)
+    execute = runner.execute
+
+    def execute_noted(plan: StepPlan) -> RunningStep:
+        failing.plan = plan
+        return execute(plan)
+
+    runner.execute = execute_noted
+    return runner, failing
 
 
 class Reader:
@@ -109,11 +114,8 @@ class Reader:
         self.num_ended += len(step.finished)
 
 
-def serve(
-    model: TinyModel, *, hook: FailingHook | ComputingHook | None, is_beside: bool, steps_in_flight: int
-) -> tuple[Reader, ModelRunner]:
+def serve(runner: ModelRunner, *, is_beside: bool, steps_in_flight: int) -> Reader:
     """Run all requests to their ends on the real runner."""
-    runner = model.runner(hooks=() if hook is None else (hook,))
     core = build_core(
         SchedulerConfig(
             max_model_len=MAX_POSITION,
@@ -127,8 +129,10 @@ def serve(
     inbox, reader, rng = Inbox(100), Reader(), random.Random(4)
     for handle in range(NUM_REQUESTS):
         prompt = [rng.randrange(3, 160) for _ in range(3 + 6 * handle)]
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=handle, **SAMPLING_OPTIONS[handle])
-        inbox.put(Add(Request(f"r{handle}", prompt, len(prompt), sampling), reader.outbox, handle))
+        options = {"temperature": 1.0, **SAMPLING_OPTIONS[handle]}
+        sampling, extras = split_options(max_tokens=MAX_TOKENS, seed=handle, **options)
+        request = Request(f"r{handle}", prompt, len(prompt), sampling, extras=extras)
+        inbox.put(Add(request, reader.outbox, handle))
     engine = Engine(
         scheduler=core.scheduler,
         executor=ThreadExecutor(runner) if is_beside else InlineExecutor(runner),
@@ -149,7 +153,7 @@ def serve(
     assert core.kv_cache.num_used_blocks == 0
     # The rows of the last step are still there.
     runner.execute(StepPlan(0, released=[f"r{handle}" for handle in range(NUM_REQUESTS)]))
-    return reader, runner
+    return reader
 
 
 def in_steps(*numbers: int) -> Callable[[StepPlan], Exception | None]:
@@ -163,11 +167,11 @@ def test_streams_of_steps_that_fail_are_those_of_an_undisturbed_run(
     tiny_model, is_beside, steps_in_flight, moment, numbers
 ):
     model = tiny_model("llama", "native")
-    expected, _ = serve(model, hook=None, is_beside=is_beside, steps_in_flight=steps_in_flight)
-    hook = FailingHook(in_steps(*numbers), moment)
-    seen, runner = serve(model, hook=hook, is_beside=is_beside, steps_in_flight=steps_in_flight)
+    expected = serve(model.runner(), is_beside=is_beside, steps_in_flight=steps_in_flight)
+    runner, failing = failing_runner(model, in_steps(*numbers), moment)
+    seen = serve(runner, is_beside=is_beside, steps_in_flight=steps_in_flight)
     # A step behind one that failed is not run.
-    assert 1 <= hook.num_failures <= len(numbers)
+    assert 1 <= len(failing.of_failed_steps) <= len(numbers)
     assert seen.tokens == expected.tokens
     assert seen.logprobs.keys() == expected.logprobs.keys()
     for handle, logprobs in expected.logprobs.items():
@@ -178,13 +182,13 @@ def test_streams_of_steps_that_fail_are_those_of_an_undisturbed_run(
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_poisonous_row_leaves_the_others_tokens_alone(tiny_model, moment):
     model = tiny_model("llama", "native")
-    expected, _ = serve(model, hook=None, is_beside=True, steps_in_flight=2)
+    expected = serve(model.runner(), is_beside=True, steps_in_flight=2)
 
     def why(plan: StepPlan) -> Exception | None:
         rows = dict(zip(plan.request_ids, plan.num_computed_tokens, strict=True))
         return ValueError("bad row") if rows.get("r3", 0) >= 20 else None
 
-    seen, _ = serve(model, hook=FailingHook(why, moment), is_beside=True, steps_in_flight=2)
+    seen = serve(failing_runner(model, why, moment)[0], is_beside=True, steps_in_flight=2)
     ended = seen.tokens.pop(3)
     assert ended == expected.tokens.pop(3)[: len(ended)]
     assert seen.tokens == expected.tokens
@@ -206,20 +210,24 @@ def test_what_a_failed_step_computed_is_freed_without_a_collection(
 ):
     # pytest keeps what is logged, and with it the traceback.
     monkeypatch.setattr(logging.getLogger("engine_svc.loop.engine"), "disabled", True)
-    hook = ComputingHook(make_error)
+
+    def why(plan: StepPlan) -> Exception | None:
+        return make_error() if plan.step_number in (2, 3) else None
+
+    runner, failing = failing_runner(tiny_model("llama", "native"), why, "after")
     with without_collections():
-        serve(tiny_model("llama", "native"), hook=hook, is_beside=is_beside, steps_in_flight=1)
-        assert len(hook.of_failed_steps) == 2
-        assert [activation() for activation in hook.of_failed_steps] == [None, None]
+        serve(runner, is_beside=is_beside, steps_in_flight=1)
+        assert len(failing.of_failed_steps) == 2
+        assert [logits() for logits in failing.of_failed_steps] == [None, None]
 
 
 def test_a_runner_after_a_failed_step_is_in_the_state_of_a_new_one(tiny_model):
     model = tiny_model("llama", "native")
-    failing, fresh = model.runner(hooks=(FailingHook(in_steps(1), "after"),)), model.runner()
-    options = SamplingParams(max_tokens=4, temperature=0.5, seed=3, repetition_penalty=1.2, min_tokens=2)
+    (failing, _), fresh = failing_runner(model, in_steps(1), "after"), model.runner()
+    sampling, extras = split_options(temperature=0.5, seed=3, repetition_penalty=1.2, min_tokens=2)
     first = plan([("a", 4, 0, [0]), ("b", 3, 0, [1])], admitted=[admitted("a", 4), admitted("b", 3)])
     for entry in first.admitted:
-        entry.sampling = options
+        entry.sampling, entry.extras = sampling, extras
     first.step_number = 1
     with pytest.raises(ValueError, match="bad luck"):
         failing.execute(first)

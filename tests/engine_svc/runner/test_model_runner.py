@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_svc.core.step import StepPlan
+from tests.engine_svc.runner.fakes import LogitsOfAllRows
 
 NUM_TOKENS = 40
 FAMILIES = [
@@ -185,7 +186,7 @@ def test_rows_whose_logits_are_read_stand_among_greedy_ones(tiny_model, family):
     assert list(token_logprobs) == [4]
     for i, (name, prompt) in enumerate(prompts.items()):
         # Features that read all logits have them written, and the largest looked for there.
-        alone = model.driver(logits_processors=(lambda logits, rows: logits,))
+        alone = model.driver(features=(LogitsOfAllRows(lambda logits, rows: None),))
         alone.add(name, prompt, seed=100 + i, **SAMPLING_OPTIONS[i])
         for _ in range(12):
             last = alone.step({name: alone.requests[name].num_pending_tokens})
@@ -219,9 +220,8 @@ def test_a_row_with_nan_logits_is_reported_and_leaves_the_others_alone(tiny_mode
         calls.append(rows)
         if len(calls) == 3:
             logits[1, 7] = float("nan")
-        return logits
 
-    driver = model.driver(logits_processors=(spoil,))
+    driver = model.driver(features=(LogitsOfAllRows(spoil),))
     requests = [driver.add(f"r{i}", prompt_of(5 + i, seed=i), temperature=0.5 * i) for i in range(3)]
     driver.step({request.request_id: request.num_pending_tokens for request in requests})
     driver.step({request.request_id: 1 for request in requests})

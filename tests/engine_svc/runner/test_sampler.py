@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine_svc.core.sampling_params import ThinkingBudget
+from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sampling.logprobs import SampledLogprobs
-from tests.engine_svc.runner.sampler_rig import CPU, VOCAB_SIZE, SamplerRig, random_logits
+from tests.engine_svc.runner.fakes import LogitsOfAllRows
+from tests.engine_svc.runner.sampler_rig import CPU, VOCAB_SIZE, SamplerRig, flat_logits, random_logits
 from triptych_kernels import REFERENCE, ops_for
 from triptych_kernels.reference.sampling import kept_weights
 
@@ -160,18 +161,16 @@ def test_a_resumed_request_continues_as_if_it_had_never_left(index):
         assert resumed.generate(3, steps[cut:]) == tokens[cut:]
 
 
-def test_processors_change_what_is_sampled_from_in_order():
+def test_features_change_what_is_sampled_from_in_order():
     def only_four(logits, rows):
         assert rows.tolist() == [1, 0]
-        masked = torch.full((VOCAB_SIZE, 2), float("-inf")).T
-        masked[:, 4] = 0.0
-        return masked
+        logits.fill_(float("-inf"))
+        logits[:, 4] = 0.0
 
     def then_five(logits, rows):
         logits[1, 5] = 100.0
-        return logits
 
-    rig = SamplerRig(processors=(only_four, then_five))
+    rig = SamplerRig(features=(LogitsOfAllRows(only_four), LogitsOfAllRows(then_five)))
     rig.enter(0, logit_bias=((6, 1.0),))
     rig.enter(1)
     assert rig.choose(random_logits(2), [1, 0]).token_ids.tolist() == [4, 5]
@@ -186,153 +185,7 @@ def test_logits_of_half_precision_are_sampled_from_and_not_written():
     assert torch.equal(logits, kept)
 
 
-# behaviours 107 to 112, 114 and 127: penalties, bans, bias and budgets, one logit at a time.
-
-PROMPT = [1, 2, 3, 40]
-OUTPUT = [10, 11, 11, 12, 12, 12]
-
-
-def flat_logits(num_rows: int, value: float = 0.0) -> torch.Tensor:
-    return torch.full((num_rows, VOCAB_SIZE), value)
-
-
-@pytest.mark.parametrize("penalty", [2.0, -2.0])
-def test_107_presence_penalty_lowers_tokens_of_the_output_alone(penalty):
-    rig = SamplerRig()
-    rig.enter(0, prompt=PROMPT, output=OUTPUT, presence_penalty=penalty)
-    row = rig.changed(flat_logits(1), [0])[0]
-    lowest, highest = int(row.argmin()), int(row.argmax())
-    assert (lowest in OUTPUT) == (penalty > 0)
-    assert (highest in OUTPUT) == (penalty < 0)
-    expected = flat_logits(1)[0]
-    expected[[10, 11, 12]] = -penalty
-    assert torch.equal(row, expected)
-
-
-@pytest.mark.parametrize("penalty", [2.0, -2.0])
-def test_108_frequency_penalty_counts_each_time(penalty):
-    rig = SamplerRig()
-    rig.enter(0, prompt=[*PROMPT, 12], output=OUTPUT, frequency_penalty=penalty)
-    row = rig.changed(flat_logits(1), [0])[0]
-    assert int(row.argmin() if penalty > 0 else row.argmax()) == 12
-    expected = flat_logits(1)[0]
-    expected[[10, 11, 12]] = torch.tensor([-penalty, -2 * penalty, -3 * penalty])
-    assert torch.equal(row, expected)
-
-
-@pytest.mark.parametrize("penalty", [1.9, 0.1])
-def test_109_repetition_penalty_weakens_what_prompt_or_output_have(penalty):
-    rig = SamplerRig()
-    rig.enter(0, prompt=PROMPT, output=OUTPUT, repetition_penalty=penalty)
-    seen = sorted({*PROMPT, *OUTPUT})
-    for value in (1.5, -1.5):
-        row = rig.changed(flat_logits(1, value), [0])[0]
-        expected = flat_logits(1, value)[0]
-        expected[seen] = value / torch.tensor(penalty) if value > 0 else value * torch.tensor(penalty)
-        assert torch.equal(row, expected)
-        assert all((row[token] < value) == (penalty > 1) for token in seen)
-
-
-def test_penalties_together_are_repetition_then_frequency_then_presence():
-    rig = SamplerRig(max_num_seqs=3)
-    logits = random_logits(3)
-    tokens = {row: random.Random(row).choices(range(VOCAB_SIZE), k=9 * (row + 1)) for row in range(3)}
-    for row in range(3):
-        rig.enter(
-            row, prompt=tokens[row][:5], output=tokens[row][5:], presence_penalty=0.3 * row,
-            frequency_penalty=-0.2, repetition_penalty=1.3,
-        )  # fmt: skip
-    changed = rig.changed(logits, [2, 0, 1])
-    for index, row in enumerate([2, 0, 1]):
-        for token in range(VOCAB_SIZE):
-            value = float(logits[index, token])
-            if token in tokens[row]:
-                value = value / 1.3 if value > 0 else value * 1.3
-            count = tokens[row][5:].count(token)
-            value -= -0.2 * count
-            value -= 0.3 * row * (count > 0)
-            assert float(changed[index, token]) == pytest.approx(value, abs=1e-5)
-
-
-def test_counts_of_one_step_are_gone_in_the_next():
-    rig = SamplerRig()
-    rig.enter(0, output=[5, 5], frequency_penalty=1.0)
-    first = rig.changed(flat_logits(1), [0])
-    assert torch.equal(rig.changed(flat_logits(1), [0]), first)
-    rig.append(0, 6)
-    assert rig.changed(flat_logits(1), [0])[0, [5, 6]].tolist() == [-2.0, -1.0]
-
-
-def test_rows_are_counted_one_after_the_other_where_the_vocabulary_is_large():
-    vocab_size = (1 << 23) + 1
-    rig = SamplerRig(vocab_size=vocab_size, max_num_seqs=2)
-    rig.enter(0, output=[5, 5], frequency_penalty=1.0)
-    rig.enter(1, output=[5, vocab_size - 1], presence_penalty=0.5)
-    logits = torch.zeros(2, vocab_size)
-    rig.choose(logits, [0, 1])
-    assert logits[0].nonzero().flatten().tolist() == [5]
-    assert logits[1].nonzero().flatten().tolist() == [5, vocab_size - 1]
-    assert (float(logits[0, 5]), float(logits[1, 5])) == (-2.0, -0.5)
-
-
-def test_110_only_allowed_ids_are_left_and_rows_without_the_option_are_untouched():
-    rig = SamplerRig()
-    rig.enter(0, allowed_token_ids=frozenset({4, 49}))
-    rig.enter(1)
-    rig.enter(2, allowed_token_ids=frozenset({0, 10**9}))
-    logits = random_logits(3)
-    changed = rig.changed(logits, [0, 1, 2])
-    for index, allowed in ((0, [4, 49]), (2, [0])):
-        assert torch.equal(changed[index, allowed], logits[index, allowed])
-        assert int(changed[index].isneginf().sum()) == VOCAB_SIZE - len(allowed)
-    assert torch.equal(changed[1], logits[1])
-
-
-def banned(rig: SamplerRig, row: int) -> list[int]:
-    return rig.changed(random_logits(1), [row])[0].isneginf().nonzero().flatten().tolist()
-
-
-def test_111_bad_words_of_one_token_always_and_of_several_only_behind_their_prefix():
-    rig = SamplerRig()
-    rig.enter(0, bad_words=((5,), (7, 8), (6, 7, 9), (7, 9)))
-    assert banned(rig, 0) == [5]
-    rig.append(0, 7)
-    assert banned(rig, 0) == [5, 8, 9]
-    rig.append(0, 6)
-    assert banned(rig, 0) == [5]
-    rig.append(0, 7)
-    assert banned(rig, 0) == [5, 8, 9]
-    rig.append(0, 1)
-    assert banned(rig, 0) == [5]
-
-
-def test_111_a_prefix_that_the_prompt_ends_with_forbids_nothing():
-    rig = SamplerRig()
-    rig.enter(0, prompt=[4, 7], bad_words=((7, 8), (4, 7, 9)))
-    assert banned(rig, 0) == []
-    # Longer than all that is known.
-    rig.enter(1, prompt=[1], bad_words=((2, 3, 4, 5, 6),))
-    assert banned(rig, 1) == []
-
-
-def test_111_of_two_words_with_the_same_end_one_is_enough():
-    rig = SamplerRig()
-    rig.enter(0, output=[3, 4], bad_words=((9, 8), (4, 8), (7, 8)))
-    rig.enter(1, output=[3, 4], bad_words=((9, 8), (5, 8)))
-    assert (banned(rig, 0), banned(rig, 1)) == ([8], [])
-
-
-def test_112_logit_bias_adds_exactly_to_those_ids():
-    rig = SamplerRig()
-    rig.enter(0, logit_bias=((4, 2.5), (0, -100.0)))
-    rig.enter(1)
-    logits = random_logits(2)
-    expected = logits.clone()
-    expected[0, 4] += 2.5
-    expected[0, 0] += -100.0
-    assert torch.equal(rig.changed(logits, [0, 1]), expected)
-    # In another order, as rows come and go.
-    assert torch.equal(rig.changed(logits.flip(0), [1, 0]), expected.flip(0))
+# behaviours 112 and 114: the order of features, and ends before the minimum, one logit at a time.
 
 
 def test_112_a_bias_is_there_before_penalties():
@@ -348,11 +201,11 @@ def test_114_ends_are_forbidden_until_the_minimum_and_free_after_it():
     rig.enter(1, min_tokens=2, ignore_eos=True, **ends)
     rig.enter(2, **ends)
     expected = [[7, 8], [8], []]
-    assert [banned(rig, row) for row in range(3)] == expected
+    assert [rig.banned(row) for row in range(3)] == expected
     rig.append(0, 1)
-    assert [banned(rig, row) for row in range(3)] == expected
+    assert [rig.banned(row) for row in range(3)] == expected
     rig.append(0, 1)
-    assert [banned(rig, row) for row in range(3)] == [[], [8], []]
+    assert [rig.banned(row) for row in range(3)] == [[], [8], []]
 
 
 def test_114_rules_follow_their_rows_through_every_order_and_reuse():
@@ -376,69 +229,6 @@ def test_114_rules_follow_their_rows_through_every_order_and_reuse():
             is_early = rig.lengths[row] < 3 + minimum[row]
             assert is_forbidden[index].nonzero().flatten().tolist() == ([ends[row]] if is_early else [])
             rig.append(row, 0)
-
-
-def chosen_after(rig: SamplerRig, row: int) -> list[int]:
-    return rig.changed(random_logits(1), [row])[0].isneginf().logical_not().nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("prompt", [[1, 40], [1, 40, 5, 41, 2, 40]], ids=["opened", "opened again"])
-def test_127_when_the_budget_is_spent_the_end_marker_is_forced_token_by_token(prompt):
-    rig = SamplerRig()
-    everything = list(range(VOCAB_SIZE))
-    rig.enter(0, prompt=prompt, thinking=ThinkingBudget(3, (40,), (41, 42)))
-    for token in (5, 6, 7):
-        assert chosen_after(rig, 0) == everything
-        rig.append(0, token)
-    for marker in (41, 42):
-        assert chosen_after(rig, 0) == [marker]
-        rig.append(0, marker)
-    # Outside of a block nothing is counted.
-    for token in range(8):
-        assert chosen_after(rig, 0) == everything
-        rig.append(0, token)
-
-
-def test_127_counts_restart_for_a_new_block_and_one_that_ends_by_itself_is_left_alone():
-    rig = SamplerRig()
-    rig.enter(0, prompt=[1], thinking=ThinkingBudget(2, (40, 39), (41,)))
-    for _ in range(2):
-        for token in (40, 39, 5, 6):
-            assert len(chosen_after(rig, 0)) == VOCAB_SIZE
-            rig.append(0, token)
-        assert chosen_after(rig, 0) == [41]
-        rig.append(0, 41)
-    for token in (40, 39, 5, 41, 6, 6, 6):
-        assert len(chosen_after(rig, 0)) == VOCAB_SIZE
-        rig.append(0, token)
-
-
-@pytest.mark.parametrize(
-    ("thoughts", "budget"),
-    [([30], 0), ([30, 31, 32], 2), ([30, 31, 32, 33, 34], 2), ([30, 31, 41], 1), ([30, 41, 41, 42], 2)],
-)
-def test_127_a_prompt_that_is_beyond_its_budget_gets_the_whole_end_marker(thoughts, budget):
-    rig = SamplerRig()
-    rig.enter(0, prompt=[20, 40, *thoughts], thinking=ThinkingBudget(budget, (40,), (41, 42, 43)))
-    marker = [41, 42, 43]
-    begun = max(count for count in range(3) if thoughts[len(thoughts) - count :] == marker[:count])
-    for token in marker[begun:]:
-        assert chosen_after(rig, 0) == [token]
-        rig.append(0, token)
-    assert len(chosen_after(rig, 0)) == VOCAB_SIZE
-
-
-def test_127_a_zero_budget_ends_the_block_at_once_whatever_the_other_options():
-    rig = SamplerRig()
-    rig.enter(
-        0, prompt=[40], thinking=ThinkingBudget(0, (40,), (41,)), allowed_token_ids=frozenset({5}),
-        bad_words=((41,),),
-    )  # fmt: skip
-    rig.enter(1, prompt=[40])
-    assert chosen_after(rig, 0) == [41]
-    assert len(chosen_after(rig, 1)) == VOCAB_SIZE
-    rig.append(0, 41)
-    assert chosen_after(rig, 0) == [5]
 
 
 # What is drawn: the distribution of each cut over 100,000 draws, and behaviours 113 and 115.
@@ -612,7 +402,7 @@ def test_weights_of_equal_logits_at_the_border_stay_together():
     assert (weights > 0.0).tolist() == [[True, True, True, False]]
 
 
-# behaviour 116: logprobs of tokens, sampled and of the prompt.
+# behaviour 116: logprobs of sampled tokens.
 
 
 def by_index(rig: SamplerRig, logits: torch.Tensor, rows: list[int]) -> tuple[list[int], dict]:
@@ -718,35 +508,3 @@ def test_116_only_what_a_cut_takes_is_minus_infinity(cut):
     if cut and cut.get("top_k") != 40:
         expected[2:] = float("-inf")
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("num_positions", [0, 1, 17])
-def test_116_prompt_logprobs_come_from_the_preceding_position(num_positions):
-    rig = SamplerRig()
-    rig.enter(0, prompt_logprobs=3, logprob_token_ids=(6,))
-    rig.enter(1, logprobs=3)
-    assert [rig.sampler.prompt_positions(row, 0, 4) is not None for row in (0, 1, 2)] == [True, False, False]
-    logits = random_logits(num_positions)
-    tokens = torch.arange(num_positions) * 2
-    entries_of = rig.sampler.prompt_logprobs(logits, tokens, 0).to_columns()
-    expected = logits.log_softmax(-1)
-    own = expected[torch.arange(num_positions), tokens]
-    assert entries_of.logprobs == own.tolist()
-    assert entries_of.ranks == (expected >= own[:, None]).sum(-1).tolist()
-    assert entries_of.k == 4
-    for place in range(num_positions):
-        ids = entries_of.top_token_ids[4 * place : 4 * place + 4]
-        assert ids == [*expected[place].topk(3).indices.tolist(), 6]
-        assert entries_of.top_logprobs[4 * place : 4 * place + 4] == expected[place, ids].tolist()
-
-
-def test_116_a_long_prompt_is_looked_at_in_parts_that_add_up():
-    vocab_size = (1 << 24) // 3
-    rig = SamplerRig(vocab_size=vocab_size, max_num_seqs=2)
-    rig.enter(0, prompt_logprobs=1)
-    logits = torch.zeros(5, vocab_size)
-    logits[torch.arange(5), torch.arange(5) * 100] = torch.arange(5) + 1.0
-    entries_of = rig.sampler.prompt_logprobs(logits, torch.arange(5) * 100, 0).to_columns()
-    assert entries_of.ranks == [1] * 5
-    assert entries_of.top_token_ids == [0, 100, 200, 300, 400]
-    assert entries_of.top_logprobs == entries_of.logprobs == sorted(entries_of.logprobs)

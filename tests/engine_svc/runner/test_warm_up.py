@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
+from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, SamplerRig
 from triptych_kernels import REFERENCE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -45,5 +46,6 @@ def test_the_sampler_uses_every_op_that_rows_may_ask_for():
     ops = dataclasses.replace(REFERENCE, **{name: noting(name) for name in names})
     # As it comes, the memory of the rows holds anything.
     token_ids = torch.full((8, 20), 1 << 30, dtype=torch.int32)
-    warm_up_sampler(ops, 50, token_ids)
+    rig = SamplerRig(ops=ops)
+    warm_up_sampler(rig.sampler, rig.features, VOCAB_SIZE, token_ids)
     assert used == set(names)

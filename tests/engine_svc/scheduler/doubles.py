@@ -1,4 +1,4 @@
-"""Stand-ins for optional features, as the scheduler meets them: further budgets, and hooks.
+"""Stand-ins for optional features, as the scheduler meets them: further budgets, and their scheduler halves.
 
 Each does what the feature would make the scheduler do, and nothing else.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import ContentSpan, Request
-from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.feature import SchedulerFeature
 
 
 class Meter:
@@ -66,26 +66,7 @@ class Postponed(Meter):
         return False
 
 
-class Quiet:
-    """A hook that observes nothing; others observe a part."""
-
-    def on_add(self, request: Request) -> None:
-        """Nothing."""
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Nothing."""
-
-    def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        """Nothing."""
-
-    def on_withdraw(self) -> None:
-        """Nothing."""
-
-    def on_finish(self, request: Request) -> None:
-        """Nothing."""
-
-
-class Compiler(Quiet):
+class Compiler(SchedulerFeature):
     """Blocks requests that want something compiled, until that is done."""
 
     NAME = "compile"
@@ -98,7 +79,7 @@ class Compiler(Quiet):
             request.blockers.add(self.NAME)
 
 
-class BlockHolder(Quiet):
+class BlockHolder(SchedulerFeature):
     """Keeps the blocks of requests that end, for as long as they are being sent."""
 
     def __init__(self) -> None:
@@ -115,7 +96,7 @@ class BlockHolder(Quiet):
         self.kv_cache.release_held(self._held.pop(0))
 
 
-class Loader(Quiet):
+class Loader(SchedulerFeature):
     """Fetches the beginning of some requests from elsewhere: they hold blocks while they are blocked."""
 
     NAME = "load"

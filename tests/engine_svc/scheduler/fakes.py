@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import AttentionKind, FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.cache.observer import CacheObserver
 from engine_svc.core.request import InputSegment, Request, RequestOutput
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.hook import SchedulerHook
+from engine_svc.scheduler.feature import SchedulerFeature
 
 EOS = 2
 NEW_TOKEN = 7
@@ -82,7 +81,7 @@ class Stage:
         max_model_len: int = 2048,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 16,
-        hooks: Sequence[SchedulerHook] = (),
+        features: Sequence[SchedulerFeature] = (),
         budgets: Sequence[Budget] = (),
         policy: str = "fcfs",
         enable_chunked_prefill: bool = True,
@@ -92,7 +91,6 @@ class Stage:
         async_scheduling: bool = False,
         prefill_share: float = 0.5,
         groups: Sequence[AttentionKind] = (),
-        observers: Sequence[CacheObserver] = (),
     ) -> None:
         config = SchedulerConfig(
             max_model_len=max_model_len,
@@ -114,9 +112,8 @@ class Stage:
                 enable_prefix_caching=enable_prefix_caching,
             ),
             policy=policy,
-            hooks=hooks,
+            features=features,
             budgets=budgets,
-            observers=observers,
         )
         self.scheduler, self.cache, self.pool = core.scheduler, core.kv_cache, core.kv_cache.pool
         self.now = 0.0

@@ -128,7 +128,7 @@ def test_a_blocked_request_can_be_aborted():
 
 # Row 172.
 def test_who_becomes_ready_is_planned_in_the_next_step():
-    stage = Stage(hooks=[Compiler("a")])
+    stage = Stage(features=[Compiler("a")])
     stage.add(request("a", 8))
     assert (stage.scheduler.has_work, stage.scheduler.stats().num_blocked) == (False, 1)
     assert stage.step().request_ids == []
@@ -139,7 +139,7 @@ def test_who_becomes_ready_is_planned_in_the_next_step():
 
 # Behaviour 28.
 def test_who_cannot_be_compiled_ends_with_an_error_and_no_token_is_spent_on_it():
-    stage = Stage(hooks=[Compiler("bad")])
+    stage = Stage(features=[Compiler("bad")])
     failed = request("bad", 8)
     stage.add(failed, request("good", 8))
     [output] = stage.scheduler.abort(["bad"], now=1.0, cause="no such grammar", reason=FinishReason.ERROR)
@@ -181,7 +181,7 @@ def test_an_abort_says_who_wanted_it_and_when():
 def _loading(**options: object) -> Stage:
     """A stage on which the first 40 tokens of `remote` come from elsewhere."""
     loader = Loader({"remote": 40})
-    stage = Stage(hooks=[loader], **options)
+    stage = Stage(features=[loader], **options)
     loader.reserve = stage.cache.reserve
     return stage
 
@@ -567,7 +567,7 @@ def test_the_prefix_cache_is_not_reset_under_running_requests():
 
 def test_a_reset_that_is_refused_all_the_same_leaves_what_was_computed_to_be_found():
     loader = Loader({"remote": 4})
-    stage = Stage(block_size=4, hooks=[loader])
+    stage = Stage(block_size=4, features=[loader])
     loader.reserve = stage.cache.reserve
     stage.add(request("remote", 5), request("a", 8))
     stage.step()

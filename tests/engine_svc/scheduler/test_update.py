@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import DraftStats, SchedulerStats
 from tests.engine_svc.scheduler.doubles import BlockHolder
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, Stage, request
@@ -81,7 +82,7 @@ def test_the_timeline_has_every_turn_of_a_life():
     assert later.finish_reason is FinishReason.LENGTH
 
 
-class _Listener:
+class _Listener(SchedulerFeature):
     """Records its calls, and blocks what it was asked to."""
 
     def __init__(self, blocks: str = "") -> None:
@@ -109,9 +110,9 @@ class _Listener:
         self.calls.append(f"finish {request.request_id} {request.finish_reason.value}")
 
 
-def test_hooks_hear_everything_in_order():
+def test_features_observe_everything_in_order():
     listener = _Listener()
-    stage = Stage(hooks=[listener])
+    stage = Stage(features=[listener])
     stage.add(request("a", 8, max_tokens=1), request("b", 8))
     stage.step()
     stage.scheduler.abort(["b"], now=2.0)
@@ -132,11 +133,11 @@ def test_hooks_hear_everything_in_order():
     ]
 
 
-def test_every_hook_hears_in_the_order_of_registration():
+def test_features_are_called_in_the_order_of_registration():
     calls: list[str] = []
     first, second = _Listener(), _Listener(blocks="a")
     first.calls = second.calls = calls
-    stage = Stage(hooks=[first, second])
+    stage = Stage(features=[first, second])
     blocked = request("a", 8)
     stage.add(blocked)
     stage.scheduler.abort(["a"], now=1.0)
@@ -144,17 +145,17 @@ def test_every_hook_hears_in_the_order_of_registration():
     assert blocked.blockers == {"listener"}
 
 
-def test_hooks_are_not_called_for_plans_without_rows():
+def test_features_are_not_called_for_plans_without_rows():
     listener = _Listener()
-    stage = Stage(hooks=[listener])
+    stage = Stage(features=[listener])
     stage.update(stage.schedule())
     assert listener.calls == []
 
 
-# What behaviour 66 needs of the scheduler: hooks see the end before the blocks are free.
+# What behaviour 66 needs of the scheduler: features see the end before the blocks are free.
 def test_who_still_needs_the_blocks_of_a_request_that_ends_can_keep_them():
     holder = BlockHolder()
-    stage = Stage(hooks=[holder])
+    stage = Stage(features=[holder])
     holder.kv_cache = stage.cache
     stage.add(request("a", 40, max_tokens=1), request("b", 8))
     stage.step()

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.convert import messages
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint
+from engine_svc.core.request import Request
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
@@ -32,6 +35,7 @@ from tests.engine_svc.fakes import (
     FakeExecutor,
     make_scheduler,
 )
+from tests.engine_svc.request_options import make_wire_features
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 
@@ -83,6 +87,7 @@ class ServiceRig:
             clock=MonotonicClock(),
             drain_deadline_s=5.0,
             kv_event_log=kv_event_log,
+            features=make_wire_features(enable_prompt_embeds=tensors is not None),
             tensors=tensors or TensorReceiver(),
         )
         self.servicer = EngineCoreServicer(
@@ -291,6 +296,24 @@ def make_entry(
         sampling=sampling_pb2.SamplingParams(max_tokens=max_tokens, **sampling),
         request_seed=handle,
     )
+
+
+def read_add(
+    entry: add_pb2.AddEntry, *, now: float = 100.0, enable_prompt_embeds: bool = False, **facts: Any
+) -> Request:
+    """The request of an ADD, as an engine with all features and these facts reads it."""
+    tensors = TensorReceiver(is_open=True).source("frontend", "session")
+    try:
+        return messages.to_request(
+            entry,
+            session_number=3,
+            facts=replace(make_facts(), **facts),
+            now=now,
+            features=make_wire_features(enable_prompt_embeds=enable_prompt_embeds),
+            tensors=tensors,
+        )
+    finally:
+        tensors.close()
 
 
 def prompt_of(handle: int) -> list[int]:

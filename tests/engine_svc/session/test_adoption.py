@@ -16,13 +16,16 @@ import pytest
 from engine_svc.admin.orphaned_requests import OrphanedRequest, OrphanedRequests
 from engine_svc.convert import messages
 from engine_svc.convert.messages import MAX_RESUME_STATE_BYTES
+from engine_svc.core.extras import Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import PromptTokenLogprobs, TokenLogprobs
+from engine_svc.core.step import TokenLogprobs
+from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
 from engine_svc.loop.output_router import DetachedOutputs
 from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput, UnreadSteps
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.loop.logprob_executor import emit_logprobs
+from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import (
     ABORT,
     LENGTH,
@@ -600,10 +603,15 @@ class DetachedRequest:
         self.requests.keep(self.request)
 
     def step(
-        self, token_ids: list[int], reason: FinishReason | None = None, *, cached: int | None = None
+        self,
+        token_ids: list[int],
+        reason: FinishReason | None = None,
+        *,
+        cached: int | None = None,
+        extras: Extras | None = None,
     ) -> None:
         self.request.token_ids += token_ids
-        output = RequestOutput("r", token_ids, reason, num_cached_tokens=cached)
+        output = RequestOutput("r", token_ids, reason, num_cached_tokens=cached, extras=extras or {})
         self.requests.note([RequestOutput("other", [9]), output])
 
     def row(self, handle: int = 7) -> StepOutput:
@@ -636,9 +644,7 @@ def test_logprobs_belong_to_the_newest_tokens():
     )
     detached.step([22])
     later = TokenLogprobs([-2.0], [1], 1, [6], [-2.0])
-    detached.requests.note_logprobs(
-        "r", LogprobDeltas({3: later}, {3: [PromptTokenLogprobs(1, later)]}), handle=3
-    )
+    detached.requests.note_logprobs("r", LogprobDeltas({3: later}), handle=3)
     token_logprobs = detached.row(handle=8).token_logprobs
     assert token_logprobs is not None
     sampled = token_logprobs.sampled[8]
@@ -648,7 +654,15 @@ def test_logprobs_belong_to_the_newest_tokens():
         [0, 2, 1],
         [0, 5, 6],
     )
-    assert token_logprobs.prompts == {8: [PromptTokenLogprobs(1, later)]}
+
+
+def test_extras_of_all_steps_are_kept_as_one():
+    detached = DetachedRequest()
+    runs = [PromptRun(1, TokenLogprobs([-1.0], [2])), PromptRun(2, TokenLogprobs([-2.0], [1]))]
+    for run in runs:
+        detached.step([], extras={PromptLogprobs: PromptLogprobs((run,))})
+    detached.step([20])
+    assert detached.row(handle=8).extras == {8: {PromptLogprobs: PromptLogprobs(tuple(runs))}}
 
 
 def test_tokens_of_an_earlier_engine_have_their_positions_before_any_logprobs():
@@ -659,7 +673,7 @@ def test_tokens_of_an_earlier_engine_have_their_positions_before_any_logprobs():
     unread = UnreadSteps()
     unread.add(adopted)
     unread.add(later)
-    step = messages.to_step(unread.merged(), {})
+    step = messages.to_step(unread.merged(), {}, make_wire_features())
     assert [isnan(value) for value in array("f", step.sampled_logprobs)] == [True, True, False]
     assert step.top_logprobs.k == 2
     assert array("I", step.top_logprobs.token_ids).tolist() == [0] * 4 + [5, 6]

@@ -12,7 +12,7 @@ from engine_svc.build.engine import Core, build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.errors import DeviceLost
-from engine_svc.features.kv_events import KVEvents
+from engine_svc.features.kv_events.scheduler import KVEvents
 from engine_svc.loop.mailbox import KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
@@ -94,9 +94,7 @@ class FollowedRig(ServiceRig):
         self.log = KVEventLog(max_batches=max_batches, max_blocks=1_000_000)
         events = KVEvents(self.log.publish)
         config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=64, max_num_batched_tokens=256)
-        self.core: Core = build_core(
-            config, CacheConfig(num_blocks, (FullAttention(4),)), hooks=[events], observers=[events]
-        )
+        self.core: Core = build_core(config, CacheConfig(num_blocks, (FullAttention(4),)), features=[events])
         super().__init__(scheduler=self.core.scheduler, kv_event_log=self.log)
         self.num_blocks = num_blocks
         self._num_runs = 0

@@ -885,7 +885,7 @@ DATA = bytes(2 * HIDDEN * 4)
 
 
 def open_rig() -> ServiceRig:
-    facts = replace(make_facts(), hidden_size=HIDDEN, takes_prompt_embeds=True)
+    facts = replace(make_facts(), hidden_size=HIDDEN)
     return ServiceRig(facts=facts, tensors=TensorReceiver(is_open=True))
 
 

@@ -14,9 +14,11 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.features.penalties.runner import PenaltyRows
+from engine_svc.runner.feature import LogitRows
 from engine_svc.runner.sampling.parameters import DrawParameters
-from engine_svc.runner.sampling.penalties import Penalties
+from tests.engine_svc.request_options import split_options
 from tests.kernels.triton.compile_all import AbsentGPU
 from triptych_kernels import AttentionBatch, Ops
 from triptych_kernels.triton import triton_ops
@@ -47,15 +49,16 @@ def list_forms() -> dict[str, int]:
 def sample(ops: Ops, num_rows: int) -> None:
     """A step in which all rows draw and are penalised."""
     parameters = DrawParameters(num_rows, _CPU)
-    penalties = Penalties(num_rows, _CPU, ops.penalise)
+    penalties = PenaltyRows(num_rows, _CPU, ops.penalise)
     for row in range(num_rows):
-        sampling = SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=row)
+        sampling, extras = split_options(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=row)
         parameters.enter(row, sampling)
-        penalties.enter(row, sampling, 3)
+        penalties.add_row(row, AdmittedRequest(str(row), [1, 2, 3], 3, sampling, [[]], extras))
     rows, positions = np.arange(num_rows), np.full(num_rows, 5)
     columns = parameters.columns(rows, positions)
     logits = torch.zeros(num_rows, _VOCAB_SIZE)
-    penalties.apply(logits, rows, positions, torch.zeros(num_rows, 64, dtype=torch.int32))
+    token_ids = torch.zeros(num_rows, 64, dtype=torch.int32)
+    penalties.apply(logits, LogitRows(rows, rows), positions, token_ids)
     ops.greedy(logits)
     uniforms = torch.zeros(num_rows, dtype=torch.float64)
     ops.sample(logits, columns.temperature, columns.top_k, columns.top_p, columns.min_p, uniforms)

@@ -6,8 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,39 +13,39 @@ from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
-from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import StepPlan
+from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
-from engine_svc.runner.input_batch import InputBatch
+from engine_svc.runner.feature import LogitRows, RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors, max_blocks_per_request
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
 from engine_svc.runner.running_step import RunningStep
+from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.scheduler.config import SchedulerConfig
+from tests.engine_svc.request_options import make_runner_features, split_options
 
 BLOCK_SIZE = 4
 STEPS_IN_FLIGHT = 2
 _MAX_STEPS = 100_000
 
 
-class LogitRecorder:
-    """Keeps the logits that each request's tokens are sampled from. A runner hook and a logits processor."""
+class LogitRecorder(RunnerFeature):
+    """Keeps the logits that each request's tokens are sampled from."""
 
     def __init__(self) -> None:
         self.logits: dict[str, list[Tensor]] = defaultdict(list)
         self._request_of: dict[int, str] = {}
 
-    def before_forward(self, plan: StepPlan, batch: InputBatch) -> None:
-        self._request_of = {batch.row_of[request_id]: request_id for request_id in plan.request_ids}
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        return True
 
-    def after_forward(self, plan: StepPlan, batch: InputBatch) -> None:
-        pass
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        self._request_of[row] = admitted.request_id
 
-    def __call__(self, logits: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-        for row, values in zip(rows.tolist(), logits, strict=True):
+    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        for row, values in zip(some.rows.tolist(), logits, strict=True):
             self.logits[self._request_of[row]].append(values.clone())
-        return logits
 
 
 class CoreDriver:
@@ -97,8 +95,7 @@ class CoreDriver:
             kv,
             RunnerConfig(max_num_seqs, max_model_len, block_size),
             loaded.ops,
-            hooks=(self.recorder,),
-            logits_processors=(self.recorder,),
+            make_features=lambda context: [*make_runner_features(context), self.recorder],
         )
         self.depth = depth
         self.requests: dict[str, Request] = {}
@@ -112,10 +109,9 @@ class CoreDriver:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **all_options: object) -> Request:
         """Enter a request that no token ends; it is greedy unless its sampling differs."""
-        sampling = SamplingParams(
-            **{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **all_options}
-        )
-        request = self.requests[request_id] = Request(request_id, list(prompt), len(prompt), sampling)
+        sampling, extras = split_options(max_tokens=max_tokens, **{"ignore_eos": True, **all_options})
+        request = Request(request_id, list(prompt), len(prompt), sampling, extras=extras)
+        self.requests[request_id] = request
         self.core.scheduler.add(request)
         return request
 

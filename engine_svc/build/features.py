@@ -1,0 +1,46 @@
+"""Imports the halves of features: those of the house, then those of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from engine_svc.config import EngineConfig
+from engine_svc.convert.feature import WireFeatures
+from engine_svc.core.extras import Extra
+from engine_svc.features import packages
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
+
+if TYPE_CHECKING:
+    from engine_svc.runner.feature import RunnerContext, RunnerFeature
+
+
+def wire_features(config: EngineConfig) -> WireFeatures:
+    return WireFeatures(_make("wire", config))
+
+
+def scheduler_features(config: EngineConfig, context: SchedulerContext) -> Sequence[SchedulerFeature]:
+    return _make("scheduler", config, context)
+
+
+def runner_features(config: EngineConfig, context: RunnerContext) -> Sequence[RunnerFeature]:
+    return _make("runner", config, context)
+
+
+def extra_types() -> list[type[Extra]]:
+    """The types that ranks know. Every process of an engine has them in the same order."""
+    return [kind for module in _modules("extras") for kind in module.EXTRAS]
+
+
+def _make(half: str, *arguments: object) -> list[Any]:
+    """What each feature with this half makes; None: it is disabled."""
+    made = [module.make(*arguments) for module in _modules(half)]
+    return [feature for feature in made if feature is not None]
+
+
+def _modules(name: str) -> list[Any]:
+    """The modules of this name of all features."""
+    found = (f"{package}.{name}" for package in packages())
+    return [import_module(module) for module in found if find_spec(module) is not None]

@@ -1,0 +1,116 @@
+"""The wire's half of features: how an ADD is read and what is added to steps and announcements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_svc.core.extras import Extra, OutputExtra
+from engine_svc.core.facts import EngineFacts
+from engine_svc.core.request import ContentSpan
+from engine_svc.tensors.source import TensorSource
+from service_kit.field_checks import unserved
+from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
+
+# What the core reads of an ADD, or what is a hint to it. Further fields need a feature that reads them.
+_CORE_FIELDS = frozenset({
+    "handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids",
+    "output_token_ids", "sampling", "pooling", "request_seed", "priority", "age_ms", "remaining_ms",
+    "cache_salt", "tenant", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
+    "current_wave", "reasoning_ended", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
+    "stream_interval", "orphan_grace_ms", "resume_state", "is_suspect",
+})  # fmt: skip
+_CORE_SAMPLING = frozenset({
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos",
+    "stop_token_ids", "repetition_detection", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class AddContext:
+    """What a feature may know besides the ADD. token_ids: of the prompt, with what earlier features changed.
+
+    tensors: None for a caller that may refer to none.
+    """
+
+    facts: EngineFacts
+    tensors: TensorSource | None
+    token_ids: list[int]
+    spans: tuple[ContentSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a feature makes of an ADD. The other members are what it changes of the request, if anything."""
+
+    extra: Extra
+    token_ids: list[int] | None = None  # of the prompt
+    spans: tuple[ContentSpan, ...] = ()  # positions whose KV depends on more than token ids
+    skips_reading_prefix_cache: bool = False
+
+
+class WireFeature:
+    """One feature on the asyncio side. Override what it needs."""
+
+    fields: Sequence[str] = ()  # of the ADD, those of its sampling parameters with "sampling." in front
+    takes_tensors: bool = False
+    writes: type[OutputExtra] | None = None  # the extra that `write` takes
+
+    def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
+        """None if the request does not use the feature. Raises InvalidArgument or Unimplemented.
+
+        Checks everything as if no frontend had done so.
+        """
+        raise NotImplementedError
+
+    def write(self, step: step_pb2.Step, row: int, extra: Any) -> None:
+        """Write what goes to the client of this row."""
+        raise NotImplementedError
+
+    def announce(self, ready: session_pb2.Ready) -> None:
+        """Add what frontends have to know."""
+
+
+class WireFeatures:
+    """The features of an engine, in the order of application."""
+
+    def __init__(self, features: Sequence[WireFeature] = ()) -> None:
+        self._features = tuple(features)
+        self._writers = {feature.writes: feature for feature in features if feature.writes is not None}
+        claimed = {name for feature in features for name in feature.fields}
+        self.sampling_fields = _CORE_SAMPLING | {
+            name.removeprefix("sampling.") for name in claimed if name.startswith("sampling.")
+        }
+        self._unserved = [
+            (field.name, field.has_presence)
+            for field in add_pb2.AddEntry.DESCRIPTOR.fields
+            if field.name not in _CORE_FIELDS and field.name not in claimed
+        ]
+
+    @property
+    def take_tensors(self) -> bool:
+        """Whether any feature takes tensors."""
+        return any(feature.takes_tensors for feature in self._features)
+
+    def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> list[Parsed]:
+        """What each feature makes of an ADD. Raises Unimplemented for a field that none reads."""
+        for name, has_presence in self._unserved:
+            if entry.HasField(name) if has_presence else getattr(entry, name):
+                raise unserved(name)
+        found = []
+        for feature in self._features:
+            parsed = feature.parse(entry, context)
+            if parsed is not None:
+                context.spans += parsed.spans
+                if parsed.token_ids is not None:
+                    context.token_ids = parsed.token_ids
+                found.append(parsed)
+        return found
+
+    def write(self, step: step_pb2.Step, row: int, extra: OutputExtra) -> None:
+        self._writers[type(extra)].write(step, row, extra)
+
+    def announce(self, ready: session_pb2.Ready) -> None:
+        for feature in self._features:
+            feature.announce(ready)

@@ -1,0 +1,1 @@
+"""Events of what enters and leaves the prefix cache."""

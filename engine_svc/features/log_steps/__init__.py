@@ -1,0 +1,1 @@
+"""A log line for each step."""

@@ -1,0 +1,1 @@
+"""Presence, frequency and repetition penalties."""

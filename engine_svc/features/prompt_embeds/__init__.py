@@ -1,0 +1,1 @@
+"""Embeddings in the place of tokens of a prompt."""

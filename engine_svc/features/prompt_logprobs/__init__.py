@@ -1,0 +1,1 @@
+"""Log probabilities of a prompt's own tokens."""

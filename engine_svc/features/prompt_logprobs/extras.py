@@ -1,0 +1,120 @@
+"""What the feature attaches to requests and results."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine_svc.core.byte_fields import FieldReader, FieldWriter
+from engine_svc.core.step import TokenLogprobs
+
+_NUM_TOP = struct.Struct("<i")
+_POSITION = struct.Struct("<I")
+# Upper limits on the wire, of a run of positions and of one logprob with its token id or rank.
+_RUN_BYTES = 64
+_ENTRY_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobSpec:
+    """What a request asks for per position: `num_top` most likely tokens, -1 for all, then `token_ids`."""
+
+    num_top: int
+    token_ids: tuple[int, ...] = ()
+
+    def encode(self) -> bytes:
+        writer = FieldWriter()
+        writer.fixed(_NUM_TOP, self.num_top)
+        writer.counted_ints(self.token_ids)
+        return writer.message()
+
+    @classmethod
+    def decode(cls, data: bytes) -> PromptLogprobSpec:
+        reader = FieldReader(data)
+        (num_top,) = reader.fixed(_NUM_TOP)
+        return cls(num_top, tuple(reader.counted_ints()))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """Logprobs of consecutive positions. The first is at least 1: position 0 has no logprob."""
+
+    first_position: int
+    token_logprobs: TokenLogprobs
+
+    @property
+    def end_position(self) -> int:
+        return self.first_position + len(self.token_logprobs.ranks)
+
+    @property
+    def size_bytes(self) -> int:
+        # One position more: the wire adds the first of a prompt, which has no logprob.
+        num_entries = (1 + len(self.token_logprobs.ranks)) * (1 + self.token_logprobs.k)
+        return _RUN_BYTES + num_entries * _ENTRY_BYTES
+
+    def split(self, max_bytes: int) -> Iterator[PromptRun]:
+        columns = self.token_logprobs
+        # One position less, for the one that `size_bytes` adds.
+        max_positions = max(1, (max_bytes - _RUN_BYTES) // ((1 + columns.k) * _ENTRY_BYTES) - 1)
+        for first in range(0, max(1, len(columns.ranks)), max_positions):
+            yield PromptRun(self.first_position + first, columns.part(first, first + max_positions))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of a prompt's positions that steps computed, in runs; an output extra."""
+
+    runs: tuple[PromptRun, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(run.size_bytes for run in self.runs)
+
+    def merged(self, later: PromptLogprobs) -> PromptLogprobs:
+        return PromptLogprobs(self.runs + later.runs)
+
+    def split(self, max_bytes: int) -> list[PromptLogprobs]:
+        groups: list[list[PromptRun]] = [[]]
+        num_bytes = 0
+        for run in self.runs:
+            for part in run.split(max_bytes):
+                if groups[-1] and num_bytes + part.size_bytes > max_bytes:
+                    groups.append([])
+                    num_bytes = 0
+                groups[-1].append(part)
+                num_bytes += part.size_bytes
+        return [PromptLogprobs(tuple(group)) for group in groups]
+
+    def from_position(self, position: int) -> PromptLogprobs | None:
+        """What is left without positions below `position`; None: nothing."""
+        runs = []
+        for run in self.runs:
+            if position <= run.first_position and position < max(1, run.end_position):
+                runs.append(run)
+            elif position < run.end_position:
+                columns = run.token_logprobs
+                skipped = position - run.first_position
+                runs.append(PromptRun(position, columns.part(skipped, len(columns.ranks))))
+        return PromptLogprobs(tuple(runs)) if runs else None
+
+    def encode(self) -> bytes:
+        writer = FieldWriter()
+        writer.fixed(_POSITION, len(self.runs))
+        for run in self.runs:
+            writer.fixed(_POSITION, run.first_position)
+            run.token_logprobs.write(writer)
+        return writer.message()
+
+    @classmethod
+    def decode(cls, data: bytes) -> PromptLogprobs:
+        reader = FieldReader(data)
+        (num_runs,) = reader.fixed(_POSITION)
+        runs = []
+        for _ in range(num_runs):
+            (first_position,) = reader.fixed(_POSITION)
+            runs.append(PromptRun(first_position, TokenLogprobs.read(reader)))
+        return cls(tuple(runs))
+
+
+EXTRAS = (PromptLogprobSpec, PromptLogprobs)

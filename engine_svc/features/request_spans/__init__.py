@@ -1,0 +1,1 @@
+"""A trace span for each request."""

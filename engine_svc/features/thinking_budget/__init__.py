@@ -1,0 +1,1 @@
+"""A limit on the tokens of each reasoning block."""

@@ -1,0 +1,266 @@
+"""The runner's half of a feature: its stages of a step on the device, and the rows that use it.
+
+The runner knows no feature. What a stage raises ends the rows that use the feature, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.extras import Extra, Extras
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
+from engine_svc.runner.failures import translated
+from engine_svc.runner.input_batch import StepInputs
+from engine_svc.runner.sampling.transfer import Ints
+from triptych_kernels import Ops
+
+logger = logging.getLogger(__name__)
+
+# What a stage adds to the step's result: extras by row of the batch. Called when the device is done.
+PendingPart = Callable[[], Mapping[int, Extra]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerContext:
+    """What features are made with. token_ids: [max_num_seqs, L] int32, of all rows, on the device.
+
+    model: not to be kept, as that would hold the weights while the engine sleeps.
+    """
+
+    model: Model
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_num_seqs: int
+    ops: Ops
+    token_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """The logits of a step that belong to rows with one feature. The same object while these stay the same.
+
+    entries: [M] int64, their indices in the logits.  rows: [M] int64, of the batch.
+    """
+
+    entries: Ints
+    rows: Ints
+
+
+class RunnerFeature:
+    """One feature on the device, in every rank. Override the stages that it needs, which come in this order.
+
+    State per row is a function of the request and its tokens, so that a request continues anywhere.
+    """
+
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        """Whether the request uses the feature. Other rows cost it nothing."""
+        raise NotImplementedError
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        """From now on `row` belongs to the request, which may have output tokens already."""
+
+    def remove_row(self, row: int) -> None: ...
+
+    def example(self) -> Extra | None:
+        """An extra of a request that uses all kernels of the feature, which are then compiled in advance."""
+        return None
+
+    def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        """May change what the forward reads."""
+
+    def extra_positions(self, inputs: StepInputs) -> Ints | None:
+        """Indices of the step's tokens whose logits it needs besides those of rows that sample, if any."""
+
+    def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
+        """The model's own logits [M, V] of its extra positions."""
+
+    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        """Change logits [N, V] fp32, contiguous, in place, at `some.entries` alone.
+
+        positions: [M], of the tokens to be sampled.  token_ids: [max_num_seqs, L] int32, of which
+        token_ids[some.rows[m], :positions[m]] are known.
+        """
+
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart | None:
+        """token_ids: [N] int64, sampled from the logits [N, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePart:
+    """A part of a step's result that one feature has yet to produce for `rows` of the batch."""
+
+    feature: str
+    rows: Sequence[int]
+    read: PendingPart
+
+
+_STAGES = ("before_forward", "extra_positions", "apply", "after_sampling")
+
+
+class RunnerFeatures:
+    """The features of a runner, in the order of application, and which rows use which."""
+
+    def __init__(self, features: Sequence[RunnerFeature], max_num_seqs: int) -> None:
+        self._features = tuple(features)
+        # Features with each stage, by index.
+        self._with_stage = {
+            stage: [index for index, feature in enumerate(features) if _overrides(feature, stage)]
+            for stage in _STAGES
+        }
+        readers = {*self._with_stage["apply"], *self._with_stage["after_sampling"]}
+        self._reads = np.array([index in readers for index in range(len(features))], dtype=bool)
+        self._uses = np.zeros((len(features), max_num_seqs), dtype=bool)
+        self._num_rows = [0] * len(features)
+        self._failed: dict[int, str] = {}  # by row, with what a stage raised
+        # Of the last step: consecutive steps mostly have the same rows.
+        self._latest_rows: Ints | None = None
+        self._latest: dict[int, LogitRows] = {}
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        for index, feature in enumerate(self._features):
+            if not feature.uses(admitted):
+                continue
+            self._uses[index, row] = True
+            self._num_rows[index] += 1
+            self._latest_rows = None
+            with self._errors_end(index, (row,)):
+                feature.add_row(row, admitted)
+
+    def remove_row(self, row: int) -> None:
+        self._failed.pop(row, None)
+        for index in self._uses[:, row].nonzero()[0].tolist():
+            self._stop_using(index, row)
+
+    def examples(self) -> Extras:
+        """Extras of a request that uses all features with kernels of their own."""
+        examples = [feature.example() for feature in self._features]
+        return {type(extra): extra for extra in examples if extra is not None}
+
+    def reads_logits(self, row: int) -> bool:
+        """Whether more than the largest logit of the row is needed."""
+        return bool((self._uses[:, row] & self._reads).any())
+
+    def failed(self, rows: Ints) -> dict[int, str]:
+        """Those of `rows` for which a stage raised, by index, with what it raised."""
+        if not self._failed:
+            return {}
+        return {index: self._failed[row] for index, row in enumerate(rows.tolist()) if row in self._failed}
+
+    def before_forward(self, inputs: StepInputs, context: ForwardContext) -> None:
+        for index in self._used("before_forward"):
+            with self._errors_end(index, self._rows_of(index, inputs.rows)):
+                self._features[index].before_forward(inputs, context)
+
+    def extra_positions(self, inputs: StepInputs) -> list[tuple[int, Ints]]:
+        """By index of the feature, the tokens whose logits it needs."""
+        found = []
+        for index in self._used("extra_positions"):
+            with self._errors_end(index, self._rows_of(index, inputs.rows)):
+                positions = self._features[index].extra_positions(inputs)
+                if positions is not None:
+                    found.append((index, positions))
+        return found
+
+    def before_sampling(
+        self, inputs: StepInputs, logits: Tensor, extra: Sequence[tuple[int, Ints]]
+    ) -> list[FeaturePart]:
+        """logits: [M, V], of all extra positions, feature by feature."""
+        parts: list[FeaturePart] = []
+        for (index, _), own in zip(extra, logits.split([len(one) for _, one in extra]), strict=True):
+            rows = self._rows_of(index, inputs.rows)
+            with self._errors_end(index, rows):
+                self._add(parts, index, rows, self._features[index].before_sampling(inputs, own))
+        return parts
+
+    def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
+        """logits: [N, V] of the batch's `rows`, whose next tokens get `positions`."""
+        for index in self._used("apply"):
+            some = self._logit_rows(index, rows)
+            if len(some.rows):
+                with self._errors_end(index, some.rows.tolist()):
+                    self._features[index].apply(logits, some, positions[some.entries], token_ids)
+
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, rows: Ints) -> list[FeaturePart]:
+        """token_ids: [N] int64, sampled for the batch's `rows` from logits [N, V]."""
+        parts: list[FeaturePart] = []
+        for index in self._used("after_sampling"):
+            some = self._logit_rows(index, rows)
+            if len(some.rows):
+                using = some.rows.tolist()
+                with self._errors_end(index, using):
+                    self._add(
+                        parts, index, using, self._features[index].after_sampling(logits, token_ids, some)
+                    )
+        return parts
+
+    def _add(
+        self, parts: list[FeaturePart], index: int, rows: Sequence[int], read: PendingPart | None
+    ) -> None:
+        if read is not None:
+            parts.append(FeaturePart(_name(self._features[index]), rows, read))
+
+    def _used(self, stage: str) -> list[int]:
+        """Features with this stage and with rows."""
+        return [index for index in self._with_stage[stage] if self._num_rows[index]]
+
+    def _rows_of(self, index: int, rows: Ints) -> list[int]:
+        using: list[int] = rows[self._uses[index, rows]].tolist()
+        return using
+
+    def _logit_rows(self, index: int, rows: Ints) -> LogitRows:
+        if self._latest_rows is not rows:
+            self._latest_rows, self._latest = rows, {}
+        if index not in self._latest:
+            entries = self._uses[index, rows].nonzero()[0]
+            self._latest[index] = LogitRows(entries, rows[entries])
+        return self._latest[index]
+
+    @contextmanager
+    def _errors_end(self, index: int, rows: Sequence[int]) -> Iterator[None]:
+        """Errors of a stage end `rows`. Those of the device are no fault of the feature."""
+        try:
+            yield
+        except Exception as error:
+            if is_of_device(error):
+                raise
+            self._failed |= dict.fromkeys(rows, describe_failure(_name(self._features[index]), error))
+            for row in rows:
+                self._stop_using(index, row)
+
+    def _stop_using(self, index: int, row: int) -> None:
+        self._uses[index, row] = False
+        self._num_rows[index] -= 1
+        self._latest_rows = None
+        with self._errors_end(index, ()):
+            self._features[index].remove_row(row)
+
+
+def describe_failure(feature: str, error: Exception) -> str:
+    """Log what a feature raised; returns the message for the requests that end by it."""
+    logger.error("a feature failed, the requests that use it end", exc_info=error, extra={"feature": feature})
+    return f"{feature} failed: {type(error).__name__}: {error}"
+
+
+def is_of_device(error: Exception) -> bool:
+    """Whether the device or another rank is at fault, and so the whole step has failed."""
+    found = translated(error) if isinstance(error, RuntimeError | MemoryError) else error
+    return isinstance(found, DeviceLost | DeviceFull | PeersLost)
+
+
+def _name(feature: RunnerFeature) -> str:
+    return type(feature).__name__
+
+
+def _overrides(feature: RunnerFeature, stage: str) -> bool:
+    return getattr(type(feature), stage) is not getattr(RunnerFeature, stage)

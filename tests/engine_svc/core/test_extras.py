@@ -1,0 +1,160 @@
+"""Extras reach a rank and come back as they were, in one binary form of their own; others are refused."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_svc.build.features import extra_types
+from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
+from engine_svc.core.extras import Extra, ExtraCodec, Extras, UnknownExtra, merge_extras
+from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
+from engine_svc.features.penalties.extras import Penalties
+from engine_svc.features.prompt_embeds.extras import PromptEmbeds
+from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
+from engine_svc.features.thinking_budget.extras import ThinkingBudget
+from engine_svc.features.token_rules.extras import TokenRules
+from engine_svc.ranks.plan_codec import PlanDecoder, PlanEncoder
+from engine_svc.ranks.result_codec import decode_result, encode_result
+from engine_svc.tensors.host_tensor import ITEM_SIZES, HostTensor
+from tests.engine_svc.request_options import split_options
+
+ids = st.integers(0, (1 << 31) - 1)
+some_ids = st.lists(ids, max_size=4)
+numbers = st.floats(allow_nan=False)
+token_logprobs = st.builds(
+    TokenLogprobs,
+    logprobs=st.lists(numbers, max_size=4),
+    ranks=some_ids,
+    k=st.integers(0, 20),
+    top_token_ids=some_ids,
+    top_logprobs=st.lists(numbers, max_size=4),
+)
+
+
+@st.composite
+def embeddings(draw: st.DrawFn) -> PromptEmbeds:
+    positions = tuple(sorted(draw(st.sets(ids, max_size=4))))
+    dtype, width = draw(st.sampled_from(["float32", "float16", "bfloat16"])), draw(st.integers(1, 3))
+    num_bytes = len(positions) * width * ITEM_SIZES[dtype]
+    data = draw(st.binary(min_size=num_bytes, max_size=num_bytes))
+    return PromptEmbeds(HostTensor(dtype, (len(positions), width), data), positions)
+
+
+# Of each type that the ranks of an engine know, any value that a request or a step may have.
+VALUES: dict[type, st.SearchStrategy[Any]] = {
+    Penalties: st.builds(Penalties, presence=numbers, frequency=numbers, repetition=numbers),
+    TokenRules: st.builds(
+        TokenRules,
+        allowed=st.none() | st.frozensets(ids, max_size=5),
+        bias=st.lists(st.tuples(ids, numbers), max_size=4).map(tuple),
+        bad_words=st.lists(some_ids.map(tuple), max_size=4).map(tuple),
+    ),
+    ThinkingBudget: st.builds(
+        ThinkingBudget,
+        num_tokens=ids,
+        start_token_ids=st.lists(ids, min_size=1, max_size=3).map(tuple),
+        end_token_ids=st.lists(ids, min_size=1, max_size=3).map(tuple),
+    ),
+    PromptEmbeds: embeddings(),
+    PromptLogprobSpec: st.builds(
+        PromptLogprobSpec, num_top=st.integers(-1, 1 << 30), token_ids=some_ids.map(tuple)
+    ),
+    PromptLogprobs: st.builds(
+        PromptLogprobs,
+        runs=st.lists(
+            st.builds(PromptRun, first_position=st.integers(1, 1 << 30), token_logprobs=token_logprobs),
+            max_size=3,
+        ).map(tuple),
+    ),
+}
+
+
+def fields_of(extra: Extra) -> Any:
+    """What two extras are compared by: a tensor is otherwise equal to itself alone."""
+    if isinstance(extra, PromptEmbeds):
+        tensor = extra.embeds
+        return tensor.dtype, tensor.shape, tensor.data, extra.positions
+    return astuple(extra)
+
+
+def assert_same(found: Extras, expected: Extras) -> None:
+    assert list(found) == list(expected)
+    for kind, extra in expected.items():
+        assert type(found[kind]) is kind
+        assert fields_of(found[kind]) == fields_of(extra)
+
+
+def test_the_values_below_are_of_every_type_that_a_rank_knows():
+    assert set(VALUES) == set(extra_types())
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(data=st.data())
+def test_an_extra_is_read_as_it_was_written(kind: type[Extra], data: st.DataObject):
+    extra = data.draw(VALUES[kind])
+    assert_same({kind: kind.decode(extra.encode())}, {kind: extra})
+    assert kind.decode(extra.encode()).encode() == extra.encode()
+
+
+some_extras = st.fixed_dictionaries({}, optional=VALUES)
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(of_request=some_extras, of_plan=some_extras, of_rows=st.lists(some_extras, max_size=3))
+def test_a_rank_reads_the_extras_of_requests_plans_and_results(of_request, of_plan, of_rows):
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "num_groups": 1, "extras": extra_types()}
+    sampling, _ = split_options()
+    plan = StepPlan(1, admitted=[AdmittedRequest("a", [1, 2], 2, sampling, [[0]], of_request)])
+    plan.extras = of_plan
+    read = PlanDecoder(**sizes).decode(PlanEncoder(**sizes).encode(plan))
+    assert_same(read.admitted[0].extras, of_request)
+    assert_same(read.extras, of_plan)
+    result = StepResult(1, [[] for _ in of_rows])
+    for row, extras in enumerate(of_rows):
+        for kind, extra in extras.items():
+            result.extras.setdefault(kind, {})[row] = extra
+    codec = ExtraCodec(extra_types())
+    returned = decode_result(encode_result(result, codec), codec)
+    assert list(returned.extras) == list(result.extras)
+    for kind, rows in result.extras.items():
+        assert list(returned.extras[kind]) == list(rows)
+        for row, extra in rows.items():
+            assert_same({kind: returned.extras[kind][row]}, {kind: extra})
+
+
+def test_an_extra_of_an_unknown_type_is_refused_before_anything_is_written():
+    encoder = PlanEncoder(max_num_seqs=4, num_groups=1, extras=[Penalties])
+    sampling, _ = split_options()
+    admitted = AdmittedRequest("a", [1, 2], 2, sampling, [[0]], {TokenRules: TokenRules()})
+    with pytest.raises(UnknownExtra, match="TokenRules is not registered"):
+        encoder.encode(StepPlan(1, admitted=[admitted]))
+    with pytest.raises(UnknownExtra, match="TokenRules is not registered"):
+        encoder.encode(StepPlan(1, extras={TokenRules: TokenRules()}))
+    with pytest.raises(UnknownExtra, match="TokenRules is not registered"):
+        encode_result(StepResult(1, [[]], extras={TokenRules: {0: TokenRules()}}), ExtraCodec([Penalties]))
+    # Its row was not taken.
+    admitted.extras = {Penalties: Penalties(1.0)}
+    decoder = PlanDecoder(max_num_seqs=4, num_groups=1, extras=[Penalties])
+    assert decoder.decode(encoder.encode(StepPlan(1, admitted=[admitted]))).admitted == [admitted]
+
+
+def test_a_rank_that_knows_fewer_types_refuses_the_message():
+    writer = FieldWriter()
+    ExtraCodec([Penalties, TokenRules]).write(writer, {TokenRules: TokenRules()})
+    with pytest.raises(MessageError, match="has extra 1, this rank knows 1"):
+        ExtraCodec([Penalties]).read(FieldReader(writer.message()))
+
+
+def test_extras_of_two_steps_become_those_of_one_and_neither_changes():
+    runs = [PromptRun(1, TokenLogprobs([-1.0], [2])), PromptRun(2, TokenLogprobs([-2.0], [1]))]
+    earlier, later = ({PromptLogprobs: PromptLogprobs((run,))} for run in runs)
+    assert merge_extras(earlier, later) == {PromptLogprobs: PromptLogprobs(tuple(runs))}
+    assert merge_extras({}, later) == later
+    assert merge_extras(earlier, {}) == earlier
+    assert earlier == {PromptLogprobs: PromptLogprobs((runs[0],))}

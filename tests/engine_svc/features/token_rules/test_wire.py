@@ -1,0 +1,65 @@
+"""Which tokens an ADD may allow, ban and favour, and what becomes of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_svc.features.token_rules.extras import TokenRules
+from service_kit.errors import InvalidArgument
+from tests.engine_svc.fakes import VOCAB_SIZE
+from tests.engine_svc.session.service_rig import column, make_entry, read_add
+from triptych.common.v1 import sampling_pb2
+
+# Of token 4 twice.
+BIASES = ((4, 0.5), (7, 100.0), (4, 1.0))
+
+
+def test_allowed_ids_and_biases_arrive():
+    biases = [sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in BIASES]
+    request = read_add(make_entry(1, logit_bias=biases, allowed_token_ids=[5, 3, 5]))
+    # What is said twice of a token is added twice.
+    assert request.extras == {TokenRules: TokenRules(frozenset({3, 5}), ((4, 1.5), (7, 100.0)))}
+
+
+def test_bad_words_are_sequences_of_ids():
+    entry = make_entry(1, prompt=[1])
+    entry.bad_words.add(token_ids=column([3, 4]))
+    entry.bad_words.add(token_ids=column([5]))
+    assert read_add(entry).extras == {TokenRules: TokenRules(bad_words=((3, 4), (5,)))}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([column([])], "bad_words is 0, it takes 1 to 64 ids a word"),
+        ([column([1] * 65)], "bad_words is 65, it takes 1 to 64 ids a word"),
+        ([b"123"], "bad_words has 3 bytes"),
+        ([column([VOCAB_SIZE])], f"bad_words is {VOCAB_SIZE}, it takes below the vocabulary's size"),
+        ([column([1])] * 1025, "bad_words is 1025, it takes at most 1024 words"),
+    ],
+)
+def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, message):
+    entry = make_entry(1, prompt=[1])
+    for word in words:
+        entry.bad_words.add(token_ids=word)
+    with pytest.raises(InvalidArgument, match=message):
+        read_add(entry)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"logit_bias": [{"token_id": 1, "bias": 100.5}]}, "logit_bias", ["100.5", "-100 to 100"]),
+        ({"logit_bias": [{"token_id": 1, "bias": float("nan")}]}, "logit_bias", ["nan"]),
+        ({"logit_bias": [{"token_id": VOCAB_SIZE}]}, "logit_bias", ["1000", "below"]),
+        ({"logit_bias": [{"token_id": 1}] * 301}, "logit_bias", ["301", "300"]),
+        ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids", ["1000", "below"]),
+        ({"allowed_token_ids": [1] * 1001}, "allowed_token_ids", ["1001", "1000"]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, words):
+    with pytest.raises(InvalidArgument) as caught:
+        read_add(make_entry(1, **changes))
+    assert caught.value.violations[0][0] == field
+    assert all(word in caught.value.message for word in words)

@@ -1,0 +1,54 @@
+"""Options of requests as tests name them, and the features of an engine that serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_svc.build.features import runner_features, scheduler_features, wire_features
+from engine_svc.config import EngineConfig
+from engine_svc.convert.feature import WireFeatures
+from engine_svc.core.extras import Extra, Extras
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.features.penalties.extras import Penalties
+from engine_svc.features.prompt_logprobs.extras import PromptLogprobSpec
+from engine_svc.features.token_rules.extras import TokenRules
+from engine_svc.runner.feature import RunnerContext, RunnerFeature
+from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
+from service_kit.clock import FakeClock
+
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_RULES = {"allowed_token_ids": "allowed", "logit_bias": "bias", "bad_words": "bad_words"}
+
+
+def split_options(**options: object) -> tuple[SamplingParams, Extras]:
+    """What the core and what features know of these options; greedy with much room unless they say more."""
+    extras: list[Extra] = []
+    penalties = {name.removesuffix("_penalty"): options.pop(name) for name in _PENALTIES if name in options}
+    if penalties:
+        extras.append(Penalties(**penalties))
+    rules = {field: options.pop(name) for name, field in _RULES.items() if name in options}
+    if rules:
+        extras.append(TokenRules(**rules))
+    if "thinking" in options:
+        extras.append(options.pop("thinking"))
+    if "prompt_logprobs" in options:
+        wanted = options.get("logprob_token_ids", ())
+        extras.append(PromptLogprobSpec(options.pop("prompt_logprobs"), wanted))
+    sampling = SamplingParams(**{"max_tokens": 99, "temperature": 0.0, **options})
+    return sampling, {type(extra): extra for extra in extras}
+
+
+def make_wire_features(*, enable_prompt_embeds: bool = False) -> WireFeatures:
+    """The wire halves of all features."""
+    return wire_features(EngineConfig(model="none", enable_prompt_embeds=enable_prompt_embeds))
+
+
+def make_scheduler_features() -> Sequence[SchedulerFeature]:
+    """The scheduler halves of features that need no configuration."""
+    context = SchedulerContext(FakeClock(), defer=lambda work: work())
+    return scheduler_features(EngineConfig(model="none"), context)
+
+
+def make_runner_features(context: RunnerContext, *, takes_embeds: bool = False) -> Sequence[RunnerFeature]:
+    """The runner halves of all features."""
+    return runner_features(EngineConfig(model="none", enable_prompt_embeds=takes_embeds), context)
