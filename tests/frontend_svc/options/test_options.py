@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -18,8 +19,9 @@ from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.options.asking import LIMITS, breaches, model_of
-from triptych.common.v1 import sampling_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 
 FIELDS = [name for option in OPTIONS for name in option.fields]
 
@@ -46,6 +48,17 @@ def test_all_violations_of_a_request_are_reported_at_once():
         "thinking_token_budget": -2, "output_kind": 9,
     }  # fmt: skip
     assert set(breaches(**wrong)) == {f"sampling.{name}" for name in wrong}
+
+
+@pytest.mark.parametrize(("is_token", "is_taken"), [(b"\1", True), (b"\0", False)])
+def test_prompt_logprobs_need_a_token_at_every_position(is_token, is_taken):
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1, 1], inline=bytes(4))
+    embeds = generate_pb2.PromptEmbeds(embeds=tensor, token_ids=[5], is_token=is_token)
+    request = generate_pb2.GenerateRequest(embeds=embeds, sampling={"prompt_logprobs": 0})
+    model = model_of(ready=session_pb2.Ready(hidden_size=1, takes_prompt_embeds=True))
+    refused = contextlib.nullcontext() if is_taken else pytest.raises(InvalidArgument, match="must be unset")
+    with refused:
+        check_request(request, RequestPrompt(request), model, LIMITS)
 
 
 # What a frontend lets through, an engine takes: the two check the same parameters one after the other.

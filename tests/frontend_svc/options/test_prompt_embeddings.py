@@ -91,7 +91,6 @@ async def test_of_a_mixed_prompt_only_the_embeddings_that_count_are_sent(model):
 
 async def test_a_prompt_in_which_every_position_has_a_token_is_one_of_tokens(model):
     request = request_of(1, 2, token_ids=(5, 6), is_token=b"\1\1")
-    request.sampling.prompt_logprobs = 0
     request.return_prompt_token_ids = True
     ready = await prepared(request, model)
     assert (ready.prompt.tensors, ready.prompt.context_ids) == ([], [5, 6])
