@@ -47,9 +47,10 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
         option.check(request, model, limits, violations)
     _check_placement(request, limits, violations)
     violations.raise_if_any()
-    _refuse_unserved(
-        [prompt.field, *(f"sampling.{field.name}" for field, _ in request.sampling.ListFields())]
-    )
+    # No field without an option is ever ignored.
+    for field in (prompt.field, *(f"sampling.{field.name}" for field, _ in request.sampling.ListFields())):
+        if field not in _SERVED:
+            raise _unserved(field)
     if model.supported_tasks and "generate" not in model.supported_tasks:
         supported = ", ".join(model.supported_tasks)
         raise Unimplemented(
@@ -58,7 +59,7 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
             metadata={"model": model.name, "task": "generate", "supported_tasks": supported},
         )
     if request.adapter:
-        _refuse_unserved(["adapter"])
+        raise _unserved("adapter")
 
 
 async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel) -> Prepared:
@@ -77,13 +78,10 @@ def has_text(sampling: sampling_pb2.SamplingParams) -> bool:
     return not sampling.HasField("detokenize") or sampling.detokenize
 
 
-def _refuse_unserved(fields: list[str]) -> None:
-    """Raise Unimplemented that names the first field without an option: none is ever ignored."""
-    for field in fields:
-        if field not in _SERVED:
-            raise Unimplemented(
-                f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
-            )
+def _unserved(field: str) -> Unimplemented:
+    return Unimplemented(
+        f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
+    )
 
 
 async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> list[int]:
