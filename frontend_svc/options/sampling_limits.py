@@ -20,6 +20,7 @@ _MAX_STOP_TOKEN_IDS = 4096
 _MAX_STREAM_INTERVAL = 4096
 _MAX_PATTERN_SIZE = 256
 _MAX_PATTERN_COUNT = 64
+_KINDS = sampling_pb2.OutputKind.values()
 
 
 class SamplingLimits(RequestOption):
@@ -39,18 +40,12 @@ class SamplingLimits(RequestOption):
         _check_draw(sampling, violations)
         _check_counts(sampling, violations)
         _check_group(sampling, model.defaults, limits, violations)
-        violations.need_texts(
-            "sampling.stop",
-            sampling.stop,
-            "strings",
-            limits.max_stop_strings,
-            max_chars=limits.max_stop_string_chars,
-        )
-        if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
-            violations.add("sampling.detokenize", False, "must be true where stop strings are given")
-        _check_repetition(sampling.repetition_detection, violations)
+        if sampling.stop:
+            _check_stop(sampling, limits, violations)
+        if sampling.HasField("repetition_detection"):
+            _check_repetition(sampling.repetition_detection, violations)
         field, ids = "sampling.stop_token_ids", sampling.stop_token_ids
-        if violations.need_count(field, len(ids), "ids", 0, _MAX_STOP_TOKEN_IDS):
+        if ids and violations.need_count(field, len(ids), "ids", 0, _MAX_STOP_TOKEN_IDS):
             violations.need_ids(field, ids, model.vocab_size)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
@@ -147,10 +142,8 @@ def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations)
         check_set(sampling, "min_tokens", least <= most, rule, violations)
     is_fine = 1 <= interval <= _MAX_STREAM_INTERVAL
     check_set(sampling, "stream_interval", is_fine, f"must be in 1..{_MAX_STREAM_INTERVAL}", violations)
-    kinds = sampling_pb2.OutputKind.values()
-    violations.need(
-        sampling.output_kind in kinds, "sampling.output_kind", sampling.output_kind, f"must be one of {kinds}"
-    )
+    kind = sampling.output_kind
+    violations.need(kind in _KINDS, "sampling.output_kind", kind, f"must be one of {_KINDS}")
 
 
 def _check_group(
@@ -166,6 +159,13 @@ def _check_group(
     if sampling.n > 1 and 0 <= temperature < _GREEDY_TEMPERATURE:
         rule = f"must be 1 where temperature is {temperature:g}: greedy outputs are all the same"
         violations.add("sampling.n", sampling.n, rule)
+
+
+def _check_stop(sampling: sampling_pb2.SamplingParams, limits: RequestLimits, violations: Violations) -> None:
+    most, most_chars = limits.max_stop_strings, limits.max_stop_string_chars
+    violations.need_texts("sampling.stop", sampling.stop, "strings", most, max_chars=most_chars)
+    if sampling.HasField("detokenize") and not sampling.detokenize:
+        violations.add("sampling.detokenize", False, "must be true where stop strings are given")
 
 
 def _check_repetition(detection: sampling_pb2.RepetitionDetection, violations: Violations) -> None:

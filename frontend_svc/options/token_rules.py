@@ -26,10 +26,13 @@ class TokenRules(RequestOption):
         self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
     ) -> None:
         sampling = request.sampling
-        violations.need_texts(
-            _BAD_WORDS, sampling.bad_words, "words", limits.max_bad_words, max_chars=_MAX_WORD_CHARS
-        )
-        if violations.need_count(_BIAS, len(sampling.logit_bias), "entries", 0, limits.max_logit_bias):
+        if sampling.bad_words:
+            violations.need_texts(
+                _BAD_WORDS, sampling.bad_words, "words", limits.max_bad_words, max_chars=_MAX_WORD_CHARS
+            )
+        if sampling.logit_bias and violations.need_count(
+            _BIAS, len(sampling.logit_bias), "entries", 0, limits.max_logit_bias
+        ):
             rule = f"must be in -{_MAX_ABS_BIAS:g}..{_MAX_ABS_BIAS:g}"
             for index, entry in enumerate(sampling.logit_bias):
                 is_fine = math.isfinite(entry.bias) and abs(entry.bias) <= _MAX_ABS_BIAS
@@ -37,7 +40,7 @@ class TokenRules(RequestOption):
             biased = [entry.token_id for entry in sampling.logit_bias]
             violations.need_ids(_BIAS, biased, model.vocab_size)
         allowed = sampling.allowed_token_ids
-        if violations.need_count(_ALLOWED, len(allowed), "ids", 0, model.vocab_size):
+        if allowed and violations.need_count(_ALLOWED, len(allowed), "ids", 0, model.vocab_size):
             violations.need_ids(_ALLOWED, allowed, model.vocab_size)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
