@@ -48,7 +48,9 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
             output = await opened.next()
             return chat_pb2.ChatUnaryResponse(
                 started=started_message(opened, output, returns_ids=request.request.return_prompt_token_ids),
-                outputs=[whole_answer(piece, reading.new_parser(streams=False)) for piece in output.pieces],
+                outputs=[
+                    whole_answer(opened, piece, reading.new_parser(streams=False)) for piece in output.pieces
+                ],
                 usage=usage_message(opened, output, output.pieces),
             )
 

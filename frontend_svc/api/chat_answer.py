@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frontend_svc.api.messages import logprobs_message, reason_value, stop_match_message
+from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.output.collector import OutputPiece
 from frontend_svc.parsers.message import MessageParser
 from frontend_svc.parsers.parser import ContentPiece, Piece, ReasoningPiece
@@ -43,7 +44,9 @@ class ChatAnswer:
         return shown
 
 
-def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_message_pb2.ChatOutput:
+def whole_answer(
+    opened: OpenRequest, piece: OutputPiece, parser: MessageParser
+) -> chat_message_pb2.ChatOutput:
     """A complete output as a message."""
     assert piece.ending is not None, "a final output has ended"
     delta = chat_message_pb2.ChatDelta()
@@ -53,7 +56,7 @@ def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_message_pb2.
     )
     if delta.content:
         message.parts.add(text=delta.content)
-    return chat_message_pb2.ChatOutput(
+    whole = chat_message_pb2.ChatOutput(
         output_index=piece.index,
         message=message,
         token_ids=piece.token_ids,
@@ -63,6 +66,8 @@ def whole_answer(piece: OutputPiece, parser: MessageParser) -> chat_message_pb2.
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
     )
+    opened.fill(whole, piece.index)
+    return whole
 
 
 def _write(delta: chat_message_pb2.ChatDelta, parts: Sequence[Piece]) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 
-from frontend_svc.api.messages import fill_logprobs, finished_message, started_message
+from frontend_svc.api.messages import finished_message, started_message
 from frontend_svc.engines.adoption.takeover import Adoption
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import EndReason, Output, OutputKind, OutputPiece
+from frontend_svc.output.logprobs import fill_logprobs
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2, inference_pb2

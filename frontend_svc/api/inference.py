@@ -20,7 +20,7 @@ from frontend_svc.api.messages import (
     usage_message,
 )
 from frontend_svc.api.resumable import ResumableStreams
-from frontend_svc.generation.generation import Generation
+from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
@@ -85,14 +85,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             output = await opened.next()
             return inference_pb2.GenerateUnaryResponse(
                 started=started_message(opened, output, returns_ids=asked.return_prompt_token_ids),
-                outputs=[_whole(piece) for piece in output.pieces],
+                outputs=[_whole(opened, piece) for piece in output.pieces],
                 usage=usage_message(opened, output, output.pieces),
             )
 
 
-def _whole(piece: OutputPiece) -> generate_pb2.Output:
+def _whole(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
     assert piece.ending is not None, "a final output has ended"
-    return generate_pb2.Output(
+    whole = generate_pb2.Output(
         output_index=piece.index,
         text=piece.text,
         token_ids=piece.token_ids,
@@ -102,3 +102,5 @@ def _whole(piece: OutputPiece) -> generate_pb2.Output:
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
     )
+    opened.fill(whole, piece.index)
+    return whole

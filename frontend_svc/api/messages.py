@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.output.collector import Ending, EndReason, Output, OutputPiece
-from frontend_svc.output.logprobs import Logprobs
+from frontend_svc.output.logprobs import Logprobs, fill_logprobs
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import output_pb2
 
@@ -21,20 +21,21 @@ _REASONS = {
 
 def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -> generate_pb2.Started:
     """The first message of a stream, sent with the first output."""
-    return generate_pb2.Started(
+    started = generate_pb2.Started(
         request_id=opened.request_id,
         num_prompt_tokens=len(opened.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         prompt_token_ids=opened.prompt_token_ids if returns_ids else (),
-        prompt_logprobs=logprobs_message(output.prompt_logprobs),
         model=opened.model,
     )
+    opened.fill(started)
+    return started
 
 
 def finished_message(
     opened: OpenRequest, output: Output, piece: OutputPiece, ending: Ending
 ) -> generate_pb2.Finished:
-    return generate_pb2.Finished(
+    finished = generate_pb2.Finished(
         output_index=piece.index,
         reason=reason_value(ending),
         stop_match=stop_match_message(ending),
@@ -42,6 +43,8 @@ def finished_message(
         cumulative_logprob=piece.cumulative_logprob,
         error_message=ending.message,
     )
+    opened.fill(finished, piece.index)
+    return finished
 
 
 def reason_value(ending: Ending) -> output_pb2.FinishReason:
@@ -73,15 +76,3 @@ def logprobs_message(logprobs: Logprobs | None) -> output_pb2.Logprobs | None:
     message = output_pb2.Logprobs()
     fill_logprobs(message, logprobs)
     return message
-
-
-def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:
-    """Write log probabilities into an empty submessage, which is set even if there are none."""
-    message.SetInParent()
-    message.token_ids.extend(logprobs.token_ids)
-    message.logprobs.extend(logprobs.logprobs)
-    message.ranks.extend(logprobs.ranks)
-    message.texts.extend(logprobs.texts)
-    for index, (ids, values) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)):
-        texts = logprobs.top_texts[index] if logprobs.top_texts else ()
-        message.top.add(token_ids=ids, logprobs=values, texts=texts)

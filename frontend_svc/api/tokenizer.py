@@ -11,7 +11,6 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.text.chat.conversation import check_conversation, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.prompt import check_text
-from frontend_svc.text.sampling import check_token_ids
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 TokenizeContext: TypeAlias = (
@@ -65,7 +64,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         violations = Violations()
         num_ids = len(request.token_ids)
         if violations.need_count("token_ids", num_ids, "ids", 0, model.max_model_len):
-            check_token_ids("token_ids", request.token_ids, model.vocab_size, violations)
+            violations.need_ids("token_ids", request.token_ids, model.vocab_size)
         violations.raise_if_any()
         text = await model.tokenizer.decode(
             request.token_ids, skip_special_tokens=request.skip_special_tokens

@@ -83,9 +83,8 @@ class ArtifactStore:
                 supported_tasks=tuple(ready.supported_tasks),
                 class_labels=read_class_labels(config),
                 has_chat_template=bool(templates),
-                hidden_size=ready.hidden_size,
-                takes_prompt_embeds=ready.takes_prompt_embeds,
                 parsers=parsers,
+                ready=ready,
             )
         except ValueError as error:
             raise ArtifactError(f"a file of model {ready.model_name} cannot be read: {error}") from error

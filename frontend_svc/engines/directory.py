@@ -9,7 +9,7 @@ from typing import Protocol
 
 from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.engines.routing.account import LoadReport
-from frontend_svc.engines.routing.engine_info import RoutingPolicy, RoutingRequest
+from frontend_svc.engines.routing.engine_info import EngineNeed, RoutingPolicy, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware
 from frontend_svc.engines.routing.policies import route
 from frontend_svc.output.loss import RETRY_AFTER_MS
@@ -90,25 +90,25 @@ class Directory:
         """True if at least one engine takes requests."""
         return any(client.state is EngineState.READY for client in self._clients.values())
 
-    def models(self, *, has_embeds: bool = False) -> dict[str, ServedModel]:
+    def models(self, needs: Iterable[EngineNeed] = ()) -> dict[str, ServedModel]:
         """The models of ready engines by name, each from the engine that was listed first.
 
-        With `has_embeds`, engines that accept prompts of embeddings take precedence.
+        Engines that meet all `needs` take precedence.
         """
         models = [client.model for client in reversed(self._ready()) if client.model is not None]
-        models.sort(key=lambda model: has_embeds and model.takes_prompt_embeds)
+        models.sort(key=lambda model: all(need.is_met(model) for need in needs))
         return {model.name: model for model in models}
 
-    def model(self, name: str, *, has_embeds: bool = False) -> ServedModel:
+    def model(self, name: str, needs: Iterable[EngineNeed] = ()) -> ServedModel:
         """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
-        With `has_embeds`, one for a prompt of embeddings is preferred.
+        One of an engine that meets all `needs` is preferred.
         Raises NotFound, InvalidArgument for an empty name if there are several models, Unavailable if no
         engine is ready.
         """
         now = self._clock.now()
         expected = {known: model for known, (model, until) in self._expected.items() if until > now}
-        models = expected | self.models(has_embeds=has_embeds)
+        models = expected | self.models(needs)
         if not models:
             raise self._nothing_ready()
         if name in models:
@@ -132,16 +132,20 @@ class Directory:
         return until if until > self._clock.now() else None
 
     def ready_for(
-        self, model: ServedModel, *, is_exact: bool = False, has_embeds: bool = False
+        self, model: ServedModel, *, is_exact: bool = False, needs: Iterable[EngineNeed] = ()
     ) -> list[EngineClient]:
-        """The ready engines that serve `model`.
+        """The ready engines that serve `model` and meet all `needs`.
 
-        With `is_exact`, only those that can continue a request that another engine began. With `has_embeds`,
-        only those that accept prompts of embeddings.
+        With `is_exact`, only those that can continue a request that another engine began.
         """
         serves = _is_equal if is_exact else _serves
-        ready = [client for client in self._ready() if serves(client, model)]
-        return list(filter(_takes_embeds, ready)) if has_embeds else ready
+        return [
+            client
+            for client in self._ready()
+            if client.model is not None
+            and serves(client.model, model)
+            and all(need.is_met(client.model) for need in needs)
+        ]
 
     def pick(
         self,
@@ -156,7 +160,7 @@ class Directory:
         Raises InvalidArgument for a rank that no engine can have, ResourceExhausted if all are full,
         Unavailable if none is ready.
         """
-        able = self.ready_for(model, is_exact=is_exact, has_embeds=request.has_embeds)
+        able = self.ready_for(model, is_exact=is_exact, needs=request.needs)
         ready = list(filter(is_allowed, able))
         clients = {client.address: client for client in ready if client.has_room(request.num_requests)}
         # In the same order on every frontend, in whatever order each learned of the engines.
@@ -187,9 +191,11 @@ class Directory:
                 retry_after_ms=RETRY_AFTER_MS,
             )
         if not able and self.ready_for(model, is_exact=is_exact):
+            # None of the needs is met, or each by other engines.
+            need = request.needs[0]
             raise Unavailable(
-                f"no engine of model {model.name!r} that takes embeds is ready",
-                reason="EMBEDS_NOT_READY",
+                f"no engine of model {model.name!r} that {need.description} is ready",
+                reason=need.reason,
                 retry_after_ms=RETRY_AFTER_MS,
             )
         raise self._nothing_ready()
@@ -252,28 +258,20 @@ class Directory:
         )
 
 
-def _serves(client: EngineClient, model: ServedModel) -> bool:
-    mine = client.model
+def _serves(mine: ServedModel, model: ServedModel) -> bool:
     return (
-        mine is not None
-        and mine.name == model.name
+        mine.name == model.name
         and mine.text_key == model.text_key
         and mine.max_model_len >= model.max_model_len
     )
 
 
-def _is_equal(client: EngineClient, model: ServedModel) -> bool:
-    mine = client.model
+def _is_equal(mine: ServedModel, model: ServedModel) -> bool:
     return (
-        mine is not None
-        and _serves(client, model)
+        _serves(mine, model)
         and mine.max_model_len == model.max_model_len
         and mine.fingerprint == model.fingerprint
     )
-
-
-def _takes_embeds(client: EngineClient) -> bool:
-    return client.model is not None and client.model.takes_prompt_embeds
 
 
 def _valid_address(address: str) -> str:

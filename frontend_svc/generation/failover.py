@@ -220,7 +220,7 @@ class Migration:
         requirements, origin = self._requirements, self._origin
         # The other routing fields only express a preference among the engines that can take it.
         routing = requirements.routing
-        needs = routing.data_parallel_rank, routing.num_requests, routing.has_embeds
+        needs = routing.data_parallel_rank, routing.num_requests, routing.needs
         refused_by = frozenset(map(id, self._refused_by))
         return id(requirements.model), *needs, requirements.is_exact, id(origin), refused_by
 
@@ -400,7 +400,7 @@ class Migration:
         self.forgive()
         requirements = self._requirements
         ready = self._failover.directory.ready_for(
-            requirements.model, is_exact=requirements.is_exact, has_embeds=requirements.routing.has_embeds
+            requirements.model, is_exact=requirements.is_exact, needs=requirements.routing.needs
         )
         return bool(ready) and self._refused_by.issuperset(ready)
 

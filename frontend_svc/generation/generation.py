@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator
 
+from google.protobuf.message import Message
+
 from frontend_svc.engines.adoption.takeover import AdoptedRequest, make_resumable
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
@@ -15,17 +17,17 @@ from frontend_svc.generation.admission import Admission
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
+from frontend_svc.generation.group import make_states
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
+from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
 from frontend_svc.generation.tracing import RequestTrace
-from frontend_svc.output.collector import Collector, Ending, EndReason, Output, OutputKind, ReaderLimit
-from frontend_svc.output.group import make_states
+from frontend_svc.options.option import AnyRequest
+from frontend_svc.output.collector import Ending, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.loss import LossKind, refusal_of_begun
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.preprocess import AnyRequest, Prepared, check_request, prepare
 from frontend_svc.text.prompt import Prompt, RequestPrompt
-from frontend_svc.text.sampling import stream_interval
 from frontend_svc.text.tokenize.id_column import id_column
 from service_kit.errors import ServiceError
 from triptych.api.v1 import generate_pb2
@@ -52,11 +54,11 @@ class OpenRequest:
         self._caller = caller
         self.request_id = request_id
         self.model = requirements.model.name
-        self.prompt_token_ids = prepared.prompt_token_ids
+        self.prompt_token_ids = prepared.prompt.token_ids
         self.finish_reason = "abort"
         self.states = states
         self._entries = prepared.entries
-        self._tensors = prepared.tensors
+        self._tensors = prepared.prompt.tensors
         self._collector = states[0].collector
         self._clock = failover.clock
         self._arrived_at = arrived_at
@@ -99,6 +101,10 @@ class OpenRequest:
                 if piece.ending.reason is EndReason.ABORT and self._caller.is_late():
                     raise too_late()
         return output
+
+    def fill(self, message: Message, index: int = 0) -> None:
+        """Add to a message of the answer what the request's options have read of output `index`."""
+        self.states[index].fill(message)
 
     @property
     def num_output_tokens(self) -> int:
@@ -202,7 +208,7 @@ class OpenRequest:
             return
         if cause is LossKind.REFUSED and len(self._handles) > 1:
             client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
-        has_begun = any(state.has_begun or state.num_prompt_reported for state in self.states)
+        has_begun = any(state.has_begun for state in self.states)
         for state in self.states:
             state.is_continued = has_begun
         if cause is LossKind.REFUSED and has_begun:
@@ -262,10 +268,10 @@ class Generation:
             self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
-            model = self._directory.model(request.model, has_embeds=prompt.field == "embeds")
+            model = self._directory.model(request.model, needs_of(request))
             prepared = await self._prepare(request, prompt, model, caller, trace)
-            self._admission.add_prompt(ticket, len(prepared.prompt_token_ids))
-            opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked)
+            self._admission.add_prompt(ticket, len(prepared.prompt.token_ids))
+            opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked)
             opened.on_read = lambda: self._admission.leave_queue(ticket)
             with _kept_open(opened, caller, trace):
                 opened.start()
@@ -295,7 +301,7 @@ class Generation:
                 max_tokens=self._reader_limit.max_tokens + adopted.num_tokens,
                 max_bytes=self._reader_limit.max_bytes + adopted.size_bytes,
             )
-            opened = self._opened(request, prompt, prepared, model, caller, kind, trace, tracked, limit=limit)
+            opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked, limit=limit)
             with _kept_open(opened, caller, trace):
                 opened.take_over(adopted)
                 tracked.follow(opened)
@@ -306,7 +312,6 @@ class Generation:
         request: AnyRequest,
         prompt: Prompt,
         prepared: Prepared,
-        model: ServedModel,
         caller: Caller,
         kind: OutputKind,
         trace: RequestTrace,
@@ -317,22 +322,14 @@ class Generation:
         trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         for entry in prepared.entries:
             entry.trace_context.CopyFrom(trace_context)
-        collector = Collector(
+        states = make_states(
+            request,
+            prepared,
             kind,
-            len(prepared.entries),
-            stream_interval=stream_interval(request.sampling, self._limits),
+            markers=prompt.markers,
+            stream_interval=max(self._limits.stream_interval, request.sampling.stream_interval),
             limit=limit or self._reader_limit,
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
-            awaits_prompt=request.sampling.HasField("prompt_logprobs"),
-        )
-        states = make_states(
-            request.sampling,
-            prepared.prompt_token_ids,
-            model,
-            collector,
-            len(prepared.entries),
-            markers=prompt.markers,
-            num_leading_positions=prepared.num_leading_positions,
         )
         opened = OpenRequest(
             caller,
@@ -340,7 +337,7 @@ class Generation:
             prepared,
             states,
             self._failover,
-            EngineRequirements(model, _routing(request, prepared)),
+            EngineRequirements(prepared.prompt.model, _routing(request, prepared)),
             trace,
             tracked.arrived_at,
         )
@@ -351,23 +348,29 @@ class Generation:
     ) -> Prepared:
         check_request(request, prompt, model, self._limits)
         with trace.tokenizing():
-            prepared = await prepare(request, prompt, model, self._limits)
+            prepared = await prepare(request, prompt, model)
         if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
             request_id = request.request_id or caller.request_id
-            make_resumable(prepared, request, request_id, caller.resume_token)
-        trace.note_request(model.name, len(prepared.prompt_token_ids), prepared.entries[0].sampling)
+            make_resumable(
+                prepared.entries,
+                request,
+                request_id,
+                caller.resume_token,
+                has_tensors=bool(prepared.prompt.tensors),
+            )
+        trace.note_request(model.name, len(prepared.prompt.token_ids), prepared.entries[0].sampling)
         return prepared
 
 
 def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
     return RoutingRequest(
-        num_prompt_tokens=len(prepared.prompt_token_ids),
+        num_prompt_tokens=len(prepared.prompt.token_ids),
         num_requests=len(prepared.entries),
         session_id=request.session_id,
-        # Token ids at positions of embeddings do not show whether two prompts have a common prefix.
-        prefix_hash=b"" if prepared.tensors else prefix_hash(prepared.prompt_token_ids),
+        # Token ids at positions of tensors do not show whether two prompts have a common prefix.
+        prefix_hash=b"" if prepared.prompt.tensors else prefix_hash(prepared.prompt.token_ids),
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
-        has_embeds=bool(prepared.tensors),
+        needs=needs_of(request),
     )
 
 

@@ -69,7 +69,6 @@ class Output:
 
     pieces: list[OutputPiece]
     num_cached_tokens: int
-    prompt_logprobs: Logprobs | None
     is_last: bool
 
 
@@ -132,14 +131,12 @@ class Collector:
 
     A slow reader, which leaves more than its limit unread for the grace time or four times the limit at any
     moment, is ended with ResourceExhausted; `on_slow` is then called once, so that the owner can abort the
-    requests. With `awaits_prompt` nothing can be read before output 0 has begun, because the prompt's
-    logprobs are delivered with it.
+    requests. With `awaits_first` nothing can be read before output 0 has begun.
     """
 
     __slots__ = (
-        "_awaits_prompt", "_error", "_interval", "_is_ready", "_kind", "_limit", "_max_bytes", "_max_tokens",
-        "_num_bytes", "_num_cached", "_num_open", "_num_unread", "_on_slow", "_prompt_logprobs", "_reader",
-        "_slots", "_timer",
+        "_awaits_first", "_error", "_interval", "_is_ready", "_kind", "_limit", "_max_bytes", "_max_tokens",
+        "_num_bytes", "_num_cached", "_num_open", "_num_unread", "_on_slow", "_reader", "_slots", "_timer",
     )  # fmt: skip
 
     def __init__(
@@ -150,7 +147,7 @@ class Collector:
         stream_interval: int,
         limit: ReaderLimit,
         on_slow: Callable[[], None],
-        awaits_prompt: bool = False,
+        awaits_first: bool = False,
     ) -> None:
         self._kind = kind
         self._interval = stream_interval
@@ -158,13 +155,12 @@ class Collector:
         self._max_tokens = n * limit.max_tokens
         self._max_bytes = n * limit.max_bytes
         self._on_slow = on_slow
-        self._awaits_prompt = awaits_prompt
+        self._awaits_first = awaits_first
         self._slots = [_Slot() for _ in range(n)]
         self._num_open = n
         self._num_bytes = 0
         self._num_unread = 0
         self._num_cached = 0
-        self._prompt_logprobs: Logprobs | None = None
         self._error: ServiceError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_ready = False
@@ -219,13 +215,6 @@ class Collector:
     def note_cached(self, num_cached_tokens: int) -> None:
         self._num_cached = max(self._num_cached, num_cached_tokens)
 
-    def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Add the logprobs of the next prompt positions."""
-        if self._prompt_logprobs is None:
-            self._prompt_logprobs = logprobs
-        else:
-            self._prompt_logprobs.extend(logprobs)
-
     def fail(self, error: ServiceError) -> None:
         """End with `error`, which is read before anything unread. The first error counts."""
         if self._error is None:
@@ -247,17 +236,15 @@ class Collector:
             if slot.is_due:
                 self._num_unread -= slot.num_unread
                 pieces.append(slot.take(index, keeps=keeps))
-        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         self._num_bytes = 0
         self._stop_timer()
         is_last = not self._num_open and all(slot.is_delivered for slot in self._slots)
-        return Output(pieces, self._num_cached, prompt_logprobs, is_last)
+        return Output(pieces, self._num_cached, is_last)
 
     def close(self) -> None:
         """Drop everything: the reader is gone."""
         for slot in self._slots:
             slot.clear()
-        self._prompt_logprobs = None
         self._num_bytes = self._num_unread = 0
         self._stop_timer()
         # `on_slow` refers to the owner of this object: only a full collection would free the cycle.
@@ -275,7 +262,7 @@ class Collector:
     def _wake_if_due(self) -> None:
         if self._kind is OutputKind.FINAL_ONLY and self._num_open:
             return
-        if self._awaits_prompt and not (self._slots[0].num_output or self._slots[0].ending):
+        if self._awaits_first and not (self._slots[0].num_output or self._slots[0].ending):
             return
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Logprobs of a request's tokens, with their texts. Knows no wire and no collector."""
+"""Logprobs of a request's tokens, with their texts. Knows no step message and no collector."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.tokenize.token_text import MAX_CONTEXT_TOKENS, TokenTexts
+from triptych.common.v1 import output_pb2, sampling_pb2
 
 
 @dataclass(slots=True)
@@ -118,3 +120,26 @@ def _add_top(read: Logprobs, columns: LogprobColumns) -> None:
             values.pop()
         read.top_ids.append(columns.top_ids[start : start + len(values)])
         read.top_logprobs.append(values)
+
+
+def check_num_logprobs(
+    sampling: sampling_pb2.SamplingParams, name: str, most: int, vocab_size: int, violations: Violations
+) -> None:
+    """Add a violation for a number of alternatives above `most`; -1 is the vocabulary."""
+    if not sampling.HasField(name):
+        return
+    least, most, note = (-1, vocab_size, " (-1: the vocabulary)") if most == -1 else (0, most, "")
+    value = getattr(sampling, name)
+    violations.need(least <= value <= most, f"sampling.{name}", value, f"must be in {least}..{most}{note}")
+
+
+def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:
+    """Write log probabilities into an empty submessage, which is set even if there are none."""
+    message.SetInParent()
+    message.token_ids.extend(logprobs.token_ids)
+    message.logprobs.extend(logprobs.logprobs)
+    message.ranks.extend(logprobs.ranks)
+    message.texts.extend(logprobs.texts)
+    for index, (ids, values) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)):
+        texts = logprobs.top_texts[index] if logprobs.top_texts else ()
+        message.top.add(token_ids=ids, logprobs=values, texts=texts)

@@ -11,6 +11,7 @@ from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss, LossKind
 from service_kit.errors import Aborted, Internal, ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import step_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,13 @@ class PoolingState:
         """Wait for the result. Raises the error that ended the request."""
         return await self._result
 
-    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
+    def add_extra(self, extra: step_pb2.StepExtra) -> None:
         """Store the result, which is delivered when the request has ended."""
-        self._tensor = tensor
+        if extra.HasField("pooling_output"):
+            self._tensor = extra.pooling_output
 
     def note_cached(self, num_cached_tokens: int) -> None:
         self._num_cached = num_cached_tokens
-
-    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        """Ignored: pooling requests have no logprobs."""
 
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None

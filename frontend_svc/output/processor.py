@@ -12,7 +12,7 @@ from frontend_svc.output.collector import Ending
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss
 from service_kit.errors import ServiceError
-from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import step_pb2
 
 _Value = TypeVar("_Value")
 
@@ -31,9 +31,7 @@ class Receiver(Protocol):
 
     def note_cached(self, num_cached_tokens: int) -> None: ...
 
-    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None: ...
-
-    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None: ...
+    def add_extra(self, extra: step_pb2.StepExtra) -> None: ...
 
     def fail(self, error: ServiceError) -> None: ...
 
@@ -46,7 +44,7 @@ class StepColumns:
     """One step's outputs as parallel columns. Mappings are keyed by row and sparse. Never modified.
 
     logprobs: one entry per entry of `token_ids`.
-    prompts: prompt logprobs as (first position, columns).
+    extras: what the row has beside tokens, which `Receiver.add_extra` gets before them.
     parts: number of tokens per step, for rows merged from several steps.
     """
 
@@ -56,8 +54,7 @@ class StepColumns:
     endings: Mapping[int, Ending]
     cached: Mapping[int, int]
     logprobs: LogprobColumns | None = None
-    prompts: Mapping[int, list[tuple[int, LogprobColumns]]] = field(default_factory=dict)
-    pooled: Mapping[int, tensor_pb2.Tensor] = field(default_factory=dict)
+    extras: Mapping[int, Sequence[step_pb2.StepExtra]] = field(default_factory=dict)
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def slices(self, max_rows: int) -> Iterator[StepColumns]:
@@ -89,15 +86,13 @@ class StepColumns:
             None,
             _NOTHING,
             _NOTHING,
-            _NOTHING,
         )
         if self.logprobs is not None:
             piece.logprobs = self.logprobs.part(start, end)
-        if self.endings or self.cached or self.prompts or self.pooled or self.parts:
+        if self.endings or self.cached or self.extras or self.parts:
             rows = range(first, stop)
             piece.endings, piece.cached = _of_rows(self.endings, rows), _of_rows(self.cached, rows)
-            piece.prompts, piece.pooled = _of_rows(self.prompts, rows), _of_rows(self.pooled, rows)
-            piece.parts = _of_rows(self.parts, rows)
+            piece.extras, piece.parts = _of_rows(self.extras, rows), _of_rows(self.parts, rows)
         return piece
 
 
@@ -132,7 +127,7 @@ class OutputProcessor:
 
         Rows of unknown handles are dropped: an abort and an output may cross.
         """
-        self._add_prompt_logprobs(step)
+        self._add_extras(step)
         if step.logprobs is None and not step.endings and not step.parts:
             return self._process_tokens(step)
         to_abort: list[int] = []
@@ -211,22 +206,19 @@ class OutputProcessor:
             state.lose(loss)
         return handles
 
-    def _add_prompt_logprobs(self, step: StepColumns) -> None:
-        if not (step.cached or step.prompts or step.pooled):
+    def _add_extras(self, step: StepColumns) -> None:
+        """Pass on what rows have before their tokens."""
+        if not (step.cached or step.extras):
             return
         for row, num_cached in step.cached.items():
             state = self._states.get(step.handles[row])
             if state is not None:
                 state.note_cached(num_cached)
-        for row, parts in step.prompts.items():
-            state = self._states.get(step.handles[row])
-            for first_position, columns in parts:
-                if state is not None:
-                    state.add_prompt_logprobs(first_position, columns)
-        for row, tensor in step.pooled.items():
+        for row, extras in step.extras.items():
             state = self._states.get(step.handles[row])
             if state is not None:
-                state.add_pooled(tensor)
+                for extra in extras:
+                    state.add_extra(extra)
 
     def _advance_by_parts(
         self,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns, time_ns
+from typing import Protocol
+
+from google.protobuf.message import Message
 
 from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
@@ -12,7 +15,23 @@ from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
 from service_kit.errors import ServiceError, Unavailable
-from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import step_pb2
+
+
+class OutputReader(Protocol):
+    """Reads what engines add to the rows of one output beside its tokens, and reports it in the answer.
+
+    extra: the field of StepExtra that it reads.
+    is_awaited: whether the client gets nothing before the output has begun.
+    fill: called with each message that begins the answer or ends the output, to set fields of its own.
+    """
+
+    extra: str
+    is_awaited: bool
+
+    def read(self, extra: step_pb2.StepExtra) -> None: ...
+
+    def fill(self, message: Message) -> None: ...
 
 
 class RequestState:
@@ -25,10 +44,9 @@ class RequestState:
     """
 
     __slots__ = (
-        "_detokenizer", "_include_stop", "_index", "_logprobs", "_min_tokens", "_prompt",
-        "_prompt_token_ids", "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended",
-        "is_continued", "last_output_at_ns", "num_prompt_reported", "on_lost", "on_output",
-        "output_token_ids",
+        "_detokenizer", "_has_read", "_include_stop", "_index", "_logprobs", "_min_tokens", "_readers",
+        "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended", "is_continued",
+        "last_output_at_ns", "on_lost", "on_output", "output_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -41,8 +59,7 @@ class RequestState:
         min_tokens: int,
         index: int = 0,
         logprobs: LogprobReader | None = None,
-        prompt_logprobs: LogprobReader | None = None,
-        prompt_token_ids: list[int] | None = None,
+        readers: Sequence[OutputReader] = (),
     ) -> None:
         self.collector = collector
         self._detokenizer = detokenizer
@@ -51,9 +68,8 @@ class RequestState:
         self._min_tokens = min_tokens
         self._index = index
         self._logprobs = logprobs
-        self._prompt = prompt_logprobs
-        self._prompt_token_ids = prompt_token_ids or []
-        self.num_prompt_reported = 0  # prompt positions with logprobs already passed on
+        self._readers = {reader.extra: reader for reader in readers}
+        self._has_read = False
         self.output_token_ids = array("I")
         self.has_ended = False
         self.is_continued = False  # whether its group began on an engine that was lost
@@ -69,8 +85,8 @@ class RequestState:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was any output."""
-        return len(self.output_token_ids) > 0
+        """Whether there was any output, or anything for a reader."""
+        return self._has_read or len(self.output_token_ids) > 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -129,22 +145,17 @@ class RequestState:
         else:
             self.on_lost(loss.kind, loss.error())
 
-    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
-        """Ignored: this is no pooling request."""
+    def add_extra(self, extra: step_pb2.StepExtra) -> None:
+        """Pass it to its reader; without one it is ignored."""
+        reader = self._readers.get(extra.WhichOneof("extra") or "")
+        if reader is not None:
+            reader.read(extra)
+            self._has_read = True
 
-    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        """Add logprobs of prompt positions from `first_position` on.
-
-        Positions that a lost engine has already reported are skipped.
-        """
-        num_positions = len(columns.ranks)
-        num_reported = max(0, self.num_prompt_reported - first_position)
-        if self._prompt is None or num_reported >= num_positions:
-            return
-        self.num_prompt_reported = first_position + num_positions
-        ids = self._prompt_token_ids[first_position + num_reported : self.num_prompt_reported]
-        new = columns.part(num_reported, num_positions) if num_reported else columns
-        self.collector.add_prompt_logprobs(self._prompt.read(ids, new))
+    def fill(self, message: Message) -> None:
+        """Add to a message of the answer what the readers have read."""
+        for reader in self._readers.values():
+            reader.fill(message)
 
     def _text_of(
         self, detokenizer: Detokenizer, token_ids: list[int], ending: Ending | None

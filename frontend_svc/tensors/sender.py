@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -121,20 +122,20 @@ class TensorSender:
 
     def _put_in_entry(self, tensor: WireTensor, entries: Sequence[add_pb2.AddEntry]) -> bool:
         """Put a tensor into the ADDs or into shared memory; False if it has to be uploaded."""
-        mine = [entry for entry in entries if entry.prompt_embeds.blob.sha256 == tensor.digest]
+        references = {entry.handle: _references(entry, tensor) for entry in entries}
         if len(tensor.data) <= INLINE_BYTES:
-            for entry in mine:
-                entry.prompt_embeds.inline = tensor.data
+            for reference in itertools.chain(*references.values()):
+                reference.inline = tensor.data
             return True
         segment = self._lend(tensor.data) if self._is_neighbour else None
         if segment is None:
             return False
-        self._lent.append(_Lent(segment, {entry.handle for entry in mine}))
-        reference = tensor_pb2.SharedMemoryReference(
+        self._lent.append(_Lent(segment, {handle for handle, found in references.items() if found}))
+        shared = tensor_pb2.SharedMemoryReference(
             name=segment.name, size=len(tensor.data), owner=self._frontend_id
         )
-        for entry in mine:
-            entry.prompt_embeds.shm.CopyFrom(reference)
+        for reference in itertools.chain(*references.values()):
+            reference.shm.CopyFrom(shared)
         return True
 
     def _lend(self, data: bytes) -> shared_memory.Segment | None:
@@ -178,6 +179,15 @@ class TensorSender:
                 self._fail(entry.handle, error)
         else:
             self._send(_take(entries, handles))
+
+
+def _references(entry: add_pb2.AddEntry, tensor: WireTensor) -> list[tensor_pb2.Tensor]:
+    """The fields of an ADD that refer to `tensor`, whatever they are for."""
+    return [
+        value
+        for _, value in entry.ListFields()
+        if isinstance(value, tensor_pb2.Tensor) and value.blob.sha256 == tensor.digest
+    ]
 
 
 def _take(entries: Sequence[add_pb2.AddEntry], handles: set[int]) -> list[add_pb2.AddEntry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from service_kit.errors import InvalidArgument
@@ -14,7 +14,7 @@ _MAX_FOUND = 64
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits that hold for every model. Ranges are inclusive.
+    """The limits that are configured, reported to clients or used in several files. Ranges are inclusive.
 
     max_logprobs: -1 is the vocabulary size.  stream_interval: a minimum, smaller requested values are raised
     to it instead of refused.
@@ -22,27 +22,15 @@ class RequestLimits:
 
     max_n: int = 64
     max_logprobs: int = 20
-    max_logprob_token_ids: int = 128
-    max_prompt_logprob_entries: int = 200_000
-    max_temperature: float = 2.0
     max_priority: int = 100
-    max_penalty: float = 2.0
-    min_repetition_penalty: float = 0.001
-    max_repetition_penalty: float = 1000.0
     max_stop_strings: int = 16
     max_stop_string_chars: int = 256
-    max_stop_token_ids: int = 4096
     max_bad_words: int = 128
-    max_bad_word_chars: int = 1024
     max_logit_bias: int = 300
-    max_abs_logit_bias: float = 100.0
     max_id_chars: int = 128
     stream_interval: int = 1
-    max_stream_interval: int = 4096
     max_pooling_inputs: int = 2048
     max_dimensions: int = 65_536
-    max_pattern_size: int = 256
-    max_pattern_count: int = 64
 
 
 class Violations:
@@ -74,6 +62,19 @@ class Violations:
             self._found.append((field, f"{_field_path(field, index)} has {num} {unit}, must have {limit}"))
         return is_fine
 
+    def need_texts(self, field: str, texts: Sequence[str], unit: str, most: int, *, max_chars: int) -> None:
+        """Record violations unless `field` has at most `most` texts, each of 1..`max_chars` characters."""
+        self.need_count(field, len(texts), unit, 0, most)
+        for index, text in enumerate(texts[:most]):
+            self.need_count(field, len(text), "characters", 1, max_chars, index=index)
+
+    def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+        """Record a violation for the first id that is not in the vocabulary."""
+        if token_ids and max(token_ids) >= vocab_size:
+            index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
+            rule = f"must be below the vocabulary size of {vocab_size}"
+            self.add(field, token_ids[index], rule, index=index)
+
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Record a violation unless `is_fine`."""
         if not is_fine:
@@ -93,5 +94,6 @@ def _field_path(field: str, index: int | None) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    # A proto float has seven significant digits; more would show digits the client did not send.
+    text = repr(float(f"{value:.7g}") if isinstance(value, float) else value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

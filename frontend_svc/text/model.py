@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from frontend_svc.parsers.registry import NONE, ParserNames
 from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import session_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +53,20 @@ class GenerationDefaults:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
 
+    def chosen(self, sampling: sampling_pb2.SamplingParams, name: str, neutral: float) -> float:
+        """The client's value of a parameter, else the model's, else `neutral`."""
+        if sampling.HasField(name):
+            return float(getattr(sampling, name))
+        default = getattr(self, name)
+        return neutral if default is None else float(default)
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model by its name. Models with equal `text_key` tokenize prompts in the same way."""
+    """One model by its name. Models with equal `text_key` tokenize prompts in the same way.
+
+    ready: the message in which its engine announced it, for what concerns one request option alone.
+    """
 
     name: str
     text_key: str
@@ -67,9 +79,8 @@ class ServedModel:
     supported_tasks: tuple[str, ...] = ()
     class_labels: tuple[str, ...] = ()
     has_chat_template: bool = False
-    hidden_size: int = 0  # of the input embeddings; 0: not known
-    takes_prompt_embeds: bool = False
     parsers: ParserNames = field(default_factory=lambda: ParserNames(NONE, NONE))
+    ready: session_pb2.Ready = field(default_factory=session_pb2.Ready, compare=False)
 
     @property
     def max_text_chars(self) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import check_fits, check_text
-from frontend_svc.text.sampling import check_token_ids
 from service_kit.errors import Internal, Unimplemented
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
@@ -102,7 +101,7 @@ def check_inputs(
         else:
             ids = entry.token_ids.ids
             if violations.need_count(f"{entry_field}.token_ids", len(ids), "ids", 1, model.max_model_len):
-                check_token_ids(f"{entry_field}.token_ids", ids, model.vocab_size, violations)
+                violations.need_ids(f"{entry_field}.token_ids", ids, model.vocab_size)
 
 
 async def tokenize_inputs(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from frontend_svc.text.embeds import EmbeddingPositions, check_embeds, embedded_token_ids, embedding_positions
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from frontend_svc.text.sampling import check_token_ids
 from service_kit.errors import InvalidArgument, Unimplemented
 from triptych.api.v1 import generate_pb2
 
 MAX_ORPHAN_GRACE_MS = 5000
+_INPUTS = [field.name for field in generate_pb2.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields]
 
 
 class Prompt(Protocol):
@@ -21,7 +20,6 @@ class Prompt(Protocol):
     markers: special tokens that stay in the output's text even if special tokens are skipped.
     check: adds violations for what can be checked cheaply.
     tokenize: the token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early.
-    embedded: the embeddings at positions without a token, if there are any.
     """
 
     @property
@@ -34,11 +32,9 @@ class Prompt(Protocol):
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]: ...
 
-    async def embedded(self) -> EmbeddingPositions | None: ...
-
 
 class RequestPrompt:
-    """The prompt of a GenerateRequest: text, token ids, or embeddings."""
+    """The prompt of a GenerateRequest: a text, token ids, or an input of which a request option knows."""
 
     markers: frozenset[str] = frozenset()
 
@@ -48,7 +44,7 @@ class RequestPrompt:
 
     @property
     def field(self) -> str:
-        """`prompt`, `token_ids` or `embeds`: the one that is set."""
+        """The input that is set, such as `prompt` or `token_ids`."""
         return self._kind or "input"
 
     def check(self, model: ServedModel, violations: Violations) -> None:
@@ -58,19 +54,20 @@ class RequestPrompt:
         rule = f"must be in 0..{MAX_ORPHAN_GRACE_MS}"
         violations.need(0 <= grace_ms <= MAX_ORPHAN_GRACE_MS, "orphan_grace_ms", grace_ms, rule)
         if self._kind is None:
-            violations.add("input", None, "must be one of prompt, token_ids, embeds")
+            violations.add("input", None, f"must be one of {', '.join(_INPUTS)}")
         elif self._kind == "prompt":
             violations.need(request.prompt != "", "prompt", request.prompt, "must not be empty")
         elif self._kind == "token_ids":
             ids = request.token_ids.ids
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
             if violations.need_count("token_ids", len(ids), "ids", 0, model.max_text_chars):
-                check_token_ids("token_ids", ids, model.vocab_size, violations)
-        elif self._kind == "embeds":
-            check_embeds(request, model, violations)
+                violations.need_ids("token_ids", ids, model.vocab_size)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """The token ids. Raises Unimplemented for media, InvalidArgument for text that is too long."""
+        """The token ids, none for an option's input.
+
+        Raises Unimplemented for media, InvalidArgument for text that is too long.
+        """
         request = self._request
         if request.media:
             raise Unimplemented(
@@ -78,17 +75,13 @@ class RequestPrompt:
             )
         if self._kind == "token_ids":
             return list(request.token_ids.ids)
-        if self._kind == "embeds":
-            return embedded_token_ids(request.embeds)
+        if self._kind != "prompt":
+            return []
         if not may_be_long:
             check_fits("prompt", request.prompt, model)
         check_text("prompt", request.prompt, model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
-
-    async def embedded(self) -> EmbeddingPositions | None:
-        """The embeddings of a checked prompt, without those at positions with a token."""
-        return await embedding_positions(self._request.embeds) if self._kind == "embeds" else None
 
 
 def check_text(field: str, text: str, model: ServedModel) -> None:

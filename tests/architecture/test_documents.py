@@ -13,8 +13,10 @@ import pytest
 
 from engine_svc.config import EngineConfig
 from engine_svc.scheduler.policies import POLICIES
+from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from tests.architecture.sources import ROOT
+from triptych.common.v1 import sampling_pb2
 
 GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = (
@@ -252,6 +254,9 @@ def choices(field: str) -> set[str]:
 def refused_by_the_frontend() -> set[str]:
     """The last part of each field that a refusal names: `tools[0].strict` is `strict`."""
     fields = matches(r'"not served yet: ([\w.\[\]{}]*\w)"', "frontend_svc/**/*.py")
+    fields |= matches(r'_unserved\("(\w+)"\)', "frontend_svc/generation/preprocess.py")
+    options = {name for option in OPTIONS for name in option.fields}
+    fields |= {f"sampling.{name}" for name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - options
     return {field.rpartition(".")[2] for field in fields}
 
 

@@ -16,8 +16,7 @@ from frontend_svc.output.loss import RETRY_AFTER_MS, Loss
 from frontend_svc.output.processor import OutputProcessor
 from frontend_svc.output.request_state import RequestState
 from service_kit.errors import ServiceError, Unavailable
-from triptych.common.v1 import tensor_pb2
-from triptych.engine.v1 import engine_pb2
+from triptych.engine.v1 import engine_pb2, step_pb2
 
 _ANSWER_LIMIT_S = 2.0
 # About the memory that a token takes while it waits for its reader, and each alternative of its logprobs.
@@ -53,11 +52,8 @@ class HeldOutputs:
     def note_cached(self, num_cached_tokens: int) -> None:
         self._calls.append(lambda state: state.note_cached(num_cached_tokens))
 
-    def add_prompt_logprobs(self, first_position: int, columns: LogprobColumns) -> None:
-        self._calls.append(lambda state: state.add_prompt_logprobs(first_position, columns))
-
-    def add_pooled(self, tensor: tensor_pb2.Tensor) -> None:
-        """Ignored: pooling requests are not adopted."""
+    def add_extra(self, extra: step_pb2.StepExtra) -> None:
+        self._calls.append(lambda state: state.add_extra(extra))
 
     def fail(self, error: ServiceError) -> None:
         self._lost = error

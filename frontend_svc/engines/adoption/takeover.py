@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -17,12 +17,11 @@ from google.protobuf.message import DecodeError
 from frontend_svc.engines.adoption.orphaned_requests import Adoptee
 from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.engines.directory import Directory
-from frontend_svc.text.preprocess import Prepared
 from frontend_svc.text.tokenize.id_column import ids_of
 from service_kit.clock import Clock
 from service_kit.errors import FailedPrecondition, NotFound, ServiceError
 from triptych.api.v1 import generate_pb2, inference_pb2
-from triptych.engine.v1 import engine_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
 
 TOKEN_CHARACTERS = 32
 MAX_RESUME_STATE_BYTES = 64 * 1024
@@ -43,29 +42,34 @@ def output_request_id(token: str, output_index: int) -> str:
 
 
 def make_resumable(
-    prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str, token: str
+    entries: Sequence[add_pb2.AddEntry],
+    request: generate_pb2.GenerateRequest,
+    request_id: str,
+    token: str,
+    *,
+    has_tensors: bool,
 ) -> None:
     """Mark a stream's requests so that engines keep them for another frontend when this one dies.
 
     request_id: the id that the client knows.
     """
-    state = b"" if prepared.tensors else _resume_state(prepared, request, request_id)
-    # A request with data that another frontend cannot get, such as embeddings, ends with this frontend.
+    state = b"" if has_tensors else _resume_state(entries[0].request_seed, request, request_id)
+    # A request with tensors, which another frontend cannot get, ends with this frontend.
     can_move = 0 < len(state) <= MAX_RESUME_STATE_BYTES
-    for index, entry in enumerate(prepared.entries):
+    for index, entry in enumerate(entries):
         entry.request_id = output_request_id(token, index)
         if can_move:
             entry.orphan_grace_ms, entry.resume_state = request.orphan_grace_ms, state
 
 
-def _resume_state(prepared: Prepared, request: generate_pb2.GenerateRequest, request_id: str) -> bytes:
+def _resume_state(seed: int, request: generate_pb2.GenerateRequest, request_id: str) -> bytes:
     """The request for another frontend: without its prompt, which engines have, and with its seed."""
     kept = generate_pb2.GenerateRequest()
     kept.CopyFrom(request)
     kept.ClearField("input")
     kept.ClearField("truncate_prompt_tokens")
     kept.request_id = request_id
-    kept.sampling.seed = prepared.entries[0].request_seed
+    kept.sampling.seed = seed
     return kept.SerializeToString()
 
 

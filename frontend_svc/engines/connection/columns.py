@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
-from triptych.common.v1 import output_pb2, tensor_pb2
+from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
 
 _REASONS = {
@@ -43,15 +43,11 @@ def read_step(step: step_pb2.Step) -> StepColumns:
     cached = {first.row: first.num_cached_tokens for first in step.first}
     if max(endings, default=-1) >= num_rows or max(cached, default=-1) >= num_rows:
         raise MalformedStep(f"a finished or first row is beyond the {num_rows} rows")
-    prompts: dict[int, list[tuple[int, LogprobColumns]]] = {}
-    pooled: dict[int, tensor_pb2.Tensor] = {}
+    extras: dict[int, list[step_pb2.StepExtra]] = {}
     for extra in step.extras:
         if extra.row >= num_rows:
             raise MalformedStep(f"an extra row {extra.row} is beyond the {num_rows} rows")
-        if extra.HasField("prompt_logprobs"):
-            prompts.setdefault(extra.row, []).append(_prompt(extra.prompt_logprobs))
-        elif extra.HasField("pooling_output"):
-            pooled[extra.row] = extra.pooling_output
+        extras.setdefault(extra.row, []).append(extra)
     parts = {}
     for part in step.parts:
         if part.row >= num_rows or sum(part.num_tokens) != counts[part.row]:
@@ -60,24 +56,20 @@ def read_step(step: step_pb2.Step) -> StepColumns:
             )
         parts[part.row] = part.num_tokens
     logprobs = _sampled_logprobs(step, len(token_ids))
-    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, prompts, pooled, parts)
+    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, extras, parts)
 
 
 def _sampled_logprobs(step: step_pb2.Step, num_positions: int) -> LogprobColumns | None:
     if not step.sampled_logprobs:
         return None
     top = step.top_logprobs if step.HasField("top_logprobs") else None
-    return _logprobs(step.sampled_logprobs, step.sampled_ranks, top, num_positions)
+    return read_logprobs(step.sampled_logprobs, step.sampled_ranks, top, num_positions)
 
 
-def _prompt(message: step_pb2.PromptLogprobs) -> tuple[int, LogprobColumns]:
-    top = message.top if message.HasField("top") else None
-    return message.first_position, _logprobs(message.logprobs, message.ranks, top, len(message.ranks) // 4)
-
-
-def _logprobs(
+def read_logprobs(
     logprobs: bytes, ranks: bytes, top: step_pb2.StepTopLogprobs | None, num_positions: int
 ) -> LogprobColumns:
+    """Raises MalformedStep."""
     values, ranks_read = _f32("logprobs", logprobs), _u32("ranks", ranks)
     k = 0 if top is None else top.k
     top_ids = array("I") if top is None else _u32("top token_ids", top.token_ids)

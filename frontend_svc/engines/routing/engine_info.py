@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from frontend_svc.text.model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,18 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineNeed:
+    """What a request needs that not every engine of its model has.
+
+    `description` and `reason` are for the error if none is ready that has it.
+    """
+
+    description: str
+    reason: str
+    is_met: Callable[[ServedModel], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingRequest:
     """A request, or several outputs of one that go to an engine together."""
 
@@ -52,7 +66,7 @@ class RoutingRequest:
     prefix_hash: bytes = b""  # of the prompt's first tokens, see `prefix_hash`; empty: too short
     affinity_key: str = ""  # requests with equal keys must go to one engine; empty: none
     data_parallel_rank: int | None = None  # chosen by the client; None: any
-    has_embeds: bool = False  # its prompt contains embeddings, which not every engine accepts
+    needs: tuple[EngineNeed, ...] = ()
 
 
 class RoutingPolicy(Protocol):

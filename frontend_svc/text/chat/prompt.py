@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
-from frontend_svc.text.embeds import EmbeddingPositions
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2
@@ -53,6 +52,3 @@ class ChatPrompt:
         self.text += suffix
         # The end of the template and the suffix may share a token.
         return await model.tokenizer.encode(self.text, add_special_tokens=False)
-
-    async def embedded(self) -> EmbeddingPositions | None:
-        return None

@@ -215,20 +215,14 @@ async def test_a_cumulative_reader_keeps_what_it_was_given():
     assert second.logprobs == Logprobs([1, 2], [-1.0, -0.5], [1, 3])
 
 
-async def test_nothing_is_emitted_before_what_was_asked_of_the_prompt():
-    slot = group(OutputKind.DELTA, 2, awaits_prompt=True)
+async def test_where_the_first_output_is_awaited_nothing_is_emitted_before_it():
+    slot = group(OutputKind.DELTA, 2, awaits_first=True)
     slot.put(1, "b", [2], None)
     reader = asyncio.ensure_future(slot.get())
     await asyncio.sleep(0)
     assert not reader.done()
-    slot.add_prompt_logprobs(Logprobs([5], [float("-inf")], [1]))
-    slot.add_prompt_logprobs(Logprobs([6], [-1.0], [2]))
     slot.put(0, "a", [1], None)
-    output = await reader
-    assert output.prompt_logprobs == Logprobs([5, 6], [float("-inf"), -1.0], [1, 2])
-    assert [piece.text for piece in output.pieces] == ["a", "b"]
-    slot.put(0, "c", [3], None)
-    assert (await slot.get()).prompt_logprobs is None
+    assert [piece.text for piece in (await reader).pieces] == ["a", "b"]
 
 
 async def test_four_times_the_limit_ends_a_reader_at_once():

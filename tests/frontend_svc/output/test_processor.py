@@ -6,6 +6,7 @@ import asyncio
 from array import array
 
 import pytest
+from google.protobuf.message import Message
 
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader, Logprobs
@@ -16,10 +17,30 @@ from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
 from service_kit.errors import ResourceExhausted, Unavailable
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, id_of
+from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import step_pb2
 
 TOKENIZER = byte_level_tokenizer()
 A, B, C = (id_of(TOKENIZER, letter) for letter in "abc")
 LENGTH = Ending(EndReason.LENGTH)
+
+
+class NoteReader:
+    """Reads how many logits were not finite, and reports all of them as an error."""
+
+    extra = "nan_count"
+    is_awaited = False
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def read(self, extra: step_pb2.StepExtra) -> None:
+        self.counts.append(extra.nan_count)
+
+    def fill(self, message: Message) -> None:
+        if isinstance(message, generate_pb2.Finished):
+            message.error_message = str(self.counts)
 
 
 class Fixture:
@@ -40,7 +61,6 @@ class Fixture:
         self,
         handle: int,
         *stops: str,
-        prompt: list[int] | None = None,
         collector: Collector | None = None,
     ) -> RequestState:
         state = RequestState(
@@ -51,8 +71,7 @@ class Fixture:
             include_stop=False,
             min_tokens=0,
             logprobs=LogprobReader(None, has_top=True),
-            prompt_logprobs=LogprobReader(None, has_top=True),
-            prompt_token_ids=prompt,
+            readers=[NoteReader()],
             index=0 if collector is None else handle,
         )
         self.processor.register(handle, state)
@@ -158,6 +177,10 @@ async def test_86_final_only_is_nothing_until_both_have_ended_and_then_both_in_o
     assert output.is_last
 
 
+def counted(num: int) -> step_pb2.StepExtra:
+    return step_pb2.StepExtra(nan_count=num)
+
+
 def floats(*values: float) -> array[float]:
     return array("f", values)
 
@@ -190,16 +213,16 @@ async def test_an_output_with_a_token_without_logprob_has_no_sum():
     assert piece.cumulative_logprob is None
 
 
-async def test_prompt_logprobs_in_parts_come_with_the_first_token():
-    fixture, nan = Fixture(), float("nan")
-    state = fixture.add(1, prompt=[A, B, C])
-    early = {0: [(0, LogprobColumns(floats(nan, -1), ints(0, 4)))]}
-    fixture.processor.process(StepColumns([1], [0], [], {}, {}, None, early))
-    late = {0: [(2, LogprobColumns(floats(-2), ints(5)))]}
-    fixture.processor.process(StepColumns([1], [1], [A], {}, {}, None, late))
-    received = (await state.collector.get()).prompt_logprobs
-    assert received is not None
-    assert (received.token_ids, received.ranks, received.logprobs[1:]) == ([A, B, C], [0, 4, 5], [-1.0, -2.0])
+async def test_what_rows_have_beside_tokens_goes_to_its_reader_and_into_the_answer():
+    fixture = Fixture()
+    state, other = fixture.add(1), fixture.add(2)
+    unread = step_pb2.StepExtra(pooling_output=tensor_pb2.Tensor())
+    fixture.processor.process(StepColumns([1, 2], [0, 0], [], {}, {}, extras={0: [counted(3)], 1: [unread]}))
+    assert (state.has_begun, other.has_begun) == (True, False)
+    fixture.processor.process(StepColumns([5, 1], [0, 1], [A], {}, {}, extras={0: [unread], 1: [counted(4)]}))
+    finished = generate_pb2.Finished()
+    state.fill(finished)
+    assert finished.error_message == "[3, 4]"
 
 
 async def test_merged_steps_give_the_outputs_of_single_steps():
@@ -233,7 +256,7 @@ async def test_a_step_in_slices_gives_the_outputs_of_the_whole_step(max_rows):
     received = []
     for is_sliced in (False, True):
         fixture = Fixture()
-        states = [fixture.add(handle, "b", prompt=[A, C]) for handle in range(5)]
+        states = [fixture.add(handle, "b") for handle in range(5)]
         whole = StepColumns(
             array("I", [4, 3, 9, 2, 1, 0]),
             bytes([1, 2, 1, 0, 3, 0]),
@@ -243,7 +266,7 @@ async def test_a_step_in_slices_gives_the_outputs_of_the_whole_step(max_rows):
             LogprobColumns(
                 floats(-1, -2, -3, -4, -5, -6, -7), ints(*range(1, 8)), 1, ints(*range(7)), floats(*range(7))
             ),
-            {3: [(0, LogprobColumns(floats(-1, -2), ints(1, 2)))]},
+            {3: [counted(7)]},
             parts={4: [1, 2]},
         )
         slices = list(whole.slices(max_rows)) if is_sliced else [whole]
@@ -251,7 +274,10 @@ async def test_a_step_in_slices_gives_the_outputs_of_the_whole_step(max_rows):
         aborted = [handle for one in slices for handle in fixture.processor.process(one)]
         fixture.processor.process(step({handle: [C] for handle in range(5)}))
         outputs = [await state.collector.get() for state in states]
-        received.append((aborted, sorted(fixture.ended), outputs))
+        answers = [generate_pb2.Finished() for _ in states]
+        for state, answer in zip(states, answers, strict=True):
+            state.fill(answer)
+        received.append((aborted, sorted(fixture.ended), outputs, answers))
     assert received[0] == received[1]
     assert received[0][0] == [3]
 

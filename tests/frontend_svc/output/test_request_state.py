@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 
 import pytest
 
 from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, OutputPiece, ReaderLimit
-from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.output.processor import OutputProcessor, StepColumns
@@ -18,6 +16,7 @@ from frontend_svc.text.stop_strings import StopBuffer
 from service_kit.errors import Aborted, Internal, InvalidArgument, Unavailable
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import step_pb2
 
 TOKENIZER = byte_level_tokenizer()
 EOS_ID = id_of(TOKENIZER, EOS)
@@ -157,30 +156,10 @@ async def test_the_share_from_the_cache_stays_what_the_first_engine_said():
     assert request.collector.num_cached_tokens == 16
 
 
-def prompt_columns(*positions: int) -> LogprobColumns:
-    return LogprobColumns(array("f", [-1.0 * index for index in positions]), array("I", positions))
-
-
-async def test_prompt_positions_are_reported_once():
-    collector = Collector(OutputKind.DELTA, stream_interval=1, limit=ReaderLimit(), on_slow=lambda: None)
-    request = RequestState(
-        collector, None, None, include_stop=False, min_tokens=0,
-        prompt_logprobs=LogprobReader(None, has_top=False), prompt_token_ids=[10, 11, 12, 13],
-    )  # fmt: skip
-    request.add_prompt_logprobs(0, prompt_columns(0, 1))
-    # Another engine begins anew, and cuts the prompt elsewhere.
-    request.add_prompt_logprobs(0, prompt_columns(0))
-    request.add_prompt_logprobs(1, prompt_columns(1, 2))
-    request.add_prompt_logprobs(3, prompt_columns(3))
-    request.advance([5], Ending(EndReason.LENGTH))
-    reported = (await collector.get()).prompt_logprobs
-    assert reported is not None
-    assert (reported.token_ids, reported.logprobs) == ([10, 11, 12, 13], [0.0, -1.0, -2.0, -3.0])
-
-
 # A pooling request among others in flight.
 
 TENSOR = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1], inline=b"0000")
+RESULT = step_pb2.StepExtra(pooling_output=TENSOR)
 AT_STOP = Ending(EndReason.STOP)
 
 
@@ -193,7 +172,7 @@ def registered() -> tuple[OutputProcessor, PoolingState, list[int]]:
 
 async def test_the_result_is_there_when_the_request_ends_and_nothing_is_aborted():
     processor, state, ended = registered()
-    reported = StepColumns([9, 7], [0, 0], [], {}, {1: 16}, pooled={1: TENSOR, 0: TENSOR})
+    reported = StepColumns([9, 7], [0, 0], [], {}, {1: 16}, extras={1: [RESULT], 0: [RESULT]})
     assert processor.process(reported) == []
     assert 7 in processor
     assert processor.process(StepColumns([7], [0], [], {0: AT_STOP}, {})) == []
@@ -239,6 +218,6 @@ async def test_after_a_loss_or_a_temporary_refusal_another_engine_may_finish_it(
     processor.register(8, state)
     assert processor.fail(8, Unavailable("drains"))
     processor.register(9, state)
-    processor.process(StepColumns([9], [0], [], {0: AT_STOP}, {}, pooled={0: TENSOR}))
+    processor.process(StepColumns([9], [0], [], {0: AT_STOP}, {}, extras={0: [RESULT]}))
     assert (await state.result()).tensor == TENSOR
     assert reported == [LossKind.DEATH, LossKind.REFUSED]

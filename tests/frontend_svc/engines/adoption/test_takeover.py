@@ -15,8 +15,6 @@ from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.adoption.takeover import MAX_RESUME_STATE_BYTES, make_resumable, output_request_id
 from frontend_svc.engines.connection.client import EngineState
-from frontend_svc.tensors.wire_tensor import WireTensor
-from frontend_svc.text.preprocess import Prepared
 from service_kit.channel import open_channel
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
@@ -32,7 +30,7 @@ from tests.frontend_svc.fakes import (
 from tests.frontend_svc.generation.test_failover import CASES, read_outputs
 from tests.frontend_svc.token_source import TokenSource
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
-from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_client.errors import TriptychError
 from triptych_client.retry import Attempts, RetryPolicy
@@ -363,13 +361,10 @@ async def test_engines_are_sent_what_another_frontend_needs_and_no_prompt():
     assert (unkept.entry.resume_state, unkept.entry.HasField("orphan_grace_ms")) == (b"", False)
 
 
-@pytest.mark.parametrize("too_much", ["x" * MAX_RESUME_STATE_BYTES, "embeddings"])
-def test_what_cannot_be_kept_for_another_frontend_ends_with_its_own(too_much):
-    tensors = (WireTensor(tensor_pb2.Tensor(), b""),) if too_much == "embeddings" else ()
-    prepared = Prepared([add_pb2.AddEntry()], [5], tensors)
-    request = make_request(job_id="" if tensors else too_much, orphan_grace_ms=GRACE_MS)
-    make_resumable(prepared, request, "mine", "0" * 32)
-    (entry,) = prepared.entries
+@pytest.mark.parametrize(("job_id", "has_tensors"), [("x" * MAX_RESUME_STATE_BYTES, False), ("", True)])
+def test_what_cannot_be_kept_for_another_frontend_ends_with_its_own(job_id, has_tensors):
+    entry, request = add_pb2.AddEntry(), make_request(job_id=job_id, orphan_grace_ms=GRACE_MS)
+    make_resumable([entry], request, "mine", "0" * 32, has_tensors=has_tensors)
     assert (entry.request_id, entry.resume_state) == (output_request_id("0" * 32, 0), b"")
     assert not entry.HasField("orphan_grace_ms")
 

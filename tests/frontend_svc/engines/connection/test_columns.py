@@ -76,3 +76,12 @@ def test_wide_counts_and_no_counts():
 def test_columns_that_do_not_fit_are_malformed(step):
     with pytest.raises(MalformedStep):
         read_step(step)
+
+
+def test_what_rows_have_beside_tokens_is_handed_on_by_row():
+    step = step_pb2.Step(handles=u32(7, 9))
+    first, second = step.extras.add(row=1, nan_count=3), step.extras.add(row=1, nan_count=4)
+    assert read_step(step).extras == {1: [first, second]}
+    step.extras.add(row=2)
+    with pytest.raises(MalformedStep, match="an extra row 2 is beyond the 2 rows"):
+        read_step(step)

@@ -8,16 +8,19 @@ from dataclasses import replace
 
 import pytest
 
+from frontend_svc.engines.routing.engine_info import RoutingRequest
+from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
-from frontend_svc.text.preprocess import Prepared, check_request, prepare
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.errors import InvalidArgument, Unimplemented
+from service_kit.errors import InvalidArgument, Unavailable, Unimplemented
+from tests.frontend_svc.fakes import WAIT_S, Client, FakeEngine, answer, read_all, serving
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import session_pb2
 
 LIMITS = RequestLimits()
 HIDDEN = 3
@@ -35,8 +38,7 @@ async def model() -> AsyncIterator[ServedModel]:
         max_model_len=16,
         vocab_size=600,
         eos_token_ids=(0,),
-        hidden_size=HIDDEN,
-        takes_prompt_embeds=True,
+        ready=session_pb2.Ready(hidden_size=HIDDEN, takes_prompt_embeds=True),
     )
     await workers.close()
 
@@ -58,7 +60,7 @@ def request_of(
 async def prepared(request: generate_pb2.GenerateRequest, model: ServedModel) -> Prepared:
     prompt = RequestPrompt(request)
     check_request(request, prompt, model, LIMITS)
-    return await prepare(request, prompt, model, LIMITS)
+    return await prepare(request, prompt, model)
 
 
 @pytest.mark.parametrize("is_token", [b"", b"\0\0"])
@@ -66,33 +68,32 @@ async def prepared(request: generate_pb2.GenerateRequest, model: ServedModel) ->
 async def test_embeddings_alone_become_a_reference_and_their_bytes(model, is_token, token_ids):
     ready = await prepared(request_of(1.0, 2.0, is_token=is_token, token_ids=token_ids), model)
     (entry,) = ready.entries
-    (tensor,) = ready.tensors
+    (tensor,) = ready.prompt.tensors
     assert (tensor.data, entry.prompt_embeds) == (rows(1.0, 2.0), tensor.reference)
     assert (list(entry.prompt_embeds.shape), entry.prompt_token_ids, entry.is_token) == (
         [2, HIDDEN],
         b"",
         b"",
     )
-    assert (ready.prompt_token_ids, ready.num_leading_positions) == ([0, 0], 2)
+    assert (ready.prompt.token_ids, ready.prompt.context_ids) == ([0, 0], [])
 
 
 async def test_of_a_mixed_prompt_only_the_embeddings_that_count_are_sent(model):
     request = request_of(1, 2, 3, 4, 5, token_ids=(5, 6, 999_999, 8, 9), is_token=b"\1\1\0\0\1")
     ready = await prepared(request, model)
     (entry,) = ready.entries
-    assert ready.tensors[0].data == rows(3, 4)
+    assert ready.prompt.tensors[0].data == rows(3, 4)
     assert (entry.is_token, entry.prompt_token_ids) == (b"\1\1\0\0\1", id_column([5, 6, 0, 0, 9]))
     assert list(entry.prompt_embeds.shape) == [2, HIDDEN]
     # What stands behind the last embedding is text that the output goes on from.
-    assert ready.num_leading_positions == 4
+    assert ready.prompt.context_ids == [9]
 
 
 async def test_a_prompt_in_which_every_position_has_a_token_is_one_of_tokens(model):
     request = request_of(1, 2, token_ids=(5, 6), is_token=b"\1\1")
-    request.sampling.prompt_logprobs = 0
     request.return_prompt_token_ids = True
     ready = await prepared(request, model)
-    assert (ready.tensors, ready.num_leading_positions) == ((), 0)
+    assert (ready.prompt.tensors, ready.prompt.context_ids) == ([], [5, 6])
     assert not ready.entries[0].HasField("prompt_embeds")
     assert ready.entries[0].prompt_token_ids == id_column([5, 6])
 
@@ -102,21 +103,21 @@ async def test_all_outputs_of_a_group_refer_to_one_tensor(model):
     request.sampling.n = 3
     request.sampling.temperature = 1.0
     ready = await prepared(request, model)
-    assert len(ready.tensors) == 1
-    assert [entry.prompt_embeds for entry in ready.entries] == [ready.tensors[0].reference] * 3
+    assert len(ready.prompt.tensors) == 1
+    assert [entry.prompt_embeds for entry in ready.entries] == [ready.prompt.tensors[0].reference] * 3
 
 
 async def test_large_embeddings_have_the_digest_of_their_bytes_too(model):
-    wide = replace(model, hidden_size=100_000)
+    wide = replace(model, ready=session_pb2.Ready(hidden_size=100_000, takes_prompt_embeds=True))
     tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_BF16, shape=[2, 100_000], inline=bytes(400_000))
     request = generate_pb2.GenerateRequest(embeds=generate_pb2.PromptEmbeds(embeds=tensor))
     ready = await prepared(request, wide)
-    assert ready.tensors[0].reference.blob.size == len(ready.tensors[0].data) == 400_000
+    assert ready.prompt.tensors[0].reference.blob.size == len(ready.prompt.tensors[0].data) == 400_000
 
 
 async def test_where_no_engine_takes_embeddings_they_are_refused_by_name(model):
     with pytest.raises(Unimplemented) as caught:
-        await prepared(request_of(1.0), replace(model, takes_prompt_embeds=False))
+        await prepared(request_of(1.0), replace(model, ready=session_pb2.Ready()))
     assert caught.value.metadata == {"fields": "embeds"}
 
 
@@ -181,3 +182,67 @@ async def test_what_is_wrong_is_refused_by_field(model, changes, fields):
     with pytest.raises(InvalidArgument) as caught:
         await prepared(request, model)
     assert [name for name, _ in caught.value.violations] == fields
+
+
+# Prompts of embeddings among engines of one model, of which not all take them.
+
+
+class EmbeddingsEngine(FakeEngine):
+    """Takes prompts of embeddings, as it says."""
+
+    def _ready(self) -> session_pb2.Ready:
+        ready = super()._ready()
+        ready.hidden_size, ready.takes_prompt_embeds = HIDDEN, True
+        return ready
+
+
+def embedded_request(client: Client):
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[3, HIDDEN], inline=bytes(3 * HIDDEN * 4))
+    return client.inference.Generate(
+        generate_pb2.GenerateRequest(embeds=generate_pb2.PromptEmbeds(embeds=tensor)), timeout=WAIT_S
+    )
+
+
+@pytest.mark.parametrize("takers", [(0,), (1,), (2,)])
+async def test_embeddings_go_where_they_are_taken_whichever_engine_that_is(takers):
+    kinds = [EmbeddingsEngine if rank in takers else FakeEngine for rank in range(3)]
+    engines = [kind(answer(str(rank)), dp_rank=rank, is_ready=False) for rank, kind in enumerate(kinds)]
+    async with serving(*engines, waits_ready=False) as (client, _):
+        for num_ready, engine in enumerate(engines, start=1):
+            await engine.wait(lambda engine=engine: bool(engine.sessions))
+            engine.become_ready()
+            await client.until_engines_are_ready(num_ready)
+        embedded = {(await read_all(embedded_request(client)))[1] for _ in range(6)}
+        others = {(await read_all(client.generate([5 + turn])))[1] for turn in range(9)}
+    assert embedded == {str(rank) for rank in takers}
+    assert len(others) == len(engines)
+
+
+async def test_embeddings_that_lose_their_engine_wait_for_another_that_takes_them():
+    first, other = EmbeddingsEngine(), FakeEngine(answer("other"), dp_rank=1)
+    async with serving(first, other, reconnect_window_s=WAIT_S) as (client, _):
+        await client.until_engines_are_ready(2)
+        call = embedded_request(client)
+        await first.wait_for_requests(1)
+        first.script = answer("again")
+        first.die()
+        assert (await read_all(call))[1] == "again"
+    assert other.requests == []
+    assert len(first.requests) == 2
+
+
+async def test_embeddings_that_no_ready_engine_takes_any_more_are_refused_by_that_reason():
+    taker, other = EmbeddingsEngine(), FakeEngine(dp_rank=1)
+    async with serving(taker, other) as (client, frontend):
+        await client.until_engines_are_ready(2)
+        needs = needs_of(request_of(1.0))
+        directory, routing = frontend.directory, RoutingRequest(needs=needs)
+        model = directory.model("", needs)
+        assert directory.pick(model, routing).address == taker.address
+        taker.is_ready = False
+        taker.die()
+        await client.until_engines_are_ready(1)
+        with pytest.raises(Unavailable) as caught:
+            directory.pick(model, routing)
+        assert caught.value.reason == "EMBEDS_NOT_READY"
+        assert directory.pick(model, RoutingRequest()).address == other.address

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from frontend_svc.generation.preprocess import check_request as check
+from frontend_svc.generation.preprocess import child_seed, prepare
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
-from frontend_svc.text.preprocess import check_request as check
-from frontend_svc.text.preprocess import child_seed, prepare
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import InvalidArgument
@@ -45,12 +45,12 @@ def check_request(request: generate_pb2.GenerateRequest, model: ServedModel, lim
 
 
 async def entry_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> add_pb2.AddEntry:
-    (entry,) = (await prepare(request, RequestPrompt(request), model, LIMITS)).entries
+    (entry,) = (await prepare(request, RequestPrompt(request), model)).entries
     return entry
 
 
 async def prompt_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> list[int]:
-    return (await prepare(request, RequestPrompt(request), model, LIMITS)).prompt_token_ids
+    return (await prepare(request, RequestPrompt(request), model)).prompt.token_ids
 
 
 async def test_104_prompt_and_one_token_must_fit_and_the_error_names_both_numbers(model):
@@ -112,30 +112,6 @@ async def test_repetition_detection_goes_to_the_engine_complete_and_only_where_i
     assert await detection_of(min_count=3) is None
 
 
-async def test_what_the_sampler_serves_goes_to_the_engine_complete(model):
-    async def sampling_of(**fields: object) -> sampling_pb2.SamplingParams:
-        request = make_request([5], **fields)
-        check_request(request, model, LIMITS)
-        return (await entry_of(request, model)).sampling
-
-    plain = await sampling_of()
-    assert (plain.min_p, plain.presence_penalty, plain.frequency_penalty) == (0.0, 0.0, 0.0)
-    assert plain.repetition_penalty == 1.0
-    assert not plain.logit_bias
-    assert not plain.allowed_token_ids
-    options = {
-        "min_p": 0.25,
-        "presence_penalty": -2.0,
-        "frequency_penalty": 2.0,
-        "repetition_penalty": 0.5,
-        "logit_bias": [sampling_pb2.LogitBias(token_id=3, bias=-100.0)],
-        "allowed_token_ids": [3, 5],
-    }
-    asked = await sampling_of(**options)
-    assert {name: getattr(asked, name) for name in options} == options
-    assert list((await sampling_of(allowed_token_ids=[3, 5, 3])).allowed_token_ids) == [3, 5]
-
-
 def test_all_violations_are_reported_together(model):
     request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
     with pytest.raises(InvalidArgument) as caught:
@@ -187,12 +163,11 @@ def test_values_out_of_range_are_refused_with_value_and_limit(model, fields, nam
 
 
 async def test_a_group_has_an_id_an_order_and_noise_of_its_own_for_each_output(model):
-    request = make_request([5, 6], n=3, seed=11, temperature=0.5, prompt_logprobs=1)
-    entries = (await prepare(request, RequestPrompt(request), model, LIMITS)).entries
+    request = make_request([5, 6], n=3, seed=11, temperature=0.5)
+    entries = (await prepare(request, RequestPrompt(request), model)).entries
     assert [entry.group_index for entry in entries] == [0, 1, 2]
     assert len({entry.group_id for entry in entries}) == 1
     assert len({entry.request_id for entry in entries}) == 3
     assert [entry.request_seed for entry in entries] == [child_seed(11, index) for index in range(3)]
     assert len({child_seed(seed, index) for seed in (11, 12, 13) for index in range(3)}) == 9
-    assert [entry.sampling.HasField("prompt_logprobs") for entry in entries] == [True, False, False]
     assert not any(entry.sampling.n for entry in entries)

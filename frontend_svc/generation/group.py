@@ -1,0 +1,71 @@
+"""Creates the request states of a sampling group, with their shared collector and the options' readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from frontend_svc.generation.preprocess import Prepared, has_text
+from frontend_svc.options import OPTIONS
+from frontend_svc.options.option import AnyRequest
+from frontend_svc.output.collector import Collector, OutputKind, ReaderLimit
+from frontend_svc.output.request_state import RequestState
+from frontend_svc.text.stop_strings import StopBuffer
+
+
+def make_states(
+    request: AnyRequest,
+    prepared: Prepared,
+    kind: OutputKind,
+    *,
+    markers: frozenset[str],
+    stream_interval: int,
+    limit: ReaderLimit,
+    on_slow: Callable[[], None],
+) -> list[RequestState]:
+    """One state for each output of `prepared`, set up for what `request` asks for.
+
+    markers: special tokens that stay in the text even if the others are skipped.
+    """
+    n, prompt, sampling = len(prepared.entries), prepared.prompt, request.sampling
+    readers = [
+        [reader for option in OPTIONS if (reader := option.reader(request, prompt, index)) is not None]
+        for index in range(n)
+    ]
+    collector = Collector(
+        kind,
+        n,
+        stream_interval=stream_interval,
+        limit=limit,
+        on_slow=on_slow,
+        awaits_first=any(reader.is_awaited for reader in readers[0]),
+    )
+    skips_special = sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
+    has_spaces = (
+        not sampling.HasField("spaces_between_special_tokens") or sampling.spaces_between_special_tokens
+    )
+    include = sampling.include_stop_in_output
+    states = []
+    for index in range(n):
+        detokenizer = None
+        if has_text(sampling):
+            detokenizer = prompt.model.tokenizer.detokenizer(
+                prompt.context_ids,
+                skip_special_tokens=skips_special,
+                spaces_between_special_tokens=has_spaces,
+                markers=markers,
+            )
+        states.append(
+            RequestState(
+                collector,
+                detokenizer,
+                StopBuffer(sampling.stop, include=include) if sampling.stop else None,
+                include_stop=include,
+                min_tokens=sampling.min_tokens,
+                index=index,
+                logprobs=next(
+                    filter(None, (option.token_reader(request, prompt) for option in OPTIONS)), None
+                ),
+                readers=readers[index],
+            )
+        )
+    return states

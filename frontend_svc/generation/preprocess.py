@@ -1,0 +1,163 @@
+"""Turns a client's request into the ADDs of its sampling group: checks, tokenizes, completes it.
+
+Knows no engine, and of what a client can ask for only where the request runs: all else are options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+from frontend_svc.engines.routing.engine_info import EngineNeed
+from frontend_svc.options import OPTIONS
+from frontend_svc.options.option import AnyRequest, PreparedPrompt
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.prompt import Prompt
+from frontend_svc.text.tokenize.id_column import id_column
+from service_kit.errors import Unimplemented
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
+
+_SERVED = {"prompt", "token_ids", "messages", *(name for option in OPTIONS for name in option.fields)}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready to be sent: its prompt, and an ADD for each of n outputs, without handles and trace."""
+
+    prompt: PreparedPrompt
+    entries: list[add_pb2.AddEntry]
+
+
+def needs_of(request: AnyRequest) -> tuple[EngineNeed, ...]:
+    """What an engine must have for the request."""
+    return tuple(need for option in OPTIONS if (need := option.need(request)) is not None)
+
+
+def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> None:
+    """Raise InvalidArgument for values out of range, then Unimplemented for unsupported parameters.
+
+    Lengths in tokens are checked by `prepare`.
+    """
+    violations = Violations()
+    prompt.check(model, violations)
+    for option in OPTIONS:
+        option.check(request, model, limits, violations)
+    _check_placement(request, limits, violations)
+    violations.raise_if_any()
+    # No field without an option is ever ignored.
+    for field in (prompt.field, *(f"sampling.{field.name}" for field, _ in request.sampling.ListFields())):
+        if field not in _SERVED:
+            raise _unserved(field)
+    if model.supported_tasks and "generate" not in model.supported_tasks:
+        supported = ", ".join(model.supported_tasks)
+        raise Unimplemented(
+            f"model {model.name!r} does not support generate; it supports: {supported}",
+            reason="TASK_NOT_SUPPORTED",
+            metadata={"model": model.name, "task": "generate", "supported_tasks": supported},
+        )
+    if request.adapter:
+        raise _unserved("adapter")
+
+
+async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel) -> Prepared:
+    """Tokenize a checked request and complete it. Raises InvalidArgument if it cannot fit the model."""
+    token_ids = await _tokenize(request, prompt, model)
+    texts = model.tokenizer.token_texts if has_text(request.sampling) else None
+    prepared = PreparedPrompt(prompt.field, model, token_ids, token_ids, texts)
+    entry = _entry(request, token_ids)
+    for option in OPTIONS:
+        await option.prepare(request, prepared, entry)
+    return Prepared(prepared, _group(entry, prepared.first, max(1, request.sampling.n)))
+
+
+def has_text(sampling: sampling_pb2.SamplingParams) -> bool:
+    """Whether the client wants text beside token ids."""
+    return not sampling.HasField("detokenize") or sampling.detokenize
+
+
+def _unserved(field: str) -> Unimplemented:
+    return Unimplemented(
+        f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
+    )
+
+
+async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> list[int]:
+    is_truncated = request.HasField("truncate_prompt_tokens")
+    token_ids = await prompt.tokenize(model, may_be_long=is_truncated)
+    if not is_truncated:
+        return token_ids
+    num_kept = request.truncate_prompt_tokens
+    if num_kept < 0:
+        num_kept = max(1, model.max_model_len - max(1, request.sampling.max_tokens))
+    return token_ids[-num_kept:]
+
+
+def _entry(request: AnyRequest, token_ids: list[int]) -> add_pb2.AddEntry:
+    sampling = request.sampling
+    entry = add_pb2.AddEntry(
+        external_request_id=request.request_id,
+        prompt_token_ids=id_column(token_ids),
+        sampling=sampling_pb2.SamplingParams(),
+        # A random seed if the client gave none, so that any engine can continue the request exactly.
+        request_seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        session_id=request.session_id,
+        job_id=request.job_id,
+        is_last_step=request.is_last_step,
+    )
+    if request.HasField("data_parallel_rank"):
+        entry.data_parallel_rank = request.data_parallel_rank
+    return entry
+
+
+def _group(entry: add_pb2.AddEntry, first: add_pb2.AddEntry, n: int) -> list[add_pb2.AddEntry]:
+    """The ADDs of `n` outputs of one prompt, each with its own seed; that of output 0 also has `first`."""
+    if n == 1:
+        entry.request_id = secrets.token_hex(16)
+        entry.MergeFrom(first)
+        return [entry]
+    entries, group_id = [], secrets.token_hex(16)
+    for index in range(n):
+        child = add_pb2.AddEntry()
+        child.CopyFrom(entry)
+        child.request_id = secrets.token_hex(16)
+        child.group_id, child.group_index = group_id, index
+        child.request_seed = child_seed(entry.request_seed, index)
+        entries.append(child)
+    entries[0].MergeFrom(first)
+    return entries
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of output `index` of a sampling group: the group's seed for the first, else derived from it.
+
+    A hash and not a sum, so that groups with adjacent seeds share no output seed.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(4, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _check_placement(request: AnyRequest, limits: RequestLimits, violations: Violations) -> None:
+    top, longest = limits.max_priority, limits.max_id_chars
+    violations.need(abs(request.priority) <= top, "priority", request.priority, f"must be in -{top}..{top}")
+    for name, value in (
+        ("request_id", request.request_id),
+        ("session_id", request.session_id),
+        ("job_id", request.job_id),
+        ("cache_salt", request.cache_salt),
+    ):
+        violations.need_count(name, len(value), "characters", 0, longest)
+    if request.HasField("data_parallel_rank"):
+        rank = request.data_parallel_rank
+        violations.need(0 <= rank < 2**32, "data_parallel_rank", rank, f"must be in 0..{2**32 - 1}")
+    if request.HasField("truncate_prompt_tokens"):
+        num_kept = request.truncate_prompt_tokens
+        violations.need(
+            num_kept == -1 or num_kept >= 1, "truncate_prompt_tokens", num_kept, "must be -1 or at least 1"
+        )

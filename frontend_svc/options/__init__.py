@@ -1,0 +1,25 @@
+"""What a client can ask for: one file per option, and the list of them, whose order is that of application.
+
+An option that changes the prompt comes first, as the others are checked against it.
+"""
+
+from __future__ import annotations
+
+from frontend_svc.options.logprobs import SampledLogprobs
+from frontend_svc.options.option import RequestOption
+from frontend_svc.options.penalties import Penalties
+from frontend_svc.options.prompt_embeddings import PromptEmbeddings
+from frontend_svc.options.prompt_logprobs import PromptLogprobs
+from frontend_svc.options.sampling_limits import SamplingLimits
+from frontend_svc.options.thinking_budget import ThinkingBudget
+from frontend_svc.options.token_rules import TokenRules
+
+OPTIONS: tuple[RequestOption, ...] = (
+    PromptEmbeddings(),
+    SamplingLimits(),
+    Penalties(),
+    SampledLogprobs(),
+    PromptLogprobs(),
+    TokenRules(),
+    ThinkingBudget(),
+)

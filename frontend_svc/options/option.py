@@ -1,0 +1,81 @@
+"""The protocol of a request option, and what all options share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from frontend_svc.engines.routing.engine_info import EngineNeed
+from frontend_svc.output.logprobs import LogprobReader
+from frontend_svc.output.request_state import OutputReader
+from frontend_svc.tensors.wire_tensor import WireTensor
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.tokenize.token_text import TokenTexts
+from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
+
+# Both have the same fields for sampling and placement.
+AnyRequest: TypeAlias = "generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest"
+
+
+@dataclass(slots=True)
+class PreparedPrompt:
+    """The prompt of a checked request, which options complete.
+
+    field_name: of the request, for violations.
+    context_ids: the tokens that the text of the output follows; all of `token_ids`, unless some positions
+    are no tokens.
+    texts: of tokens; None if the request wants no text.
+    tensors: the ADDs refer to them by digest. No other frontend can continue a request that has some.
+    first: is merged into the ADD of the first output of a sampling group, and of no other.
+    """
+
+    field_name: str
+    model: ServedModel
+    token_ids: list[int]
+    context_ids: list[int]
+    texts: TokenTexts | None
+    tensors: list[WireTensor] = field(default_factory=list)
+    first: add_pb2.AddEntry = field(default_factory=add_pb2.AddEntry)
+
+
+class RequestOption(Protocol):
+    """One thing that a client can ask for: how it is checked, sent and read back. Keeps no state of requests.
+
+    fields: of the public request, each of exactly one option. A set field that no option has is refused.
+    check: adds violations. Raises Unimplemented for what the model's engines do not serve.
+    prepare: completes the prompt and the ADD that all outputs have in common, once per request. Raises
+    InvalidArgument or Unimplemented.
+    need: what an engine must have for the request.
+    token_reader: for what comes with each token of output `index`. reader: for what comes beside tokens.
+    """
+
+    fields: Sequence[str]
+
+    def check(
+        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
+    ) -> None:
+        return
+
+    async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        return
+
+    def need(self, request: AnyRequest) -> EngineNeed | None:
+        return None
+
+    def token_reader(self, request: AnyRequest, prompt: PreparedPrompt) -> LogprobReader | None:
+        return None
+
+    def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
+        return None
+
+
+def check_set(
+    sampling: sampling_pb2.SamplingParams, name: str, is_fine: bool, rule: str, violations: Violations
+) -> None:
+    """Add a violation for a parameter that is set, unless `is_fine`."""
+    if sampling.HasField(name):
+        violations.need(is_fine, f"sampling.{name}", getattr(sampling, name), rule)

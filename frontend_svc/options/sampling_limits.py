@@ -1,0 +1,181 @@
+"""How tokens are drawn and what ends an output: the parameters that every request has, given or not."""
+
+from __future__ import annotations
+
+import math
+
+from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, check_set
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import GenerationDefaults, ServedModel
+from frontend_svc.text.prompt import too_long
+from service_kit.errors import InvalidArgument
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
+
+# A temperature below the first is greedy; dividing logits by one below the second could overflow.
+_GREEDY_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 0.01
+_MAX_TEMPERATURE = 2.0
+_MAX_STOP_TOKEN_IDS = 4096
+_MAX_STREAM_INTERVAL = 4096
+_MAX_PATTERN_SIZE = 256
+_MAX_PATTERN_COUNT = 64
+_KINDS = sampling_pb2.OutputKind.values()
+
+
+class SamplingLimits(RequestOption):
+    fields = (
+        "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.seed",
+        "sampling.max_tokens", "sampling.min_tokens", "sampling.n", "sampling.stop",
+        "sampling.stop_token_ids", "sampling.ignore_eos", "sampling.include_stop_in_output",
+        "sampling.skip_special_tokens", "sampling.spaces_between_special_tokens", "sampling.detokenize",
+        "sampling.output_kind", "sampling.stream_interval", "sampling.repetition_detection",
+        "sampling.skip_reading_prefix_cache",
+    )  # fmt: skip
+
+    def check(
+        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
+    ) -> None:
+        sampling = request.sampling
+        _check_draw(sampling, violations)
+        _check_counts(sampling, violations)
+        _check_group(sampling, model.defaults, limits, violations)
+        if sampling.stop:
+            _check_stop(sampling, limits, violations)
+        if sampling.HasField("repetition_detection"):
+            _check_repetition(sampling.repetition_detection, violations)
+        field, ids = "sampling.stop_token_ids", sampling.stop_token_ids
+        if ids and violations.need_count(field, len(ids), "ids", 0, _MAX_STOP_TOKEN_IDS):
+            violations.need_ids(field, ids, model.vocab_size)
+
+    async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        """Check that prompt and output fit the model, and fill in the defaults.
+
+        What concerns text alone is not sent. The engine knows the model's end-of-sequence ids and stops at
+        each.
+        """
+        asked, complete, defaults = request.sampling, entry.sampling, prompt.model.defaults
+        _check_fit(asked, prompt)
+        max_new_tokens = prompt.model.max_model_len - len(prompt.token_ids)
+        complete.max_tokens = _max_tokens(asked, defaults, max_new_tokens)
+        complete.min_tokens = asked.min_tokens
+        complete.ignore_eos = asked.ignore_eos
+        complete.stop_token_ids.extend(dict.fromkeys(asked.stop_token_ids))
+        _complete_draw(complete, asked, prompt.model)
+        detection = asked.repetition_detection
+        if detection.max_pattern_size:
+            complete.repetition_detection.CopyFrom(detection)
+            complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
+        if asked.HasField("skip_reading_prefix_cache"):
+            entry.skip_reading_prefix_cache = asked.skip_reading_prefix_cache
+
+
+def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) -> None:
+    """Raise InvalidArgument for an empty prompt, and for lengths that are too large for the model."""
+    num_prompt_tokens, max_model_len = len(prompt.token_ids), prompt.model.max_model_len
+    if num_prompt_tokens == 0:
+        raise InvalidArgument(
+            f"{prompt.field_name} has no tokens, it must have at least 1",
+            reason="INVALID_REQUEST",
+            field=prompt.field_name,
+        )
+    if num_prompt_tokens >= max_model_len:
+        raise too_long(prompt.field_name, str(num_prompt_tokens), num_prompt_tokens, max_model_len)
+    too_many = Violations()
+    most = max_model_len - num_prompt_tokens
+    rule = f"but {num_prompt_tokens} prompt tokens leave only {most} of {max_model_len}"
+    asked = {"max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens}
+    for name, value in asked.items():
+        too_many.need(value <= most, f"sampling.{name}", value, rule)
+    too_many.raise_if_any(
+        "CONTEXT_LENGTH_EXCEEDED",
+        {
+            "num_tokens": str(num_prompt_tokens + max(asked.values())),
+            "max_model_len": str(max_model_len),
+        },
+    )
+
+
+def _max_tokens(
+    sampling: sampling_pb2.SamplingParams, defaults: GenerationDefaults, max_new_tokens: int
+) -> int:
+    if sampling.HasField("max_tokens"):
+        return sampling.max_tokens
+    default = max_new_tokens if defaults.max_new_tokens is None else defaults.max_new_tokens
+    # The model's default must not end a request before its own min_tokens.
+    return min(max_new_tokens, max(default, sampling.min_tokens))
+
+
+def _complete_draw(
+    complete: sampling_pb2.SamplingParams, asked: sampling_pb2.SamplingParams, model: ServedModel
+) -> None:
+    chosen = model.defaults.chosen
+    temperature = chosen(asked, "temperature", 1.0)
+    # A greedy request ignores the other parameters and defaults.
+    if temperature < _GREEDY_TEMPERATURE:
+        complete.temperature, complete.top_p, complete.top_k, complete.min_p = 0.0, 1.0, 0, 0.0
+        return
+    complete.temperature = max(_MIN_TEMPERATURE, temperature)
+    complete.top_p = chosen(asked, "top_p", 1.0)
+    complete.min_p = chosen(asked, "min_p", 0.0)
+    top_k = int(chosen(asked, "top_k", 0))
+    # 0 means all tokens, as do -1 and values above the vocabulary size.
+    complete.top_k = top_k if 0 < top_k < model.vocab_size else 0
+
+
+def _check_draw(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
+    temperature, top_p, min_p = sampling.temperature, sampling.top_p, sampling.min_p
+    is_fine = math.isfinite(temperature) and 0 <= temperature <= _MAX_TEMPERATURE
+    check_set(sampling, "temperature", is_fine, f"must be finite and in 0..{_MAX_TEMPERATURE:g}", violations)
+    check_set(sampling, "top_p", 0 < top_p <= 1, "must be above 0 and at most 1", violations)
+    rule = "must be -1, 0 (both: all tokens) or more"
+    check_set(sampling, "top_k", sampling.top_k >= -1, rule, violations)
+    check_set(sampling, "min_p", 0 <= min_p <= 1, "must be in 0..1", violations)
+
+
+def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
+    most, least, interval = sampling.max_tokens, sampling.min_tokens, sampling.stream_interval
+    check_set(sampling, "max_tokens", most >= 1, "must be at least 1", violations)
+    check_set(sampling, "min_tokens", least >= 0, "must be at least 0", violations)
+    if sampling.HasField("max_tokens") and most >= 1:
+        rule = f"must be at most max_tokens, {most}"
+        check_set(sampling, "min_tokens", least <= most, rule, violations)
+    is_fine = 1 <= interval <= _MAX_STREAM_INTERVAL
+    check_set(sampling, "stream_interval", is_fine, f"must be in 1..{_MAX_STREAM_INTERVAL}", violations)
+    kind = sampling.output_kind
+    violations.need(kind in _KINDS, "sampling.output_kind", kind, f"must be one of {_KINDS}")
+
+
+def _check_group(
+    sampling: sampling_pb2.SamplingParams,
+    defaults: GenerationDefaults,
+    limits: RequestLimits,
+    violations: Violations,
+) -> None:
+    if not sampling.HasField("n"):
+        return
+    check_set(sampling, "n", 1 <= sampling.n <= limits.max_n, f"must be in 1..{limits.max_n}", violations)
+    temperature = defaults.chosen(sampling, "temperature", 1.0)
+    if sampling.n > 1 and 0 <= temperature < _GREEDY_TEMPERATURE:
+        rule = f"must be 1 where temperature is {temperature:g}: greedy outputs are all the same"
+        violations.add("sampling.n", sampling.n, rule)
+
+
+def _check_stop(sampling: sampling_pb2.SamplingParams, limits: RequestLimits, violations: Violations) -> None:
+    most, most_chars = limits.max_stop_strings, limits.max_stop_string_chars
+    violations.need_texts("sampling.stop", sampling.stop, "strings", most, max_chars=most_chars)
+    if sampling.HasField("detokenize") and not sampling.detokenize:
+        violations.add("sampling.detokenize", False, "must be true where stop strings are given")
+
+
+def _check_repetition(detection: sampling_pb2.RepetitionDetection, violations: Violations) -> None:
+    def check(name: str, value: int, least: int, most: int) -> None:
+        field = f"sampling.repetition_detection.{name}"
+        violations.need(least <= value <= most, field, value, f"must be in {least}..{most}")
+
+    longest = detection.max_pattern_size
+    check("max_pattern_size", longest, 0, _MAX_PATTERN_SIZE)
+    check("min_pattern_size", detection.min_pattern_size, 0, max(0, min(longest, _MAX_PATTERN_SIZE)))
+    # Without max_pattern_size, detection is off and min_count has no effect.
+    if longest:
+        check("min_count", detection.min_count, 2, _MAX_PATTERN_COUNT)

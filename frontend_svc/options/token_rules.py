@@ -1,0 +1,82 @@
+"""Token rules: amounts added to single logits, the only tokens allowed, and words that may not occur."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.tokenize.id_column import id_column
+from triptych.engine.v1 import add_pb2
+
+_BAD_WORDS, _BIAS, _ALLOWED = "sampling.bad_words", "sampling.logit_bias", "sampling.allowed_token_ids"
+_MAX_WORD_CHARS = 1024
+_MAX_ABS_BIAS = 100.0
+_MAX_SEQUENCES = 1024
+_MAX_SEQUENCE_IDS = 64
+
+
+class TokenRules(RequestOption):
+    fields = (_BAD_WORDS, _BIAS, _ALLOWED)
+
+    def check(
+        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
+    ) -> None:
+        sampling = request.sampling
+        if sampling.bad_words:
+            violations.need_texts(
+                _BAD_WORDS, sampling.bad_words, "words", limits.max_bad_words, max_chars=_MAX_WORD_CHARS
+            )
+        if sampling.logit_bias and violations.need_count(
+            _BIAS, len(sampling.logit_bias), "entries", 0, limits.max_logit_bias
+        ):
+            rule = f"must be in -{_MAX_ABS_BIAS:g}..{_MAX_ABS_BIAS:g}"
+            for index, entry in enumerate(sampling.logit_bias):
+                is_fine = math.isfinite(entry.bias) and abs(entry.bias) <= _MAX_ABS_BIAS
+                violations.need(is_fine, _BIAS, entry.bias, rule, index=index)
+            biased = [entry.token_id for entry in sampling.logit_bias]
+            violations.need_ids(_BIAS, biased, model.vocab_size)
+        allowed = sampling.allowed_token_ids
+        if allowed and violations.need_count(_ALLOWED, len(allowed), "ids", 0, model.vocab_size):
+            violations.need_ids(_ALLOWED, allowed, model.vocab_size)
+
+    async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        sampling = request.sampling
+        entry.sampling.logit_bias.extend(sampling.logit_bias)
+        entry.sampling.allowed_token_ids.extend(dict.fromkeys(sampling.allowed_token_ids))
+        if sampling.bad_words:
+            for token_ids in await bad_word_sequences(sampling.bad_words, prompt.model.tokenizer):
+                entry.bad_words.add(token_ids=id_column(token_ids))
+
+
+class WordTokenizer(Protocol):
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+async def bad_word_sequences(words: Sequence[str], tokenizer: WordTokenizer) -> list[list[int]]:
+    """Token sequences that the engine forbids: the last id may not follow the others. Without duplicates.
+
+    A word has two forms: at the start of a text, and with a preceding space, for which most vocabularies
+    have separate tokens. The second is left out if it ends with the first, which forbids it already. A
+    leading space in the client's word is ignored.
+
+    Raises InvalidArgument with a violation for each word that has no tokens or too many.
+    """
+    violations = Violations()
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        bare = word.lstrip()
+        plain = await tokenizer.encode(bare, add_special_tokens=False)
+        violations.need_count(_BAD_WORDS, len(plain), "tokens", 1, _MAX_SEQUENCE_IDS, index=index)
+        if not 1 <= len(plain) <= _MAX_SEQUENCE_IDS:
+            continue
+        spaced = await tokenizer.encode(f" {bare}", add_special_tokens=False)
+        found[tuple(plain)] = None
+        if spaced[-len(plain) :] != plain and 1 <= len(spaced) <= _MAX_SEQUENCE_IDS:
+            found[tuple(spaced)] = None
+    violations.need_count(_BAD_WORDS, len(found), "token sequences", 0, _MAX_SEQUENCES)
+    violations.raise_if_any()
+    return [list(sequence) for sequence in found]
