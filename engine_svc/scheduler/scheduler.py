@@ -171,10 +171,14 @@ class Scheduler:
         self._pause = state
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Clear the prefix cache. Refused while requests hold blocks; `reset_running` preempts them first."""
+        """Clear the prefix cache. Refused while requests hold blocks; `reset_running` preempts them first.
+
+        They continue at once: what is in flight for them is dropped and computed anew.
+        """
         if reset_running:
-            while self._queues.running:
-                self._preempt(self._queues.running[-1], now)
+            for request in reversed(self._queues.running.copy()):
+                self._in_flight.forget(request)
+                self._preempt(request, now)
             while self._queues.reclaim():
                 continue
         return self._kv_cache.reset()

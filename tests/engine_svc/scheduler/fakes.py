@@ -155,6 +155,11 @@ class Stage:
         self.update(plan, sampled)
         return plan
 
+    def preempt_running(self) -> None:
+        """Preempt all that runs, as a lack of blocks does: its tokens in flight are still taken."""
+        self.scheduler.restrict((), self.now)
+        self.scheduler.restrict(None, self.now)
+
     def overlap(self, in_flight: list[StepPlan], *, depth: int = 2) -> list[RequestOutput]:
         """Plan a step, and give back the oldest once `depth` are in flight or there is nothing to plan."""
         plan = self.schedule()

@@ -129,7 +129,7 @@ def test_a_preempted_request_returns_only_when_its_late_tokens_are_there():
     late = request("a", 8)
     stage.add(late)
     plans = [stage.schedule(), stage.schedule()]
-    assert stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.preempt_running()
     stage.add(request("b", 8))
     # It stands first, but for now others pass it.
     assert stage.scheduler.waiting_ids == ["a", "b"]
@@ -146,8 +146,22 @@ def test_who_is_preempted_with_nothing_in_flight_may_return_at_once():
     stage = Stage(async_scheduling=True)
     stage.add(request("a", 8))
     stage.step()
-    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    stage.preempt_running()
     assert granted(stage.schedule()) == {"a": 9}
+
+
+def test_a_reset_drops_what_is_in_flight_and_its_requests_return_at_once():
+    stage = Stage(async_scheduling=True, num_speculative_tokens=2)
+    stage.add(request("a", 8))
+    plans = [stage.schedule(), stage.schedule()]
+    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    stage.add(request("b", 8))
+    plan = stage.schedule()
+    assert granted(plan) == {"a": 8, "b": 8}
+    assert (stage.update(plans[0], {"a": [41]}), stage.update(plans[1], {"a": [42, 43]})) == ([], [])
+    outputs = stage.update(plan, {"a": [44], "b": [45]})
+    assert [output.new_token_ids for output in outputs] == [[44], [45]]
+    assert stage.scheduler.stats().drafts.num_drafts == 0
 
 
 def test_a_late_token_may_end_a_preempted_request():
@@ -155,7 +169,7 @@ def test_a_late_token_may_end_a_preempted_request():
     late = request("a", 8)
     stage.add(late)
     plan = stage.schedule()
-    stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.preempt_running()
     [output] = stage.update(plan, {"a": [EOS]})
     assert output.finish_reason is FinishReason.STOP
     assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
