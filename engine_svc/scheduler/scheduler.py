@@ -13,7 +13,7 @@ from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput, RequestStatus
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
-from engine_svc.scheduler.budget import Budget, Restriction
+from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.in_flight import StepsInFlight
@@ -48,7 +48,12 @@ class Scheduler:
         self._config = config
         self._kv_cache = kv_cache
         self._policy = policy
-        self._builder = PlanBuilder(config, (*policy.budgets, *budgets))
+        turns = (
+            (PipelineTurns(config.pipeline_stages),)
+            if config.async_scheduling and config.pipeline_stages > 1
+            else ()
+        )
+        self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets))
         self._hooks = tuple(hooks)
         self._queues = RequestQueues(kv_cache, policy, hooks)
         self._in_flight = StepsInFlight()

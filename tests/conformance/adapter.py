@@ -26,6 +26,7 @@ KINDS = {
 # What a case may need besides a scheduler, one feature a line: its cases are replayed from then on.
 CAPABILITIES = (
     "chunked_local",
+    "pipeline",
     "reset",
 )
 

@@ -90,6 +90,7 @@ class Stage:
         reserve_full_prompt: bool = True,
         num_speculative_tokens: int = 0,
         async_scheduling: bool = False,
+        pipeline_stages: int = 1,
         prefill_share: float = 0.5,
         groups: Sequence[AttentionKind] = (),
         observers: Sequence[CacheObserver] = (),
@@ -103,7 +104,8 @@ class Stage:
             reserve_full_prompt=reserve_full_prompt,
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
-            max_steps_in_flight=2 if async_scheduling else 1,
+            max_steps_in_flight=pipeline_stages + async_scheduling,
+            pipeline_stages=pipeline_stages,
             prefill_share=prefill_share,
         )
         core = build_core(
