@@ -118,7 +118,7 @@ def case_config(
         raise ValueError(
             f"decisions of policy {policy} cannot be recorded, only those of {', '.join(_POLICIES)}"
         )
-    if has_budgets:
+    if has_budgets or scheduler.pipeline_stages > 1:
         raise ValueError("decisions cannot be recorded with budgets besides tokens and blocks")
     return {
         "block_size": min(kind.block_size for kind in cache.groups),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,7 @@ class _Layout:
     """What steps with the same rows and token counts have in common. Tensors are on the device.
 
     counts, rows: [R].  row_of_token: [T].  ends: [R], ends of the rows' tokens.  samples: [R], None if all
-    sample.
+    sample.  tables: per group, of `rows`, kept on a host until a row changes.
     """
 
     request_ids: list[str]
@@ -72,6 +72,7 @@ class _Layout:
     logit_rows: Tensor
     query_starts: Tensor
     max_count: int
+    tables: list[Tensor] = field(default_factory=list)
 
     def is_of(self, plan: StepPlan) -> bool:
         """Whether the plan has the same rows and counts. Consecutive decode steps mostly do."""
@@ -180,7 +181,7 @@ class InputBatch:
         device_positions, *device_slots = self._send([positions, *slots])
         (total_lengths,) = self._send([totals.astype(np.int32)])
         max_total = int(totals.max())
-        tables = self._gathered_tables(layout.rows, layout.batch_rows, -(-max_total // size))
+        tables = self._gathered_tables(layout, -(-max_total // size))
         return StepInputs(
             token_ids=self._known_tokens(row_of_token, positions, layout.device_rows, device_positions),
             positions=device_positions,
@@ -251,17 +252,20 @@ class InputBatch:
         ids: list[int] = self._tables[group, row, : self._num_blocks[group, row]].tolist()
         return ids
 
-    def _gathered_tables(self, rows: Ints, device_rows: Tensor, num_columns: int) -> Sequence[Tensor]:
+    def _gathered_tables(self, layout: _Layout, num_columns: int) -> Sequence[Tensor]:
         if self._is_on_host:
-            self._changed_rows.clear()
-            return [torch.from_numpy(table[rows, :num_columns]) for table in self._tables]
+            gathered = layout.tables
+            if self._changed_rows or not gathered or gathered[0].shape[1] != num_columns:
+                gathered[:] = [torch.from_numpy(table[layout.rows, :num_columns]) for table in self._tables]
+                self._changed_rows.clear()
+            return gathered
         if self._changed_rows:
             changed = np.fromiter(self._changed_rows, dtype=np.int64)
             content = torch.from_numpy(self._tables[:, changed]).pin_memory()
             (indices,) = self._send([changed])
             self._device_tables.index_copy_(1, indices, content.to(self.device, non_blocking=True))
             self._changed_rows.clear()
-        return list(self._device_tables.index_select(1, device_rows)[:, :, :num_columns].unbind(0))
+        return list(self._device_tables.index_select(1, layout.batch_rows)[:, :, :num_columns].unbind(0))
 
     def _send(self, columns: Sequence[npt.NDArray[np.integer]]) -> list[Tensor]:
         """The columns, all of one dtype, as tensors on the device, in one copy."""

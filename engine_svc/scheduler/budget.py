@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from typing import Protocol
 
@@ -53,3 +54,29 @@ class Restriction:
 
     def give_back(self, request: Request, num_tokens: int) -> None:
         self._remaining += num_tokens
+
+
+class PipelineTurns:
+    """A budget by which a request that samples takes part again once its step has passed every stage.
+
+    Before that its token cannot be known, and a step that needs it would keep the first stage waiting.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._sampling: deque[set[Request]] = deque(maxlen=num_stages)  # in the last steps, this one included
+
+    def begin_step(self) -> None:
+        self._sampling.append(set())
+
+    def admits(self, request: Request) -> bool:
+        return not any(request in rows for rows in self._sampling)
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        return num_tokens if self.admits(request) else 0
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        if request.last_row_sampled:
+            self._sampling[-1].add(request)
+
+    def give_back(self, request: Request, num_tokens: int) -> None:
+        self._sampling[-1].discard(request)

@@ -27,6 +27,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0  # drafts of a request in a step
     async_scheduling: bool = False  # plan a step before the tokens of the step before it are known
     max_steps_in_flight: int = 1  # planned steps whose tokens are not known yet
+    pipeline_stages: int = 1  # steps on the device at the same time, each with other decodes
     prefill_share: float = 0.5  # of a step's tokens, for prompts, if the policy divides them
 
     def __post_init__(self) -> None:
@@ -37,14 +38,16 @@ class SchedulerConfig:
             ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0),
             ("num_speculative_tokens", self.num_speculative_tokens, 0),
             ("max_steps_in_flight", self.max_steps_in_flight, 1),
+            ("pipeline_stages", self.pipeline_stages, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}, must be at least {least}")
         if not 0 < self.prefill_share < 1:
             raise ValueError(f"prefill_share is {self.prefill_share}, must be above 0 and below 1")
-        if self.max_steps_in_flight > 1 and not self.async_scheduling:
+        if self.max_steps_in_flight > self.pipeline_stages and not self.async_scheduling:
             raise ValueError(
-                f"max_steps_in_flight is {self.max_steps_in_flight}, without async_scheduling it must be 1"
+                f"max_steps_in_flight is {self.max_steps_in_flight}, without async_scheduling it must be "
+                f"at most pipeline_stages, {self.pipeline_stages}"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(

@@ -13,7 +13,7 @@ from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput, RequestStatus
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
-from engine_svc.scheduler.budget import Budget, Restriction
+from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.in_flight import StepsInFlight
@@ -48,7 +48,12 @@ class Scheduler:
         self._config = config
         self._kv_cache = kv_cache
         self._policy = policy
-        self._builder = PlanBuilder(config, (*policy.budgets, *budgets))
+        turns = (
+            (PipelineTurns(config.pipeline_stages),)
+            if config.async_scheduling and config.pipeline_stages > 1
+            else ()
+        )
+        self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets))
         self._features = tuple(features)
         self._queues = RequestQueues(kv_cache, policy, features)
         self._in_flight = StepsInFlight()
@@ -171,10 +176,14 @@ class Scheduler:
         self._pause = state
 
     def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Clear the prefix cache. Refused while requests hold blocks; `reset_running` preempts them first."""
+        """Clear the prefix cache. Refused while requests hold blocks; `reset_running` preempts them first.
+
+        They continue at once: what is in flight for them is dropped and computed anew.
+        """
         if reset_running:
-            while self._queues.running:
-                self._preempt(self._queues.running[-1], now)
+            for request in reversed(self._queues.running.copy()):
+                self._in_flight.forget(request)
+                self._preempt(request, now)
             while self._queues.reclaim():
                 continue
         return self._kv_cache.reset()

@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine_svc.build.engine import build_core
-from engine_svc.cache.attention import FullAttention, SlidingWindow
+from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
@@ -20,7 +20,19 @@ from engine_svc.scheduler.config import PauseState, SchedulerConfig
 KINDS = {
     "full": lambda group: FullAttention(group["block_size"]),
     "sliding": lambda group: SlidingWindow(group["block_size"], group["sliding_window"]),
+    "chunked_local": lambda group: ChunkedLocal(group["block_size"], group["chunk"]),
 }
+
+# What a case may need besides a scheduler, one feature a line: its cases are replayed from then on.
+CAPABILITIES = (
+    "chunked_local",
+    "pipeline",
+    "reset",
+)
+
+
+def capabilities() -> tuple[str, ...]:
+    return CAPABILITIES
 
 
 def make(config: dict[str, Any]) -> ReplayEngine:
@@ -54,6 +66,9 @@ class ReplayEngine:
 
     def set_pause(self, state: str) -> None:
         self._scheduler.set_pause(PauseState(state))
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        return self._scheduler.reset_prefix_cache(now=0.0, reset_running=running)
 
     def schedule(self) -> dict[str, Any]:
         plan = self._scheduler.schedule(now=0.0)

@@ -24,7 +24,8 @@ def first_difference(case: dict[str, Any]) -> str | None:
     for index, step in enumerate(case["steps"]):
         for event in step["events"]:
             # A copy: the engine goes on writing behind the prompt it was given.
-            _apply(engine, _plain(event))
+            if not _apply(engine, _plain(event)):
+                return f"step {index}, {event['op']}: not {event['result']}"
         got = {"after_events": _state(engine), "decision": engine.schedule()}
         for name, value in got.items():
             if _plain(value) != step[name]:
@@ -38,13 +39,20 @@ def first_difference(case: dict[str, Any]) -> str | None:
     return None
 
 
-def _apply(engine: ReplayEngine, event: dict[str, Any]) -> None:
-    if event["op"] == "add":
-        engine.add(event["request"])
-    elif event["op"] == "abort":
-        engine.abort(event["ids"])
-    else:
-        engine.set_pause(event["state"])
+def _apply(engine: ReplayEngine, event: dict[str, Any]) -> bool:
+    """False if the event has another result than recorded."""
+    match event["op"]:
+        case "add":
+            engine.add(event["request"])
+        case "abort":
+            engine.abort(event["ids"])
+        case "pause":
+            engine.set_pause(event["state"])
+        case "reset_prefix_cache":
+            return engine.reset_prefix_cache(event["running"]) is event["result"]
+        case unknown:
+            raise ValueError(f"event {unknown} is not known here")
+    return True
 
 
 def _state(engine: ReplayEngine) -> dict[str, Any]:

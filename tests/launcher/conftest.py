@@ -1,4 +1,4 @@
-"""Supervised processes that end with their test."""
+"""Supervised processes that end with their test, and engines that are guarded against other threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from tests.launcher.serve.supervised import MakeStack, Stack
+from tests.one_owner import guarded_engines, one_owner
+
+__all__ = ["guarded_engines", "make_stack", "one_owner"]
 
 
 @pytest.fixture

@@ -405,6 +405,11 @@ def test_a_setup_that_the_format_cannot_say_is_refused(cache, policy, has_budget
         case_config(SCHEDULER, cache, policy, has_budgets=has_budgets)
 
 
+def test_decisions_over_several_stages_are_not_recorded():
+    with pytest.raises(ValueError, match="with budgets besides"):
+        case_config(replace(SCHEDULER, pipeline_stages=2), CACHE, "fcfs")
+
+
 def test_the_file_has_to_have_the_name_of_a_case():
     assert EngineConfig("folder", record_decisions="here/x.json.gz").record_decisions == "here/x.json.gz"
     with pytest.raises(ConfigError, match="--record-decisions"):

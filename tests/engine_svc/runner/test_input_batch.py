@@ -107,3 +107,22 @@ def test_a_request_may_leave_and_return_in_one_plan():
     step = plan([("a", 3, 0, [5])], released=["a"], admitted=[admitted("a", 3)])
     assert apply(batch, step) == [5]
     assert batch.gather(step).slot_mappings[0].tolist() == [20, 21, 22]
+
+
+def test_block_tables_are_gathered_anew_only_when_a_row_or_the_width_changes():
+    batch = small_batch()
+    rows = [("a", 1, 4, [7, 2]), ("b", 1, 1, [5])]
+    first = plan(rows, admitted=[admitted("a", 5), admitted("b", 2), admitted("c", 2, [9])])
+    apply(batch, first)
+    tables = batch.gather(first).attention[0].block_tables
+    assert tables.tolist() == [[7, 2], [5, 0]]
+    same = plan([("a", 1, 5, []), ("b", 1, 2, [])])
+    apply(batch, same)
+    assert batch.gather(same).attention[0].block_tables is tables
+    grown = plan([("a", 1, 6, []), ("b", 1, 3, [3])])
+    apply(batch, grown)
+    assert batch.gather(grown).attention[0].block_tables.tolist() == [[7, 2], [5, 3]]
+    shorter = plan([("b", 1, 3, []), ("c", 1, 2, [])])
+    assert batch.gather(shorter).attention[0].block_tables.tolist() == [[5], [9]]
+    wider = plan([("b", 1, 4, []), ("c", 1, 3, [])])
+    assert batch.gather(wider).attention[0].block_tables.tolist() == [[5, 3], [9, 0]]

@@ -89,6 +89,7 @@ class Stage:
         reserve_full_prompt: bool = True,
         num_speculative_tokens: int = 0,
         async_scheduling: bool = False,
+        pipeline_stages: int = 1,
         prefill_share: float = 0.5,
         groups: Sequence[AttentionKind] = (),
     ) -> None:
@@ -101,7 +102,8 @@ class Stage:
             reserve_full_prompt=reserve_full_prompt,
             num_speculative_tokens=num_speculative_tokens,
             async_scheduling=async_scheduling,
-            max_steps_in_flight=2 if async_scheduling else 1,
+            max_steps_in_flight=pipeline_stages + async_scheduling,
+            pipeline_stages=pipeline_stages,
             prefill_share=prefill_share,
         )
         core = build_core(
@@ -151,6 +153,11 @@ class Stage:
         plan = self.schedule()
         self.update(plan, sampled)
         return plan
+
+    def preempt_running(self) -> None:
+        """Preempt all that runs, as a lack of blocks does: its tokens in flight are still taken."""
+        self.scheduler.restrict((), self.now)
+        self.scheduler.restrict(None, self.now)
 
     def overlap(self, in_flight: list[StepPlan], *, depth: int = 2) -> list[RequestOutput]:
         """Plan a step, and give back the oldest once `depth` are in flight or there is nothing to plan."""

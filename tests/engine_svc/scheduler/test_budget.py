@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.core.request import Request
+from engine_svc.scheduler.budget import PipelineTurns
 from tests.engine_svc.scheduler.doubles import AtMost, Meter, Postponed, item
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 from tests.simulation.budgets import AdapterCap, EncoderBudget
@@ -215,3 +216,16 @@ def test_each_limit_by_itself(options: dict[str, object], blocked: bool, admitte
     stage = Stage(**options)
     stage.add(request("a", 8), request("b", 8, blockers=["one"] if blocked else []), request("c", 1))
     assert stage.schedule().request_ids == admitted
+
+
+def test_whose_row_is_given_back_may_sample_in_the_next_step():
+    turns, one = PipelineTurns(2), request("a", 4)
+    turns.begin_step()
+    turns.take(one, 4)
+    turns.begin_step()
+    assert (turns.admits(one), turns.clip(one, 4)) == (False, 0)
+    turns.begin_step()
+    turns.take(one, 4)
+    turns.give_back(one, 4)
+    turns.begin_step()
+    assert (turns.admits(one), turns.clip(one, 4)) == (True, 4)

@@ -129,7 +129,7 @@ def test_a_preempted_request_returns_only_when_its_late_tokens_are_there():
     late = request("a", 8)
     stage.add(late)
     plans = [stage.schedule(), stage.schedule()]
-    assert stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.preempt_running()
     stage.add(request("b", 8))
     # It stands first, but for now others pass it.
     assert stage.scheduler.waiting_ids == ["a", "b"]
@@ -146,8 +146,22 @@ def test_who_is_preempted_with_nothing_in_flight_may_return_at_once():
     stage = Stage(async_scheduling=True)
     stage.add(request("a", 8))
     stage.step()
-    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    stage.preempt_running()
     assert granted(stage.schedule()) == {"a": 9}
+
+
+def test_a_reset_drops_what_is_in_flight_and_its_requests_return_at_once():
+    stage = Stage(async_scheduling=True, num_speculative_tokens=2)
+    stage.add(request("a", 8))
+    plans = [stage.schedule(), stage.schedule()]
+    assert stage.scheduler.reset_prefix_cache(now=2.0, reset_running=True)
+    stage.add(request("b", 8))
+    plan = stage.schedule()
+    assert granted(plan) == {"a": 8, "b": 8}
+    assert (stage.update(plans[0], {"a": [41]}), stage.update(plans[1], {"a": [42, 43]})) == ([], [])
+    outputs = stage.update(plan, {"a": [44], "b": [45]})
+    assert [output.new_token_ids for output in outputs] == [[44], [45]]
+    assert stage.scheduler.stats().drafts.num_drafts == 0
 
 
 def test_a_late_token_may_end_a_preempted_request():
@@ -155,10 +169,39 @@ def test_a_late_token_may_end_a_preempted_request():
     late = request("a", 8)
     stage.add(late)
     plan = stage.schedule()
-    stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.preempt_running()
     [output] = stage.update(plan, {"a": [EOS]})
     assert output.finish_reason is FinishReason.STOP
     assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
+
+
+# Several batches are in flight, each with the requests that have no token outstanding.
+
+
+def test_a_request_whose_token_is_outstanding_leaves_the_step_to_others():
+    stage = Stage(pipeline_stages=2, max_num_batched_tokens=8)
+    stage.add(request("a", 8), request("b", 12))
+    plans = [stage.schedule(), stage.schedule()]
+    assert [granted(plan) for plan in plans] == [{"a": 8}, {"b": 8}]
+    stage.update(plans[0])
+    plans.append(stage.schedule())
+    # The next chunk of a prompt needs no token.
+    assert granted(plans[2]) == {"a": 1, "b": 4}
+    stage.update(plans[1])
+    assert granted(stage.schedule()) == {}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_ahead_of_its_tokens_a_request_samples_once_in_as_many_steps_as_there_are_stages(num_stages: int):
+    stage = Stage(async_scheduling=True, pipeline_stages=num_stages)
+    in_flight = [stage.schedule()]
+    for index in range(num_stages):
+        stage.add(request(str(index), 8))
+        in_flight.append(stage.schedule())
+    assert [granted(plan) for plan in in_flight[1:]] == [{str(index): 8} for index in range(num_stages)]
+    for index in range(num_stages):
+        stage.update(in_flight[1 + index])
+        assert granted(stage.schedule()) == {str(index): 1}
 
 
 def test_blocks_filled_ahead_are_found_only_when_their_tokens_are_known():
@@ -271,7 +314,11 @@ def test_blocks_that_a_step_in_flight_still_reads_are_not_given_back():
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1, must be at least 0"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1, must be at least 0"),
         ({"max_steps_in_flight": 0}, "max_steps_in_flight is 0, must be at least 1"),
-        ({"max_steps_in_flight": 2}, "max_steps_in_flight is 2, without async_scheduling it must be 1"),
+        ({"pipeline_stages": 0}, "pipeline_stages is 0, must be at least 1"),
+        (
+            {"max_steps_in_flight": 3, "pipeline_stages": 2},
+            "max_steps_in_flight is 3, without async_scheduling it must be at most pipeline_stages, 2",
+        ),
         ({"prefill_share": 0.0}, "prefill_share is 0.0, must be above 0 and below 1"),
         ({"prefill_share": 1.0}, "prefill_share is 1.0, must be above 0 and below 1"),
         (
@@ -295,6 +342,7 @@ def test_nonsense_is_refused(options: dict[str, object], message: str):
         {"num_speculative_tokens": 0},
         {"max_steps_in_flight": 1},
         {"max_steps_in_flight": 2, "async_scheduling": True},
+        {"max_steps_in_flight": 2, "pipeline_stages": 2},
         {"prefill_share": 0.001},
         {"prefill_share": 0.999},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
@@ -317,5 +365,6 @@ def test_default_scheduler_config():
         num_speculative_tokens=0,
         async_scheduling=False,
         max_steps_in_flight=1,
+        pipeline_stages=1,
         prefill_share=0.5,
     )

@@ -24,7 +24,7 @@ def test_drafts_for_who_was_preempted_meanwhile_are_dropped():
     late = request("a", 8)
     stage.add(late)
     plan = stage.schedule()
-    stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.preempt_running()
     stage.update(plan, {"a": [42]}, {"a": [10, 11]})
     plan = stage.schedule()
     assert (granted(plan), plan.draft_token_ids) == ({"a": 9}, [[]])

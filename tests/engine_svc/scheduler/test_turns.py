@@ -328,7 +328,7 @@ def test_a_turn_may_end_for_who_was_preempted_meanwhile():
     resumable = session("a", 3)
     stage.add(resumable)
     plan = stage.schedule()
-    assert stage.scheduler.reset_prefix_cache(now=1.0, reset_running=True)
+    stage.preempt_running()
     [output] = stage.update(plan, {"a": [STOP]})
     assert (output.continues, resumable.status) == (True, RequestStatus.BLOCKED)
     assert (resumable.num_computed_tokens, resumable.block_tables) == (0, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from concurrent.futures import Future
 
 import grpc.aio
 
@@ -13,7 +14,7 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.errors import DeviceLost
 from engine_svc.features.kv_events.scheduler import KVEvents
-from engine_svc.loop.mailbox import KVEventLog
+from engine_svc.loop.mailbox import Call, KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, make_entry, served, serving
@@ -121,8 +122,13 @@ class FollowedRig(ServiceRig):
             if last_seq >= seq:
                 return last_seq
 
-    def findable(self) -> set[bytes]:
-        """What can be found, asked of the pool itself. Only while the engine is idle."""
+    async def findable(self) -> set[bytes]:
+        """What can be found, asked of the pool itself."""
+        answer: Future[set[bytes]] = Future()
+        assert self.engine.inbox.put(Call(lambda: answer.set_result(self._keys())))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), LIMIT_S)
+
+    def _keys(self) -> set[bytes]:
         pool = self.core.kv_cache.pool
         keys = {pool.key_of(block_id) for block_id in range(self.num_blocks)}
         return {key for key in keys if key is not None}
@@ -137,7 +143,7 @@ async def test_a_snapshot_and_what_follows_are_what_can_be_found():
         assert early.cursor == kv_pb2.KvCursor(engine_epoch=EPOCH, seq=0)
         seq = await rig.run(stub)
         await early.read_to(seq)
-        assert set(early.blocks) == rig.findable() != set()
+        assert set(early.blocks) == await rig.findable() != set()
         late = Follower(stub)
         await late.read()
         assert (late.blocks, late.cursor) == (early.blocks, early.cursor)
@@ -145,7 +151,7 @@ async def test_a_snapshot_and_what_follows_are_what_can_be_found():
         seq = await rig.run(stub, num_requests=16)
         await early.read_to(seq)
         await late.read_to(seq)
-        assert set(early.blocks) == rig.findable()
+        assert set(early.blocks) == await rig.findable()
         assert late.blocks == early.blocks
         assert early.seqs == list(range(1, seq + 1))
         parents = {parent for parent, _ in early.blocks.values()}
@@ -162,7 +168,7 @@ async def test_a_snapshot_comes_in_chunks_with_a_cursor_at_the_end_alone():
         while not follower.has_snapshot:
             assert await follower.read()
         assert follower.num_snapshot_chunks == 2
-        assert set(follower.blocks) == rig.findable()
+        assert set(follower.blocks) == await rig.findable()
         assert len(follower.blocks) > 1024
         assert follower.cursor == kv_pb2.KvCursor(engine_epoch=EPOCH, seq=seq)
 
@@ -181,7 +187,7 @@ async def test_who_comes_back_goes_on_behind_its_cursor():
         await again.read_to(seq)
         assert again.num_snapshot_chunks == 0
         assert first.seqs + again.seqs == list(range(1, seq + 1))
-        assert set(again.blocks) == rig.findable()
+        assert set(again.blocks) == await rig.findable()
 
 
 async def test_all_that_is_kept_comes_although_nothing_follows_it():
@@ -191,7 +197,7 @@ async def test_all_that_is_kept_comes_although_nothing_follows_it():
         follower = Follower(stub, kv_pb2.KvCursor(engine_epoch=EPOCH, seq=0))
         await follower.read_to(seq)
         assert follower.seqs == list(range(1, seq + 1))
-        assert set(follower.blocks) == rig.findable()
+        assert set(follower.blocks) == await rig.findable()
 
 
 async def test_a_cursor_that_is_gone_is_out_of_range():
@@ -229,7 +235,7 @@ async def test_a_subscriber_may_come_while_the_model_is_loading():
         assert follower.has_snapshot
         await rig.load()
         await follower.read_to(await rig.run(stub))
-        assert set(follower.blocks) == rig.findable()
+        assert set(follower.blocks) == await rig.findable()
 
 
 async def test_one_subscriber_too_many_is_refused_until_another_goes():
@@ -272,7 +278,7 @@ async def test_who_reads_too_slowly_is_cut_off_and_can_begin_anew():
         assert 0 < len(slow.seqs) < seq - MAX_BATCHES
         fresh = Follower(stub)
         await fresh.read_to(seq)
-        assert set(fresh.blocks) == rig.findable()
+        assert set(fresh.blocks) == await rig.findable()
 
 
 async def test_who_does_not_read_at_all_is_given_up(caplog):
@@ -306,7 +312,7 @@ async def test_draining_sends_what_there_is_and_ends_subscriptions_without_an_er
             continue
         assert await follower.call.code() is CODE.OK
         assert follower.seqs == list(range(1, seq + 1))
-        assert set(follower.blocks) == rig.findable()
+        assert set(follower.blocks) == await rig.findable()
 
 
 async def test_a_loop_that_raises_ends_subscriptions_as_unavailable():
