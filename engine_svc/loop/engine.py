@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 _BLOCKED_WAIT_S = 0.001
 # Upper limit of one wait: clients may set deadlines further away than a wait can last.
 _MAX_PARK_S = 3600.0
-# How long the next step waits for the request that a frontend sends after the first output of a suspect.
-_ANSWER_WAIT_S = 0.005
 # Up to this, no budget of a step is announced.
 DEFAULT_STEP_LIMIT_S = 5.0
 
@@ -100,7 +98,6 @@ class Engine:
         self._bisector = FailureBisector()
         self._router = OutputRouter()
         self._deadlines = Deadlines(self._router.by_id)
-        self._unverified: set[str] = set()  # requests that frontends suspect and that have no output here yet
         self._aborted: list[RequestOutput] = []  # of requests ended from outside, not yet published
         self._step_number = 0
         self._num_prompt_tokens = 0
@@ -173,11 +170,6 @@ class Engine:
 
     def step(self) -> bool:
         """Plan and launch one step; then finish the oldest in flight. False if neither was possible."""
-        if self._in_flight and self._verifies_suspect(self._in_flight[-1][0]):
-            # After the first output of this request its frontend sends the next request of the engine that
-            # died. A step planned before would come between the two.
-            self._finish_oldest()
-            return True
         now = self._clock.now()
         plan: StepPlan | None = None
         if self._lockstep.may_step(self._scheduler.has_work):
@@ -191,13 +183,6 @@ class Engine:
         if len(self._in_flight) >= depth or plan is None or not plan.request_ids:
             self._finish_oldest()
         return True
-
-    def _verifies_suspect(self, plan: StepPlan) -> bool:
-        """Whether a request that its frontend suspects gets its first output in this step."""
-        if not self._unverified:
-            return False
-        rows = zip(plan.request_ids, plan.samples, strict=True)
-        return any(samples and request_id in self._unverified for request_id, samples in rows)
 
     def _launch(self, plan: StepPlan, now: float) -> bool:
         """Give a plan to the executor. False if that failed, and everything in flight with it."""
@@ -230,10 +215,7 @@ class Engine:
         outputs = self._scheduler.update(plan, result, now)
         self._in_flight.popleft()
         self._step_time.end(now)
-        num_unverified = len(self._unverified)
         self._publish(outputs, self._router.token_logprobs(plan, result))
-        if len(self._unverified) < num_unverified and not (self._in_flight or self._is_stopping):
-            self._inbox.wait(_ANSWER_WAIT_S)
         self._apply_decision(decision)
 
     def _recover(self, error: Exception) -> None:
@@ -325,8 +307,6 @@ class Engine:
     def _add(self, command: Add) -> None:
         request = command.request
         self._router.begin(command)
-        if command.is_suspect:
-            self._unverified.add(request.request_id)
         self._deadlines.note(command.deadline_at, request.request_id)
         self._num_prompt_tokens += request.num_prompt_tokens
         try:
@@ -352,8 +332,6 @@ class Engine:
         if self._aborted:
             outputs = self._aborted + outputs
             self._aborted = []
-        if self._unverified:
-            self._unverified.difference_update(output.request_id for output in outputs)
         steps = self._router.rows(outputs, token_logprobs, self._step_number)
         for step in steps.values():
             self._num_generated_tokens += len(step.token_ids)
