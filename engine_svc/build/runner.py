@@ -11,7 +11,7 @@ import torch
 from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
-from engine_svc.loop.engine import Executor
+from engine_svc.loop.steps import Executor
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model

@@ -15,9 +15,9 @@ from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import PromptTokenLogprobs, StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.failure_dump import log_failure
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Inbox, LoopStats, Outbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
+from engine_svc.loop.recovery import log_failure
 from engine_svc.loop.step_output import StepOutput
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.stats import SchedulerStats

@@ -205,7 +205,7 @@ def test_what_a_failed_step_computed_is_freed_without_a_collection(
     tiny_model, monkeypatch, is_beside, make_error
 ):
     # pytest keeps what is logged, and with it the traceback.
-    monkeypatch.setattr(logging.getLogger("engine_svc.loop.engine"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("engine_svc.loop.recovery"), "disabled", True)
     hook = ComputingHook(make_error)
     with without_collections():
         serve(tiny_model("llama", "native"), hook=hook, is_beside=is_beside, steps_in_flight=1)
