@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.core.control import WakeTag
 from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call
-from engine_svc.loop.pause import Part, PauseMode, RunState
+from engine_svc.loop.pause import PauseMode, RunState
 from service_kit.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -51,7 +52,7 @@ _MODES: dict[utility_pb2.PauseMode, PauseMode] = {
     utility_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     utility_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
-_PARTS = {part.value: part for part in Part}
+_TAGS = {tag.value: tag for tag in WakeTag}
 
 
 class Role(Enum):
@@ -128,11 +129,11 @@ class UtilityService:
         return _done()
 
     async def _wake(self, call: utility_pb2.UtilityCall, timeout_s: float) -> utility_pb2.UtilityResult:
-        unknown = [tag for tag in call.wake.tags if tag not in _PARTS]
+        unknown = [tag for tag in call.wake.tags if tag not in _TAGS]
         if unknown:
-            raise InvalidArgument(f"tag {unknown[0]!r} is none of {', '.join(_PARTS)}", field="wake.tags")
-        parts = {_PARTS[tag] for tag in call.wake.tags} or frozenset(Part)
-        await self._ask(lambda controls: controls.pause_controller.wake(parts), timeout_s)
+            raise InvalidArgument(f"tag {unknown[0]!r} is none of {', '.join(_TAGS)}", field="wake.tags")
+        tags = {_TAGS[tag] for tag in call.wake.tags} or frozenset(WakeTag)
+        await self._ask(lambda controls: controls.pause_controller.wake(tags), timeout_s)
         return _done()
 
     async def _is_sleeping(

@@ -275,13 +275,13 @@ def _build_controls(
     return EngineControls(
         loop=engine,
         scheduler=scheduler,
-        runners=side.control,
+        lockstep=lockstep or NoLockstep(),
+        ranks=side.control,
         clock=served.clock,
         weights_folder=Path(config.model),
         profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
         profile_prefix=f"engine-{config.index}",
         on_weights=on_weights,
-        lockstep=lockstep,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine_svc.core.control import WakeTag
 from engine_svc.core.step import StepPlan
 from engine_svc.model.context import EmbeddedTokens, ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
@@ -32,7 +33,7 @@ from engine_svc.runner.prompt_rows import (
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import Ints, to_device
-from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.runner.sleep import Resident, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_svc.core.control import WakeTag, WeightsLost
 from engine_svc.core.errors import clear_frames
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
@@ -30,14 +31,6 @@ logger = logging.getLogger(__name__)
 _FORM = ("architecture", "kv_shapes", "vocab_size", "max_position", "dtype")
 
 
-class WakeTag(enum.Enum):
-    """A part to wake separately; the value is its name on the wire. The runner has no SCHEDULING."""
-
-    SCHEDULING = "scheduling"
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-
-
 class Location(enum.Enum):
     DEVICE = "device"
     HOST = "host"  # of a GPU's machine
@@ -49,10 +42,6 @@ _TRANSITIONS: dict[Location, frozenset[Location]] = {
     Location.HOST: frozenset({Location.DEVICE, Location.NOWHERE}),
     Location.NOWHERE: frozenset({Location.DEVICE}),
 }
-
-
-class WeightsLost(RuntimeError):
-    """Neither new weights nor the old ones could be loaded: there are none until a wake or a reload."""
 
 
 @dataclass(frozen=True, slots=True)

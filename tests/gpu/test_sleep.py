@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_svc.core.control import WakeTag
 from engine_svc.core.step import StepPlan
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
-from engine_svc.runner.sleep import WakeTag, WeightSource
+from engine_svc.runner.sleep import WeightSource
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
 from tests.engine_svc.runner.fakes import PlanDriver
 from tests.gpu.rig import BLOCK_SIZE, MAX_NUM_SEQS, NUM_BLOCKS, load_on

@@ -18,13 +18,12 @@ import pytest
 
 from engine_svc.build.ranks import build_ranks
 from engine_svc.build.runner import build_runner
+from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
 from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost
-from engine_svc.runner.control import Refused
-from engine_svc.runner.sleep import WakeTag, WeightsLost
 from tests.processes import running, source_environment
 from tests.system.checkpoints import Reference
 from tests.system.generation import collect, random_prompt, request_of
@@ -198,11 +197,11 @@ def test_ranks_that_have_lost_their_weights_live_and_are_woken_with_the_old_ones
     with ranks_of(config_of(folder, **TP_2)) as ranked:
         file.write_bytes(whole[:-100])
         with pytest.raises(WeightsLost, match="cannot be read"):
-            ranked.side.control.reload_weights()
+            ranked.side.control.call_all("reload_weights", {"folder": None})
         with pytest.raises(Refused, match="cannot be read"):
-            ranked.side.control.wake([WakeTag.WEIGHTS])
+            ranked.side.control.call_each("wake", {"tags": ["weights"]})
         file.write_bytes(whole)
-        ranked.side.control.wake([WakeTag.WEIGHTS])
+        ranked.side.control.call_each("wake", {"tags": ["weights"]})
         assert with_requests(Driver(ranked.side)).run() == alone["llama"][0]
 
 

@@ -12,9 +12,8 @@ import pytest
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.utility import Role, UtilityService
+from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.loop.protocols import NoLockstep
-from engine_svc.runner.control import Refused
-from engine_svc.runner.sleep import WeightsLost
 from service_kit.channel import open_channel
 from service_kit.errors import (
     Aborted,

@@ -248,7 +248,7 @@ class Rank:
         self.controls = EngineControls(
             loop=self.engine,
             scheduler=scheduler,
-            runners=FakeRunners(),
+            ranks=FakeRunners(),
             clock=self.clock,
             lockstep=self.driver,
         )

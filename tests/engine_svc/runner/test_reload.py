@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from engine_svc.core.control import WakeTag, WeightsLost
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
 from engine_svc.model.loading.loader import load_model
-from engine_svc.runner.sleep import Resident, WakeTag, WeightsLost, WeightSource
+from engine_svc.runner.sleep import Resident, WeightSource
 from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
 
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_svc.core.control import WakeTag
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.loading.loader import load_model
 from engine_svc.runner.memory.parked_memory import NoRoom
-from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.runner.sleep import Resident, WeightSource
 from tests.engine_svc.runner.memory.test_parked_memory import FullDevice
 from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
 
