@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.admin.orphaned_requests import OrphanedRequests, Timer
+from engine_svc.admin.utility import ENGINE_CALLS, UtilityCall, registered
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.core.request import Request
@@ -78,6 +79,7 @@ class ServedEngine:
     core: LoadedCore | None = None
     failure: Failure | None = None
     options: tuple[OptionInEffect, ...] = ()  # ordered by name
+    utilities: Mapping[str, UtilityCall] = field(default_factory=lambda: registered(ENGINE_CALLS))  # by name
     shares_experts: bool = False  # shares experts with other engines and therefore steps together with them
     is_member: bool = False  # whether it is registered at a coordinator and the stream to it is open
     num_fenced_commands: int = 0  # commands refused because a newer coordinator has replaced the sender

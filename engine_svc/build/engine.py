@@ -16,6 +16,7 @@ from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
+from engine_svc.admin.utility import ENGINE_CALLS, UtilityCall, registered
 from engine_svc.build.fingerprint import (
     declares_experts,
     main_eos_first,
@@ -67,11 +68,14 @@ _POLICY_ENTRY_POINTS = "triptych.policies"
 
 
 def build_served_engine(
-    config: EngineConfig, origins: Mapping[str, str] = MappingProxyType({})
+    config: EngineConfig,
+    origins: Mapping[str, str] = MappingProxyType({}),
+    utilities: Sequence[UtilityCall] = (),
 ) -> ServedEngine:
     """The engine before its model is loaded. Raises ConfigError.
 
     origins: origin of each option's value; an option that is missing was set in code.
+    utilities: calls that features add to those of every engine.
     """
     _find_policy(config.scheduling_policy)
     identity = EngineIdentity(
@@ -99,6 +103,7 @@ def build_served_engine(
         else None,
         tensors=TensorReceiver(is_open=config.enable_prompt_embeds),
         options=_options(config, origins),
+        utilities=registered([*ENGINE_CALLS, *utilities]),
         shares_experts=config.divides_experts and declares_experts(Path(config.model)),
     )
 
@@ -264,6 +269,7 @@ def _build_controls(
     lockstep: LockstepDriver | None,
 ) -> EngineControls:
     from engine_svc.loop.controls import EngineControls
+    from engine_svc.runner.control import COLLECTIVES
 
     def on_weights(folder: Path, digest: str) -> None:
         # Noted first: the new weights are in use even if reading their folder fails below.
@@ -281,6 +287,7 @@ def _build_controls(
         weights_folder=Path(config.model),
         profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
         profile_prefix=f"engine-{config.index}",
+        collectives=COLLECTIVES,
         on_weights=on_weights,
     )
 

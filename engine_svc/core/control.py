@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -23,3 +25,30 @@ class RanksDisagree(RuntimeError):
 
 class WeightsLost(RuntimeError):
     """Neither new weights nor the old ones could be loaded: there are none until a wake or a reload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A function that an operator can have every rank run by name. Its result is reported as a text.
+
+    run: called with the arguments by name; a ValueError or OSError is a refusal.
+    parameters: the types of the arguments, which are all required: str, int, float or bool.
+    """
+
+    name: str
+    run: Callable[..., object]
+    parameters: Mapping[str, type] = field(default_factory=dict)
+
+    def check(self, arguments: Mapping[str, object]) -> None:
+        """Raise ValueError unless these are its arguments."""
+        if arguments.keys() != self.parameters.keys():
+            raise ValueError(
+                f"collective {self.name} has the parameters {sorted(self.parameters)}, and there are "
+                f"{len(arguments)} arguments"
+            )
+        for name, kind in self.parameters.items():
+            if type(arguments[name]) is not kind:
+                raise ValueError(
+                    f"argument {name} of collective {self.name} is of type {type(arguments[name]).__name__}, "
+                    f"it has to be {kind.__name__}"
+                )

@@ -6,16 +6,16 @@ Knows no wire. Calls come through `serve`, which waits for the steps in flight f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from engine_svc.core.control import RanksDisagree, Refused, WakeTag, WeightsLost
+from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
 from engine_svc.core.errors import DeviceLost
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.pause import PauseController, RunState
 from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
 from service_kit.clock import Clock
-from service_kit.errors import FailedPrecondition, InvalidArgument
+from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, Unimplemented
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class EngineControls:
         weights_folder: Path = Path(),
         profile_dir: Path | None = None,
         profile_prefix: str = "engine",
+        collectives: Iterable[Collective] = (),
         on_weights: Callable[[Path, str], None] = lambda folder, digest: None,
     ) -> None:
         self._loop = loop
@@ -51,6 +52,7 @@ class EngineControls:
         self._profile_dir = profile_dir
         self._profile_prefix = profile_prefix
         self._on_weights = on_weights
+        self._collectives = {collective.name: collective for collective in collectives}
         self._weight_version = ""
         self.pause_controller = PauseController(
             loop=loop, scheduler=scheduler, lockstep=lockstep, ranks=ranks, clock=clock
@@ -125,9 +127,36 @@ class EngineControls:
             self._weight_version = version
         self._on_weights(self._weights_folder, digest)
 
-    def num_bytes_in_use(self) -> list[int]:
-        """Memory that each rank uses on its device, in bytes."""
-        return [int(str(answer["num_bytes"])) for answer in self._ranks.call_each("memory")]
+    def run_collective(self, name: str, arguments: Mapping[str, object]) -> list[str]:
+        """Have every rank run a registered function; its results, in the order of the ranks."""
+        collective = self._collectives.get(name)
+        if collective is None:
+            raise Unimplemented(f"the only collectives are {', '.join(self._collectives)}")
+        try:
+            collective.check(arguments)
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="collective.arguments") from error
+        answers = self._ranks.call_each("collective", {"name": name, "arguments": dict(arguments)})
+        return [str(answer["result"]) for answer in answers]
+
+    def execute_dummy_batch(self) -> None:
+        """Run one step without requests: with the other ranks of a lockstep group, else alone."""
+        if self.pause_controller.state is RunState.ASLEEP:
+            raise FailedPrecondition("the engine is asleep: wake it first", reason="ENGINE_ASLEEP")
+        if self._scheduler.has_work:
+            raise FailedPrecondition(
+                f"{len(self._scheduler.running_ids)} requests run and {len(self._scheduler.waiting_ids)} "
+                "wait: a step without requests is for an idle engine",
+                reason="ENGINE_BUSY",
+            )
+        # Begins a wave, as a request does, so that the other ranks step as well.
+        if not self._lockstep.may_step(True):
+            raise FailedPrecondition(
+                "the ranks that step together with this engine are paused, or have formed no group",
+                reason="NO_GROUP",
+            )
+        if not self._loop.run_idle_step():
+            raise Aborted("the step failed and was rolled back, see the engine's log")
 
     def _reload(self, folder: Path | None) -> str:
         try:

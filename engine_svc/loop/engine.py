@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from engine_svc.core.step import StepPlan
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Fail, Forget, Inbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
 from engine_svc.loop.recovery import StepRecovery, log_failure
@@ -98,22 +99,23 @@ class Engine:
         if self._lockstep.may_step(self._scheduler.has_work):
             now = self._clock.now()
             plan = self._scheduler.schedule(now)
-            if plan.request_ids or self._lockstep.needs_idle_step:
-                self._stats.begin_step(plan, now)
-                try:
-                    self._steps.launch(plan)
-                    self._lockstep.on_step_launched(
-                        is_idle=not plan.request_ids, has_work=self._scheduler.has_work
-                    )
-                except Exception as error:  # noqa: BLE001  Every error is the step's.
-                    self._recovery.recover(error)
-                    return True
+            if (plan.request_ids or self._lockstep.needs_idle_step) and not self._launch(plan, now):
+                return True
         if not self._steps:
             return False
         max_in_flight = 1 if self._recovery.is_open else self._max_in_flight
         if len(self._steps) >= max_in_flight or plan is None or not plan.request_ids:
             self._finish_oldest()
         return True
+
+    def run_idle_step(self) -> bool:
+        """Run a step, with no other in flight, though there may be nothing to compute. False if it failed.
+
+        For the engine thread, if the lockstep permits a step.
+        """
+        with self._stats.in_steps():
+            now = self._clock.now()
+            return self._launch(self._scheduler.schedule(now), now) and self._finish_oldest()
 
     def settle(self) -> None:
         """Wait for every step in flight and publish its outputs. For the engine thread."""
@@ -140,12 +142,24 @@ class Engine:
         finally:
             self._steps.shutdown()
 
-    def _finish_oldest(self) -> None:
+    def _launch(self, plan: StepPlan, now: float) -> bool:
+        """Begin a step. False if that failed, and everything in flight with it."""
+        self._stats.begin_step(plan, now)
+        try:
+            self._steps.launch(plan)
+            self._lockstep.on_step_launched(is_idle=not plan.request_ids, has_work=self._scheduler.has_work)
+        except Exception as error:  # noqa: BLE001  Every error is the step's.
+            self._recovery.recover(error)
+            return False
+        return True
+
+    def _finish_oldest(self) -> bool:
+        """Wait for the oldest step and publish its outputs. False if it failed, and all others with it."""
         try:
             plan, result = self._steps.wait_for_oldest()
         except Exception as error:  # noqa: BLE001  Every error is the step's.
             self._recovery.recover(error)
-            return
+            return False
         self._lockstep.on_step_done()
         decision = self._recovery.check(plan, result)
         # An abort that came during the step is applied before its tokens, so that it is the final output.
@@ -156,6 +170,7 @@ class Engine:
         self._stats.end_step(now)
         self._requests.publish(plan, result, outputs)
         self._recovery.apply(decision)
+        return True
 
     def _read_inbox(self) -> None:
         for command in self._inbox.take():

@@ -1,21 +1,36 @@
-"""Calls to all ranks of an engine besides steps: sleep, wake, reload of weights, profiles, memory use.
+"""Calls to all ranks of an engine besides steps: sleep, wake, reload of weights, profiles, collectives.
 
 `RunnerControl` is the engine's side, `runner_calls` a rank's side; only plain values pass between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine_svc.core.control import RanksDisagree, Refused, WakeTag, WeightsLost
+from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
 from engine_svc.runner.executor import Call
 from engine_svc.runner.memory.free_memory import num_bytes_in_use
 from engine_svc.runner.model_runner import ModelRunner
+from service_kit.logs import LOG_LEVELS, set_log_level
 
 _REFUSAL = "refusal"
 _LOSS = "loss"
+
+
+def _set_log_level(level: str) -> str:
+    if level not in LOG_LEVELS:
+        raise ValueError(f"log level {level!r} is not one of {', '.join(LOG_LEVELS)}")
+    set_log_level(level)
+    return level
+
+
+# memory: bytes that the rank uses, of its GPU, or on a CPU of its process.
+COLLECTIVES = (
+    Collective("memory", num_bytes_in_use),
+    Collective("log_level", _set_log_level, {"level": str}),
+)
 
 
 class Executor(Protocol):
@@ -26,8 +41,9 @@ class Executor(Protocol):
         ...
 
 
-def runner_calls(runner: ModelRunner) -> dict[str, Call]:
+def runner_calls(runner: ModelRunner, collectives: Iterable[Collective] = COLLECTIVES) -> dict[str, Call]:
     """The calls of a rank, by name."""
+    functions = {collective.name: collective.run for collective in collectives}
 
     def sleep(arguments: Mapping[str, Any]) -> Mapping[str, object]:
         runner.sleep(arguments["level"])
@@ -44,13 +60,16 @@ def runner_calls(runner: ModelRunner) -> dict[str, Call]:
     def start_profile(arguments: Mapping[str, Any]) -> Mapping[str, object]:
         return {"file": str(runner.start_profile(Path(arguments["folder"]), arguments["prefix"]))}
 
+    def collective(arguments: Mapping[str, Any]) -> Mapping[str, object]:
+        return {"result": str(functions[arguments["name"]](**arguments["arguments"]))}
+
     calls = {
         "sleep": sleep,
         "wake": wake,
         "reload_weights": reload_weights,
         "start_profile": start_profile,
         "stop_profile": lambda arguments: {"file": str(runner.stop_profile())},
-        "memory": lambda arguments: {"num_bytes": num_bytes_in_use()},
+        "collective": collective,
     }
     return {name: _answering(call) for name, call in calls.items()}
 

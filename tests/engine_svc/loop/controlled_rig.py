@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_svc.admin.calls import AdminCalls
+from engine_svc.core.control import Collective
 from engine_svc.loop.controls import EngineControls
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Call
@@ -34,6 +35,10 @@ ABORT, WAIT, KEEP = (
     utility_pb2.PAUSE_MODE_KEEP,
 )
 NEW_DIGEST = "ef" * 32
+COLLECTIVES = (
+    Collective("memory", lambda: 0),
+    Collective("scale", lambda **_: 0, {"factor": float, "layer": int, "dry": bool, "note": str}),
+)
 
 
 class FakeRunners:
@@ -55,9 +60,9 @@ class FakeRunners:
         self, name: str, arguments: Mapping[str, Any] | None = None, *, undo: str = ""
     ) -> list[Mapping[str, object]]:
         asked = {"wake": "tags", "start_profile": "prefix"}.get(name)
-        argument = arguments[asked] if arguments and asked else None
+        argument = arguments if asked is None else (arguments or {})[asked]
         self._note(name, set(argument) if name == "wake" else argument)
-        return [{"file": "trace", "num_bytes": num_bytes} for num_bytes in (1024, 2048)]
+        return [{"file": "trace", "result": str(rank)} for rank in range(2)]
 
     def _note(self, name: str, argument: object) -> None:
         if self.error is not None:
@@ -128,6 +133,7 @@ async def controlled(
             clock=MonotonicClock(),
             weights_folder=Path("/models/first"),
             profile_dir=profile_dir,
+            collectives=COLLECTIVES,
             lockstep=lockstep or NoLockstep(),
             on_weights=lambda folder, digest: weights.append((folder, digest)),
         )

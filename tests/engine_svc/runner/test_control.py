@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engine_svc.core.control import RanksDisagree, Refused, WakeTag, WeightsLost
+from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import KVShape, ModelFacts
+from engine_svc.runner import control as control_module
 from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.executor import Call, InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.parked_memory import NoRoom
@@ -163,13 +164,30 @@ def test_a_profile_that_no_rank_can_begin_leaves_the_one_that_runs():
     assert ranks.called == ["start_profile"]
 
 
-def test_memory_that_some_ranks_cannot_tell_is_refused_and_ends_no_engine():
-    def fails(arguments: Mapping[str, object]) -> Mapping[str, object]:
-        return {"refusal": "the driver says nothing"}
+def test_a_collective_runs_with_its_arguments_in_every_rank_and_a_refusal_ends_no_engine():
+    def power(base: int, exponent: int) -> int:
+        if base == exponent:
+            raise ValueError("base and exponent are equal")
+        return base**exponent
 
-    ranks = ManyRanks([runner_calls(FakeRunner()), {"memory": fails}])
-    with pytest.raises(Refused, match="the driver says nothing"):
-        RunnerControl(ranks).call_each("memory")
+    function = Collective("power", power, {"base": int, "exponent": int})
+    ranks = ManyRanks([runner_calls(FakeRunner(), [function]) for _ in range(2)])
+    call = {"name": "power", "arguments": {"base": 2, "exponent": 5}}
+    assert RunnerControl(ranks).call_each("collective", call) == [{"result": "32"}] * 2
+    call = {"name": "power", "arguments": {"base": 2, "exponent": 2}}
+    with pytest.raises(Refused, match="are equal"):
+        RunnerControl(ranks).call_each("collective", call)
+
+
+def test_the_log_level_of_every_rank_can_be_changed(monkeypatch):
+    levels: list[str] = []
+    monkeypatch.setattr(control_module, "set_log_level", levels.append)
+    ranks = ManyRanks([runner_calls(FakeRunner()) for _ in range(2)])
+    call = {"name": "log_level", "arguments": {"level": "error"}}
+    assert RunnerControl(ranks).call_each("collective", call) == [{"result": "error"}] * 2
+    with pytest.raises(Refused, match="log level 'loud' is not one of"):
+        RunnerControl(ranks).call_each("collective", call | {"arguments": {"level": "loud"}})
+    assert levels == ["error"] * 2
 
 
 def test_a_bug_in_a_rank_is_no_refusal():
