@@ -298,11 +298,11 @@ async def _set_weight_version(
 
 async def _update_weights(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
     update = call.update_weights
-    if update.names:
-        raise Unimplemented("single tensors cannot be replaced, only all of a folder", reason="NAMES")
+    if len(update.names) != len(set(update.names)):
+        raise InvalidArgument("a name occurs twice", field="update_weights.names")
     folder = Path(update.path) if update.path else None
-    version = _version(update.version, "update_weights.version")
-    await context.ask(lambda controls: controls.update_weights(folder, version))
+    version, names = _version(update.version, "update_weights.version"), list(update.names)
+    await context.ask(lambda controls: controls.update_weights(folder, version, names))
     return _done()
 
 

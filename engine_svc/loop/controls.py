@@ -6,7 +6,7 @@ Knows no wire. Calls come through `serve`, which waits for the steps in flight f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
@@ -103,9 +103,10 @@ class EngineControls:
     def set_weight_version(self, version: str) -> None:
         self._weight_version = version
 
-    def update_weights(self, folder: Path | None, version: str) -> None:
+    def update_weights(self, folder: Path | None, version: str, names: Sequence[str] = ()) -> None:
         """Replace the weights by those of `folder`; None: load the present folder again.
 
+        names: tensors to replace, if not all. Their names and shapes are those of the present ones.
         No request may run, or all have to be paused; paused requests then compute their tokens anew with the
         new weights. A refusal keeps the old weights and leaves the prefix cache empty. With the reason
         WEIGHTS_LOST no weights are left, and after an unexpected error their state is unknown. The engine
@@ -120,8 +121,9 @@ class EngineControls:
                 f"{num_running} requests run: pause the engine first", reason="ENGINE_BUSY"
             )
         self.reset_prefix_cache(reset_running=True)
-        digest = self._reload(folder)
-        self._weights_folder = folder or self._weights_folder
+        digest = self._reload(folder, names)
+        if not names:
+            self._weights_folder = folder or self._weights_folder
         self.pause_controller.note_awake((WakeTag.WEIGHTS,))
         if version:
             self._weight_version = version
@@ -158,11 +160,10 @@ class EngineControls:
         if not self._loop.run_idle_step():
             raise Aborted("the step failed and was rolled back, see the engine's log")
 
-    def _reload(self, folder: Path | None) -> str:
+    def _reload(self, folder: Path | None, names: Sequence[str]) -> str:
+        arguments = {"folder": None if folder is None else str(folder), "names": list(names)}
         try:
-            answers = self._ranks.call_all(
-                "reload_weights", {"folder": None if folder is None else str(folder)}
-            )
+            answers = self._ranks.call_all("reload_weights", arguments)
         except (Refused, RanksDisagree, DeviceLost):
             raise
         except WeightsLost as error:

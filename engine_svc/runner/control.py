@@ -54,8 +54,8 @@ def runner_calls(runner: ModelRunner, collectives: Iterable[Collective] = COLLEC
         return {}
 
     def reload_weights(arguments: Mapping[str, Any]) -> Mapping[str, object]:
-        folder = arguments["folder"]
-        return {"digest": runner.reload_weights(None if folder is None else Path(folder)).weights_digest}
+        folder = None if arguments["folder"] is None else Path(arguments["folder"])
+        return {"digest": runner.reload_weights(folder, arguments["names"]).weights_digest}
 
     def start_profile(arguments: Mapping[str, Any]) -> Mapping[str, object]:
         return {"file": str(runner.start_profile(Path(arguments["folder"]), arguments["prefix"]))}

@@ -215,9 +215,9 @@ class ModelRunner:
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         self._resident.wake(tags)
 
-    def reload_weights(self, folder: Path | None = None) -> ModelFacts:
-        """Replace the weights by those of `folder`; cached KV belongs to the old weights."""
-        return self._resident.reload(folder)
+    def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
+        """See Resident.reload. Cached KV belongs to the old weights."""
+        return self._resident.reload(folder, names)
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
         """Record steps from now on, in the thread that runs them; returns the file to be written."""

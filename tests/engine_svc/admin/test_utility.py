@@ -304,7 +304,7 @@ def test_a_call_is_registered_once_and_by_a_name_of_the_proto():
         ({"sleep": {"level": 1, "mode": 9}}, InvalidArgument),
         ({"wake": {"tags": ["weights", "scheduler"]}}, InvalidArgument),
         ({"reset_prefix_cache": {"reset_connector": True}}, FailedPrecondition),
-        ({"update_weights": {"names": ["lm_head.weight"]}}, Unimplemented),
+        ({"update_weights": {"names": ["lm_head.weight"] * 2}}, InvalidArgument),
         ({"set_weight_version": {"version": "v" * 257}}, InvalidArgument),
         ({}, Unimplemented),
     ],
@@ -544,6 +544,13 @@ async def test_weights_are_replaced_only_where_nothing_runs_or_all_is_held():
     assert engine.runners.asked == [("reload_weights", Path("/models/new")), ("reload_weights", None)]
     assert engine.weights == [(Path("/models/new"), NEW_DIGEST)] * 2
     assert engine.frontend.tokens[1] == tokens_of(1, 30)
+
+
+async def test_tensors_that_are_replaced_by_name_come_from_their_folder_and_the_engine_keeps_its_own():
+    async with controlled() as engine:
+        await engine.call(update_weights={"path": "/models/new", "names": ["a", "b"]})
+    assert engine.runners.asked == [("reload_weights", (Path("/models/new"), ["a", "b"]))]
+    assert engine.weights == [(Path("/models/first"), NEW_DIGEST)]
 
 
 async def test_weights_that_are_loaded_while_it_sleeps_are_awake():

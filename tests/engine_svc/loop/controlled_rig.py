@@ -53,7 +53,8 @@ class FakeRunners:
             self._note(name, arguments["level"])
             return [{}]
         folder = arguments["folder"]
-        self._note(name, folder and Path(folder))
+        source = folder and Path(folder)
+        self._note(name, (source, arguments["names"]) if arguments["names"] else source)
         return [{"digest": NEW_DIGEST}]
 
     def call_each(

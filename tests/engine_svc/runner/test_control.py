@@ -61,8 +61,8 @@ class FakeRunner:
     def wake(self, tags: Collection[WakeTag]) -> None:
         self._note("wake", *tags)
 
-    def reload_weights(self, folder: Path | None) -> ModelFacts:
-        self._note("reload", folder)
+    def reload_weights(self, folder: Path | None, names: list[str]) -> ModelFacts:
+        self._note("reload", folder, *names)
         return replace(FACTS, weights_digest=self.digest)
 
     def start_profile(self, folder: Path, prefix: str) -> Path:
@@ -92,8 +92,10 @@ def test_everything_reaches_every_rank_with_its_arguments():
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
     control.call_all("sleep", {"level": 2})
     control.call_each("wake", {"tags": ["weights", "kv_cache"]})
-    assert control.call_all("reload_weights", {"folder": None}) == [{"digest": "second"}] * 2
-    assert control.call_all("reload_weights", {"folder": "/new"}) == [{"digest": "second"}] * 2
+    assert control.call_all("reload_weights", {"folder": None, "names": []}) == [{"digest": "second"}] * 2
+    assert (
+        control.call_all("reload_weights", {"folder": "/new", "names": ["a"]}) == [{"digest": "second"}] * 2
+    )
     started = control.call_each("start_profile", {"folder": "/traces", "prefix": "p"}, undo="stop_profile")
     assert started == [{"file": "/traces/p"}] * 2
     assert control.call_each("stop_profile") == [{"file": "trace"}] * 2
@@ -102,7 +104,7 @@ def test_everything_reaches_every_rank_with_its_arguments():
             ("sleep", 2),
             ("wake", WakeTag.WEIGHTS, WakeTag.KV_CACHE),
             ("reload", None),
-            ("reload", Path("/new")),
+            ("reload", Path("/new"), "a"),
             ("start", Path("/traces"), "p"),
             ("stop",),
         ]
@@ -132,7 +134,7 @@ def test_what_ranks_answer_decides_what_becomes_of_the_engine(ranks, call, error
     control = RunnerControl(ManyRanks([runner_calls(FakeRunner(**rank)) for rank in ranks]))
     make_call = control.call_all if call == "reload_weights" else control.call_each
     with pytest.raises(error, match=words):
-        make_call(call, {"folder": None})
+        make_call(call, {"folder": None, "names": []})
 
 
 def test_a_wake_for_which_one_rank_has_no_room_is_refused_and_wakes_the_rest_the_next_time():
