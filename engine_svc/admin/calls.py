@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.admin.utility import Role, UtilityService
+from engine_svc.admin.served_engine import Role, ServedEngine
+from engine_svc.admin.utility import UtilityService
 from engine_svc.convert import messages
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError
 from triptych.admin.v1 import admin_pb2

@@ -7,45 +7,29 @@ the engine run on its thread, between two steps. Runs on the event loop.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from engine_svc.admin import announce
-from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.served_engine import CallContext, Role, ServedEngine, UtilityCall
 from engine_svc.core.control import WakeTag
-from engine_svc.loop.answer import give
-from engine_svc.loop.mailbox import Call
 from engine_svc.loop.pause import PauseMode, RunState
 from service_kit.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
-    Internal,
     InvalidArgument,
     PermissionDenied,
     ServiceError,
-    Unavailable,
     Unimplemented,
 )
 from triptych.engine.v1 import utility_pb2
 
 if TYPE_CHECKING:
-    from engine_svc.admin.served_engine import LoadedCore, ServedEngine
     from engine_svc.loop.controls import EngineControls
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 DEFAULT_TIMEOUT_MS = 60_000
 MAX_TIMEOUT_MS = 3_600_000
-# How often a waiting call checks whether the engine has ended.
-_LOOK_S = 0.5
 _MAX_VERSION_CHARACTERS = 256
 
 _MODES: dict[utility_pb2.PauseMode, PauseMode] = {
@@ -61,26 +45,6 @@ _VALUES: dict[str, Callable[[utility_pb2.CollectiveArgument], object]] = {
 }
 _TAGS = {tag.value: tag for tag in WakeTag}
 _NAMES = frozenset(field.name for field in utility_pb2.UtilityCall.DESCRIPTOR.oneofs_by_name["call"].fields)
-
-
-class Role(Enum):
-    """Role of a caller. Derived from the listener that received the call, never from its content."""
-
-    FRONTEND = "frontend"
-    ADMIN = "admin"
-
-
-@dataclass(frozen=True, slots=True)
-class UtilityCall:
-    """A call that an engine serves: its field in the proto's oneof, who may make it, and its handler.
-
-    may_wait: it may wait until a resume call arrives, which therefore must not wait for it.
-    """
-
-    name: str
-    role: Role
-    handler: Callable[[CallContext, utility_pb2.UtilityCall], Awaitable[utility_pb2.UtilityResult]]
-    may_wait: bool = False
 
 
 def registered(calls: Iterable[UtilityCall]) -> Mapping[str, UtilityCall]:
@@ -129,72 +93,6 @@ class UtilityService:
             raise
         result.call_id = call.call_id
         return result
-
-
-@dataclass(frozen=True, slots=True)
-class CallContext:
-    """What a handler may use: the engine, and its thread for as long as the caller waits."""
-
-    engine: ServedEngine
-    timeout_s: float
-
-    @property
-    def core(self) -> LoadedCore:
-        core = self.engine.core
-        if core is None:
-            raise Unavailable("engine is loading", reason="ENGINE_LOADING")
-        return core
-
-    @property
-    def controls(self) -> EngineControls:
-        controls = self.core.controls
-        if controls is None:
-            raise Unimplemented("this engine is stepped by its caller and takes no utility calls")
-        return controls
-
-    async def ask(self, work: Callable[[EngineControls], T]) -> T:
-        """Run `work` on the engine thread and return its result."""
-        return await self.deferred(lambda controls, answer: give(answer, lambda: work(controls)))
-
-    async def deferred(self, work: Callable[[EngineControls, Future[T]], None]) -> T:
-        """Start `work` on the engine thread and wait for the answer, which it may give later."""
-        lifecycle, inbox = self.engine.lifecycle, self.engine.inbox
-        if lifecycle.state is not EngineState.READY:
-            raise Unavailable(f"engine is {lifecycle.state.value}", reason=f"ENGINE_{lifecycle.state.name}")
-        controls = self.controls
-        answer: Future[T] = Future()
-        inbox.put(Call(lambda: controls.serve(lambda: work(controls, answer))))
-        wrapped = asyncio.wrap_future(answer)
-        until = asyncio.get_running_loop().time() + self.timeout_s
-        try:
-            while not answer.done() and not lifecycle.has_ended:
-                left_s = until - asyncio.get_running_loop().time()
-                if left_s <= 0:
-                    break
-                await asyncio.wait((wrapped,), timeout=min(left_s, _LOOK_S))
-        finally:
-            # A call that has not begun never will; one that waits for requests to end is dropped.
-            if answer.cancel():
-                inbox.put(Call(lambda: controls.serve(controls.pause_controller.drop_cancelled)))
-            wrapped.cancel()
-        return self._result_of(answer)
-
-    def _result_of(self, answer: Future[T]) -> T:
-        if self.engine.lifecycle.has_ended and (answer.cancelled() or not answer.done()):
-            raise Unavailable("the engine has ended", reason="ENGINE_DEAD")
-        if answer.cancelled():
-            raise DeadlineExceeded(f"no answer within {self.timeout_s:g} s; nothing was changed")
-        if not answer.done():
-            raise DeadlineExceeded(
-                f"no answer within {self.timeout_s:g} s; it has begun and will take effect"
-            )
-        error = answer.exception()
-        if error is None:
-            return answer.result()
-        if isinstance(error, ServiceError):
-            raise error
-        logger.error("utility call failed", exc_info=error)
-        raise Internal("internal error, see the engine's log")
 
 
 async def _get_supported_tasks(

@@ -11,14 +11,8 @@ import pytest
 
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.utility import (
-    ENGINE_CALLS,
-    CallContext,
-    Role,
-    UtilityCall,
-    UtilityService,
-    registered,
-)
+from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
+from engine_svc.admin.utility import ENGINE_CALLS, UtilityService, registered
 from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.protocols import NoLockstep

@@ -12,6 +12,7 @@ import grpc.aio
 
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint
 from engine_svc.loop.engine import Engine
@@ -84,6 +85,7 @@ class ServiceRig:
             drain_deadline_s=5.0,
             kv_event_log=kv_event_log,
             tensors=tensors or TensorReceiver(),
+            utilities=registered(ENGINE_CALLS),
         )
         self.servicer = EngineCoreServicer(
             self.engine, max_outbox_bytes=max_outbox_bytes, max_replay_bytes=max_replay_bytes
