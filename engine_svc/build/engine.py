@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
-from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
-from engine_svc.admin.utility import ENGINE_CALLS, UtilityCall, registered
+from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine, UtilityCall
+from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.build.fingerprint import (
     declares_experts,
     main_eos_first,
@@ -39,7 +39,7 @@ from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.hook import SchedulerHook
 from engine_svc.scheduler.policies import POLICIES
-from engine_svc.scheduler.policy import PolicyFactory
+from engine_svc.scheduler.policy import Policy, PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
@@ -65,6 +65,14 @@ _MAX_COMMANDS = 16_384
 _MAX_KV_BATCHES = 4096
 _MAX_KV_BATCH_BLOCKS = 32_768
 _POLICY_ENTRY_POINTS = "triptych.policies"
+_SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
+
+# What an entry point of the group `triptych.schedulers` refers to: a subclass of `Scheduler`, or what has its
+# arguments and members.
+SchedulerFactory = Callable[
+    [SchedulerConfig, KVCache, Policy, Sequence[SchedulerHook], Sequence[Budget]], Scheduler
+]
+_SCHEDULERS: dict[str, SchedulerFactory] = {"default": Scheduler}
 
 
 def build_served_engine(
@@ -78,6 +86,9 @@ def build_served_engine(
     utilities: calls that features add to those of every engine.
     """
     _find_policy(config.scheduling_policy)
+    _find_scheduler(config.scheduler_class)
+    if config.record_decisions is not None and config.scheduler_class != "default":
+        raise ConfigError("--record-decisions records the default scheduler, not that of --scheduler-class")
     identity = EngineIdentity(
         # Stable if the port is fixed: the next process on it then replaces this one at the coordinator.
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
@@ -201,6 +212,7 @@ def _put_together(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
+        scheduler_class=config.scheduler_class,
         hooks=(RequestSpans(tracer(), served.clock, defer), *kv_events, *_log_steps(config, served)),
         observers=kv_events,
     )
@@ -305,6 +317,7 @@ def build_core(
     cache: CacheConfig,
     *,
     policy: str = "fcfs",
+    scheduler_class: str = "default",
     hooks: Sequence[SchedulerHook] = (),
     budgets: Sequence[Budget] = (),
     observers: Sequence[CacheObserver] = (),
@@ -316,7 +329,10 @@ def build_core(
         max_in_flight_tokens=scheduler.max_num_batched_tokens * scheduler.max_steps_in_flight,
         observers=observers,
     )
-    return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache)
+    make_scheduler = _find_scheduler(scheduler_class)
+    return Core(
+        make_scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), hooks, budgets), kv_cache
+    )
 
 
 def _log_steps(config: EngineConfig, served: ServedEngine) -> tuple[SchedulerHook, ...]:
@@ -398,6 +414,10 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
 
 def _find_policy(name: str) -> PolicyFactory:
     return find_offered(name, POLICIES, group=_POLICY_ENTRY_POINTS, option="--scheduling-policy")
+
+
+def _find_scheduler(name: str) -> SchedulerFactory:
+    return find_offered(name, _SCHEDULERS, group=_SCHEDULER_ENTRY_POINTS, option="--scheduler-class")
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:
