@@ -126,6 +126,10 @@ class CoreConfig:
         help="which requests run first: fcfs, priority, prefill-first, least-recompute, or the name of "
         "a plugin of the group triptych.policies",
     )
+    scheduler_class: str = option(
+        "default",
+        help="what decides each step: default, or the name of a plugin of the group triptych.schedulers",
+    )
     prefill_share: float = option(
         0.5, help="with prefill-first, the share of a step's tokens for prompts while other requests decode"
     )

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.admin.utility import Role, UtilityService
+from engine_svc.admin.served_engine import Role, ServedEngine
+from engine_svc.admin.utility import UtilityService
 from engine_svc.convert import messages
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError
 from triptych.admin.v1 import admin_pb2
@@ -16,8 +16,6 @@ from triptych.engine.v1 import utility_pb2
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_AT_ONCE = 4
-# These may wait until a resume call arrives, which therefore must not wait for them.
-_WAITING_CALLS = frozenset({"pause", "sleep"})
 
 
 class SessionCalls:
@@ -31,7 +29,7 @@ class SessionCalls:
     def begin(self, call: utility_pb2.UtilityCall) -> None:
         """Start `call`, or send its refusal."""
         try:
-            self._service.check(call, Role.FRONTEND)
+            self._service.find(call, Role.FRONTEND)
             if call.call_id in self._tasks:
                 raise InvalidArgument(f"call_id {call.call_id} is in use", field="utility.call_id")
             _check_room(len(self._tasks))
@@ -78,15 +76,14 @@ class AdminCalls:
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         """Answer one call; raises a ServiceError if it fails."""
-        name = request.call.WhichOneof("call") or "unknown"
-        may_wait = name in _WAITING_CALLS
-        _check_room(self._num_calls[may_wait])
-        self._num_calls[may_wait] += 1
+        entry = self._service.find(request.call, Role.ADMIN)
+        _check_room(self._num_calls[entry.may_wait])
+        self._num_calls[entry.may_wait] += 1
         try:
             result = await self._service.answer(request.call, Role.ADMIN)
         finally:
-            self._num_calls[may_wait] -= 1
-        logger.info("utility call served", extra={"call": name})
+            self._num_calls[entry.may_wait] -= 1
+        logger.info("utility call served", extra={"call": entry.name})
         return admin_pb2.UtilityResponse(result=result)
 
 

@@ -1,4 +1,4 @@
-"""The engine as the asyncio side sees it: state, load progress, and the loaded core.
+"""The engine as the asyncio side sees it: state, load progress, the loaded core, calls into its thread.
 
 Owned by the event loop; the engine thread reaches it only through callbacks posted to the loop.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.admin.orphaned_requests import OrphanedRequests, Timer
@@ -17,10 +19,13 @@ from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.core.request import Request
-from engine_svc.loop.mailbox import Abort, Forget, Inbox, KVEventLog, StatsSnapshot
+from engine_svc.loop.answer import give
+from engine_svc.loop.mailbox import Abort, Call, Forget, Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.pause import RunState
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.clock import Clock
+from service_kit.errors import DeadlineExceeded, Internal, ServiceError, Unavailable, Unimplemented
+from triptych.engine.v1 import utility_pb2
 
 if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver, RankStatus
@@ -28,6 +33,11 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How often a waiting call checks whether the engine has ended.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,26 @@ class OptionInEffect:
     origin: str
 
 
+class Role(Enum):
+    """Role of a caller. Derived from the listener that received the call, never from its content."""
+
+    FRONTEND = "frontend"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityCall:
+    """A call that an engine serves: its field in the proto's oneof, who may make it, and its handler.
+
+    may_wait: it may wait until a resume call arrives, which therefore must not wait for it.
+    """
+
+    name: str
+    role: Role
+    handler: Callable[[CallContext, utility_pb2.UtilityCall], Awaitable[utility_pb2.UtilityResult]]
+    may_wait: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class ServedEngine:
     """One engine as its sessions, its admin service and its membership see it."""
@@ -80,6 +110,7 @@ class ServedEngine:
     core: LoadedCore | None = None
     failure: Failure | None = None
     options: tuple[OptionInEffect, ...] = ()  # ordered by name
+    utilities: Mapping[str, UtilityCall] = field(default_factory=dict)  # the calls that it serves
     shares_experts: bool = False  # shares experts with other engines and therefore steps together with them
     is_member: bool = False  # whether it is registered at a coordinator and the stream to it is open
     num_fenced_commands: int = 0  # commands refused because a newer coordinator has replaced the sender
@@ -151,6 +182,72 @@ class ServedEngine:
     def _give_up(self, request_id: str) -> None:
         self.inbox.put(Abort(request_id, "session_lost"))
         self.inbox.put(Forget(request_id))
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What a handler may use: the engine, and its thread for as long as the caller waits."""
+
+    engine: ServedEngine
+    timeout_s: float
+
+    @property
+    def core(self) -> LoadedCore:
+        core = self.engine.core
+        if core is None:
+            raise Unavailable("engine is loading", reason="ENGINE_LOADING")
+        return core
+
+    @property
+    def controls(self) -> EngineControls:
+        controls = self.core.controls
+        if controls is None:
+            raise Unimplemented("this engine is stepped by its caller and takes no utility calls")
+        return controls
+
+    async def ask(self, work: Callable[[EngineControls], T]) -> T:
+        """Run `work` on the engine thread and return its result."""
+        return await self.deferred(lambda controls, answer: give(answer, lambda: work(controls)))
+
+    async def deferred(self, work: Callable[[EngineControls, Future[T]], None]) -> T:
+        """Start `work` on the engine thread and wait for the answer, which it may give later."""
+        lifecycle, inbox = self.engine.lifecycle, self.engine.inbox
+        if lifecycle.state is not EngineState.READY:
+            raise Unavailable(f"engine is {lifecycle.state.value}", reason=f"ENGINE_{lifecycle.state.name}")
+        controls = self.controls
+        answer: Future[T] = Future()
+        inbox.put(Call(lambda: controls.serve(lambda: work(controls, answer))))
+        wrapped = asyncio.wrap_future(answer)
+        until = asyncio.get_running_loop().time() + self.timeout_s
+        try:
+            while not answer.done() and not lifecycle.has_ended:
+                left_s = until - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    break
+                await asyncio.wait((wrapped,), timeout=min(left_s, _LOOK_S))
+        finally:
+            # A call that has not begun never will; one that waits for requests to end is dropped.
+            if answer.cancel():
+                inbox.put(Call(lambda: controls.serve(controls.pause_controller.drop_cancelled)))
+            wrapped.cancel()
+        return self._result_of(answer)
+
+    def _result_of(self, answer: Future[T]) -> T:
+        if self.engine.lifecycle.has_ended and (answer.cancelled() or not answer.done()):
+            raise Unavailable("the engine has ended", reason="ENGINE_DEAD")
+        if answer.cancelled():
+            raise DeadlineExceeded(f"no answer within {self.timeout_s:g} s; nothing was changed")
+        if not answer.done():
+            raise DeadlineExceeded(
+                f"no answer within {self.timeout_s:g} s; it has begun and will take effect"
+            )
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        if isinstance(error, ServiceError):
+            raise error
+        logger.error("utility call failed", exc_info=error)
+        raise Internal("internal error, see the engine's log")
 
 
 def _call_later(delay_s: float, call: Callable[[], None]) -> Timer:

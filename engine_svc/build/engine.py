@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
-from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
+from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine, UtilityCall
+from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.build.features import scheduler_features, wire_features
 from engine_svc.build.fingerprint import (
     declares_experts,
@@ -38,7 +39,7 @@ from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
-from engine_svc.scheduler.policy import PolicyFactory
+from engine_svc.scheduler.policy import Policy, PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
@@ -62,16 +63,30 @@ _MAX_COMMANDS = 16_384
 _MAX_KV_BATCHES = 4096
 _MAX_KV_BATCH_BLOCKS = 32_768
 _POLICY_ENTRY_POINTS = "triptych.policies"
+_SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
+
+# What an entry point of the group `triptych.schedulers` refers to: a subclass of `Scheduler`, or what has its
+# arguments and members.
+SchedulerFactory = Callable[
+    [SchedulerConfig, KVCache, Policy, Sequence[SchedulerHook], Sequence[Budget]], Scheduler
+]
+_SCHEDULERS: dict[str, SchedulerFactory] = {"default": Scheduler}
 
 
 def build_served_engine(
-    config: EngineConfig, origins: Mapping[str, str] = MappingProxyType({})
+    config: EngineConfig,
+    origins: Mapping[str, str] = MappingProxyType({}),
+    utilities: Sequence[UtilityCall] = (),
 ) -> ServedEngine:
     """The engine before its model is loaded. Raises ConfigError.
 
     origins: origin of each option's value; an option that is missing was set in code.
+    utilities: calls that features add to those of every engine.
     """
     _find_policy(config.scheduling_policy)
+    _find_scheduler(config.scheduler_class)
+    if config.record_decisions is not None and config.scheduler_class != "default":
+        raise ConfigError("--record-decisions records the default scheduler, not that of --scheduler-class")
     identity = EngineIdentity(
         # Stable if the port is fixed: the next process on it then replaces this one at the coordinator.
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
@@ -99,6 +114,7 @@ def build_served_engine(
         features=features,
         tensors=TensorReceiver(is_open=features.take_tensors),
         options=_options(config, origins),
+        utilities=registered([*ENGINE_CALLS, *utilities]),
         shares_experts=config.divides_experts and declares_experts(Path(config.model)),
     )
 
@@ -195,6 +211,7 @@ def _put_together(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
+        scheduler_class=config.scheduler_class,
         features=scheduler_features(config, context),
     )
     scheduler: Scheduler | RecordedScheduler = core.scheduler
@@ -262,6 +279,7 @@ def _build_controls(
     lockstep: LockstepDriver | None,
 ) -> EngineControls:
     from engine_svc.loop.controls import EngineControls
+    from engine_svc.runner.control import COLLECTIVES
 
     def on_weights(folder: Path, digest: str) -> None:
         # Noted first: the new weights are in use even if reading their folder fails below.
@@ -273,13 +291,14 @@ def _build_controls(
     return EngineControls(
         loop=engine,
         scheduler=scheduler,
-        runners=side.control,
+        lockstep=lockstep or NoLockstep(),
+        ranks=side.control,
         clock=served.clock,
         weights_folder=Path(config.model),
         profile_dir=None if config.profile_dir is None else Path(config.profile_dir),
         profile_prefix=f"engine-{config.index}",
+        collectives=COLLECTIVES,
         on_weights=on_weights,
-        lockstep=lockstep,
     )
 
 
@@ -296,6 +315,7 @@ def build_core(
     cache: CacheConfig,
     *,
     policy: str = "fcfs",
+    scheduler_class: str = "default",
     features: Sequence[SchedulerFeature] = (),
     budgets: Sequence[Budget] = (),
 ) -> Core:
@@ -306,7 +326,10 @@ def build_core(
         max_in_flight_tokens=scheduler.max_num_batched_tokens * scheduler.max_steps_in_flight,
         observers=[feature.cache_observer for feature in features if feature.cache_observer is not None],
     )
-    return Core(Scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), features, budgets), kv_cache)
+    make_scheduler = _find_scheduler(scheduler_class)
+    return Core(
+        make_scheduler(scheduler, kv_cache, _find_policy(policy)(scheduler), features, budgets), kv_cache
+    )
 
 
 def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
@@ -369,6 +392,10 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
 
 def _find_policy(name: str) -> PolicyFactory:
     return find_offered(name, POLICIES, group=_POLICY_ENTRY_POINTS, option="--scheduling-policy")
+
+
+def _find_scheduler(name: str) -> SchedulerFactory:
+    return find_offered(name, _SCHEDULERS, group=_SCHEDULER_ENTRY_POINTS, option="--scheduler-class")
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:

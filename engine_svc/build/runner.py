@@ -13,9 +13,10 @@ from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lo
 from engine_svc.build.features import runner_features
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
-from engine_svc.loop.engine import Executor
+from engine_svc.loop.steps import Executor
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
@@ -65,7 +66,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
             progress=progress,
         )
         if experts is not None:
-            experts.attach(loaded, Path(config.model))
+            experts.attach(loaded, Checkpoint(Path(config.model)))
         max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
         progress("warm-up", 0, 1)
         runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
@@ -128,11 +129,11 @@ def make_runner(
     kv = KVTensors(facts, sizing, loaded.device, at_once=is_stated)
 
     # Neither function refers to `loaded`: it would keep the weights alive while the engine sleeps.
-    def load(folder: Path) -> tuple[Model, ModelFacts]:
+    def load(checkpoint: Checkpoint) -> tuple[Model, ModelFacts]:
         share = None if experts is None else experts.share
-        again = load_model(folder, load_options(config), parallel=parallel, share=share, ops=ops)
+        again = load_model(checkpoint, load_options(config), parallel=parallel, share=share, ops=ops)
         if experts is not None:
-            experts.attach(again, folder)
+            experts.attach(again, checkpoint)
         return again.model, again.facts
 
     def record(model: Model) -> DecodeGraphs | None:
@@ -151,7 +152,7 @@ def make_runner(
         ops,
         make_features=partial(runner_features, config),
         graphs=record(loaded.model),
-        source=WeightSource(Path(config.model), load, record),
+        source=WeightSource(Checkpoint(Path(config.model)), load, record),
         exchange=None if experts is None else experts.exchange,
     )
 

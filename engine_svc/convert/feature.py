@@ -19,7 +19,7 @@ _CORE_FIELDS = frozenset({
     "output_token_ids", "sampling", "pooling", "request_seed", "priority", "age_ms", "remaining_ms",
     "cache_salt", "tenant", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
     "current_wave", "reasoning_ended", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
-    "stream_interval", "orphan_grace_ms", "resume_state", "is_suspect",
+    "stream_interval", "orphan_grace_ms", "resume_state",
 })  # fmt: skip
 _CORE_SAMPLING = frozenset({
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos",

@@ -10,11 +10,11 @@ import logging
 import threading
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine_svc.model.expert_exchange import GroupExchange
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadedModel, expert_builder
 from engine_svc.model.native.build import DecoderBuilder, NoExperts, expert_range
 from engine_svc.model.native.decoder import NativeDecoder
@@ -30,7 +30,7 @@ class _Held:
 
     # A weak reference: an engine that sleeps releases the model's memory.
     model: weakref.ref[NativeDecoder]
-    folder: Path
+    checkpoint: Checkpoint
     ops: Ops
     device: torch.device
     dtype: str
@@ -65,13 +65,13 @@ class HeldExperts:
     def share(self) -> ExpertShare:
         return ExpertShare(*self.exchange.holds, self.exchange)
 
-    def attach(self, loaded: LoadedModel, folder: Path) -> None:
-        """Set the model, loaded from the folder with `share`. Prepared experts are prepared again."""
+    def attach(self, loaded: LoadedModel, checkpoint: Checkpoint) -> None:
+        """Set the model, loaded from there with `share`. Prepared experts are prepared again."""
         assert isinstance(loaded.model, NativeDecoder), "other models have no experts that can be divided"
         with self._lock:
             self._held = _Held(
                 weakref.ref(loaded.model),
-                folder,
+                checkpoint,
                 loaded.ops,
                 loaded.device,
                 loaded.facts.dtype,
@@ -156,7 +156,7 @@ class HeldExperts:
             assert self._held is not None, "a model is held"
             held = self._held
             builder = expert_builder(
-                held.folder, ops=held.ops, device=held.device, dtype=held.dtype, digest=held.digest
+                held.checkpoint, ops=held.ops, device=held.device, dtype=held.dtype, digest=held.digest
             )
             for layer, spec in enumerate(builder.spec.experts):
                 if spec is not None:

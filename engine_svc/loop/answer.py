@@ -7,30 +7,29 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from engine_svc.core.errors import clear_frames
-from service_kit.errors import Internal
+from engine_svc.core.control import RanksDisagree, Refused
+from engine_svc.core.errors import DeviceLost, clear_frames
+from service_kit.errors import FailedPrecondition, Internal
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class EngineBroken(RuntimeError):
-    """A call has left the engine in a state that it cannot continue from: its loop has to end."""
-
-
 def give(answer: Future[T], work: Callable[[], T]) -> None:
     """Run `work` and resolve `answer` with its result or exception; skip it if the future was cancelled.
 
-    EngineBroken is also raised here, so that it ends the loop.
+    Errors after which the engine cannot continue are also raised here, so that they end the loop.
     """
     if not answer.set_running_or_notify_cancel():
         return
     try:
         result = work()
-    except EngineBroken as error:
+    except Refused as error:
+        answer.set_exception(FailedPrecondition(str(error)))
+    except (RanksDisagree, DeviceLost):
         answer.set_exception(Internal("the engine has failed and ends"))
-        raise error
+        raise
     except Exception as error:  # noqa: BLE001  Every error is the result of the call.
         clear_frames(error)
         answer.set_exception(error)

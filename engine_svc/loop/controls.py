@@ -6,93 +6,20 @@ Knows no wire. Calls come through `serve`, which waits for the steps in flight f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from engine_svc.loop.answer import EngineBroken
-from engine_svc.loop.pause import Part, PauseController, RunState
-from engine_svc.loop.protocols import NoLockstep
-from engine_svc.ranks.watch import RankLost
-from engine_svc.runner.control import RanksDisagree, Refused
-from engine_svc.runner.sleep import WakeTag, WeightsLost
-from engine_svc.scheduler.config import PauseState
+from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
+from engine_svc.core.errors import DeviceLost
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.pause import PauseController, RunState
+from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
 from service_kit.clock import Clock
-from service_kit.errors import FailedPrecondition, InvalidArgument
+from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, Unimplemented
 
 logger = logging.getLogger(__name__)
 
 _MAX_PREFIX_CHARACTERS = 64
-
-
-class ControlledLoop(Protocol):
-    """The engine's loop."""
-
-    def settle(self) -> None:
-        """Wait for the steps in flight and publish their outputs."""
-        ...
-
-    def abort(self, request_ids: Iterable[str], cause: str) -> None: ...
-
-    def when_idle(self, call: Callable[[], None]) -> None:
-        """Call it once, as soon as nothing can be computed."""
-        ...
-
-
-class ControlledScheduler(Protocol):
-    """The engine's scheduler."""
-
-    @property
-    def running_ids(self) -> list[str]: ...
-
-    @property
-    def waiting_ids(self) -> list[str]: ...
-
-    def set_pause(self, state: PauseState) -> None: ...
-
-    def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
-        """Forget all cached content; False if requests hold blocks."""
-        ...
-
-
-class ControlledLockstep(Protocol):
-    """The lockstep with other engines that share the model."""
-
-    def check_quiet(self, *, or_apart: bool = False) -> None:
-        """Raise FailedPrecondition, with the reason, while the ranks may step with this engine's model.
-
-        or_apart: also return if this engine is in no group, as the call ends before it can be in one.
-        """
-        ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-class ControlledRunners(Protocol):
-    """All ranks of the engine. A method that is refused raises Refused and changes nothing.
-
-    A refused wake may have been done in part; the next one does the rest.
-    """
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake(self, tags: Collection[WakeTag]) -> None: ...
-
-    def reload_weights(self, folder: Path | None) -> str:
-        """Replace the weights; returns their digest. Raises WeightsLost if the old ones are gone too."""
-        ...
-
-    def start_profile(self, folder: Path, prefix: str) -> Sequence[Path]: ...
-
-    def stop_profile(self) -> Sequence[Path]: ...
-
-    def num_bytes_in_use(self) -> Sequence[int]:
-        """Memory that each rank uses on its device."""
-        ...
 
 
 class EngineControls:
@@ -105,27 +32,31 @@ class EngineControls:
     def __init__(
         self,
         *,
-        loop: ControlledLoop,
-        scheduler: ControlledScheduler,
-        runners: ControlledRunners,
+        loop: Engine,
+        scheduler: EngineScheduler,
+        lockstep: Lockstep,
+        ranks: RankCalls,
         clock: Clock,
         weights_folder: Path = Path(),
         profile_dir: Path | None = None,
         profile_prefix: str = "engine",
+        collectives: Iterable[Collective] = (),
         on_weights: Callable[[Path, str], None] = lambda folder, digest: None,
-        lockstep: ControlledLockstep | None = None,
     ) -> None:
         self._loop = loop
         self._scheduler = scheduler
-        self._runners = runners
+        self._lockstep = lockstep
+        self._ranks = ranks
         self._clock = clock
         self._weights_folder = weights_folder
         self._profile_dir = profile_dir
         self._profile_prefix = profile_prefix
         self._on_weights = on_weights
+        self._collectives = {collective.name: collective for collective in collectives}
         self._weight_version = ""
-        self._held = _Held(loop, scheduler, clock, lockstep or NoLockstep())
-        self.pause_controller = PauseController(self._held, _Sleeper(runners))
+        self.pause_controller = PauseController(
+            loop=loop, scheduler=scheduler, lockstep=lockstep, ranks=ranks, clock=clock
+        )
 
     @property
     def weight_version(self) -> str:
@@ -157,31 +88,32 @@ class EngineControls:
                 f"prefix has to be a part of a file name, at most {_MAX_PREFIX_CHARACTERS} characters",
                 field="profile.prefix",
             )
-        self._held.lockstep.check_quiet(or_apart=True)
-        with _refusals():
-            files = self._runners.start_profile(self._profile_dir, prefix or self._profile_prefix)
-        logger.info("profile begun", extra={"files": [str(file) for file in files]})
+        self._lockstep.check_quiet(or_apart=True)
+        # If only some ranks refuse, none is to record.
+        arguments = {"folder": str(self._profile_dir), "prefix": prefix or self._profile_prefix}
+        answers = self._ranks.call_each("start_profile", arguments, undo="stop_profile")
+        logger.info("profile begun", extra={"files": [answer["file"] for answer in answers]})
 
     def stop_profile(self) -> None:
         """Stop recording and write the files, one per rank."""
         # This takes seconds, longer than another rank would wait in a step.
-        self._held.lockstep.check_quiet(or_apart=True)
-        with _refusals():
-            self._runners.stop_profile()
+        self._lockstep.check_quiet(or_apart=True)
+        self._ranks.call_each("stop_profile")
 
     def set_weight_version(self, version: str) -> None:
         self._weight_version = version
 
-    def update_weights(self, folder: Path | None, version: str) -> None:
+    def update_weights(self, folder: Path | None, version: str, names: Sequence[str] = ()) -> None:
         """Replace the weights by those of `folder`; None: load the present folder again.
 
+        names: tensors to replace, if not all. Their names and shapes are those of the present ones.
         No request may run, or all have to be paused; paused requests then compute their tokens anew with the
         new weights. A refusal keeps the old weights and leaves the prefix cache empty. With the reason
         WEIGHTS_LOST no weights are left, and after an unexpected error their state is unknown. The engine
         then sleeps until it is woken, which needs a folder that can be loaded, or updated from another.
         """
         # Ranks compare their weights when they form a group.
-        self._held.lockstep.check_quiet(or_apart=True)
+        self._lockstep.check_quiet(or_apart=True)
         is_going = self.pause_controller.state in (RunState.RUNNING, RunState.PAUSING)
         num_running = len(self._scheduler.running_ids)
         if is_going and num_running:
@@ -189,26 +121,53 @@ class EngineControls:
                 f"{num_running} requests run: pause the engine first", reason="ENGINE_BUSY"
             )
         self.reset_prefix_cache(reset_running=True)
-        digest = self._reload(folder)
-        self._weights_folder = folder or self._weights_folder
-        self.pause_controller.note_awake((Part.WEIGHTS,))
+        digest = self._reload(folder, names)
+        if not names:
+            self._weights_folder = folder or self._weights_folder
+        self.pause_controller.note_awake((WakeTag.WEIGHTS,))
         if version:
             self._weight_version = version
         self._on_weights(self._weights_folder, digest)
 
-    def num_bytes_in_use(self) -> list[int]:
-        """Memory that each rank uses on its device, in bytes."""
-        with _refusals():
-            return list(self._runners.num_bytes_in_use())
-
-    def _reload(self, folder: Path | None) -> str:
+    def run_collective(self, name: str, arguments: Mapping[str, object]) -> list[str]:
+        """Have every rank run a registered function; its results, in the order of the ranks."""
+        collective = self._collectives.get(name)
+        if collective is None:
+            raise Unimplemented(f"the only collectives are {', '.join(self._collectives)}")
         try:
-            with _refusals():
-                return self._runners.reload_weights(folder)
-        except (FailedPrecondition, EngineBroken):
+            collective.check(arguments)
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="collective.arguments") from error
+        answers = self._ranks.call_each("collective", {"name": name, "arguments": dict(arguments)})
+        return [str(answer["result"]) for answer in answers]
+
+    def execute_dummy_batch(self) -> None:
+        """Run one step without requests: with the other ranks of a lockstep group, else alone."""
+        if self.pause_controller.state is RunState.ASLEEP:
+            raise FailedPrecondition("the engine is asleep: wake it first", reason="ENGINE_ASLEEP")
+        if self._scheduler.has_work:
+            raise FailedPrecondition(
+                f"{len(self._scheduler.running_ids)} requests run and {len(self._scheduler.waiting_ids)} "
+                "wait: a step without requests is for an idle engine",
+                reason="ENGINE_BUSY",
+            )
+        # Begins a wave, as a request does, so that the other ranks step as well.
+        if not self._lockstep.may_step(True):
+            raise FailedPrecondition(
+                "the ranks that step together with this engine are paused, or have formed no group",
+                reason="NO_GROUP",
+            )
+        if not self._loop.run_idle_step():
+            raise Aborted("the step failed and was rolled back, see the engine's log")
+
+    def _reload(self, folder: Path | None, names: Sequence[str]) -> str:
+        arguments = {"folder": None if folder is None else str(folder), "names": list(names)}
+        try:
+            answers = self._ranks.call_all("reload_weights", arguments)
+        except (Refused, RanksDisagree, DeviceLost):
             raise
         except WeightsLost as error:
-            self.pause_controller.note_away((Part.WEIGHTS,))
+            self.pause_controller.note_away((WakeTag.WEIGHTS,))
             logger.error("weights lost", extra={"cause": str(error)})
             raise FailedPrecondition(
                 "the engine has no weights and is asleep: restore its model folder and wake it, or update "
@@ -217,65 +176,9 @@ class EngineControls:
             ) from error
         except Exception:
             # After an unexpected error the state of the device is unknown.
-            self.pause_controller.note_away((Part.WEIGHTS,))
+            self.pause_controller.note_away((WakeTag.WEIGHTS,))
             raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Loop and scheduler as the pause controller needs them."""
-
-    loop: ControlledLoop
-    scheduler: ControlledScheduler
-    clock: Clock
-    lockstep: ControlledLockstep
-
-    @property
-    def has_running(self) -> bool:
-        return bool(self.scheduler.running_ids)
-
-    def check_quiet(self) -> None:
-        self.lockstep.check_quiet()
-
-    def hold(self, state: PauseState) -> None:
-        self.scheduler.set_pause(state)
-        if state is PauseState.ALL:
-            self.lockstep.pause()
-        else:
-            # Running requests still have to finish, so this rank has to step.
-            self.lockstep.resume()
-
-    def abort_all(self) -> None:
-        self.loop.abort([*self.scheduler.running_ids, *self.scheduler.waiting_ids], "pause")
-
-    def forget_cache(self) -> bool:
-        return self.scheduler.reset_prefix_cache(self.clock.now(), reset_running=True)
-
-    def when_idle(self, call: Callable[[], None]) -> None:
-        self.loop.when_idle(call)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sleeper:
-    """The ranks as the pause controller needs them."""
-
-    runners: ControlledRunners
-
-    def sleep(self, level: int) -> None:
-        with _refusals():
-            self.runners.sleep(level)
-
-    def wake(self, parts: Collection[Part]) -> None:
-        with _refusals():
-            self.runners.wake([WakeTag(part.value) for part in Part if part in parts])
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Translates refusals of ranks into errors for the caller, and fatal errors into EngineBroken."""
-    try:
-        yield
-    except Refused as error:
-        raise FailedPrecondition(str(error)) from error
-    except (RanksDisagree, RankLost) as error:
-        raise EngineBroken(str(error)) from error
+        digests = {str(answer["digest"]) for answer in answers}
+        if len(digests) > 1:
+            raise RanksDisagree("ranks have different weights: the folder changed while they were read")
+        return digests.pop()

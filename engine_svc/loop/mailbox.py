@@ -24,7 +24,6 @@ class Add:
     """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock.
 
     keeps_outputs: its outputs are kept for a session that may adopt it, until it is forgotten.
-    is_suspect: it ran in an engine that died. Its frontend sends the next of these after its first output.
     """
 
     request: Request
@@ -32,7 +31,6 @@ class Add:
     handle: int
     deadline_at: float | None = None
     keeps_outputs: bool = False
-    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

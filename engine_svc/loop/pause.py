@@ -1,7 +1,7 @@
 """State machine of an engine that runs, pauses or sleeps. Belongs to the engine thread.
 
 No step is in flight during a call. A call that fails leaves the state as it was, or a deeper sleep from which
-waking can be tried again. Knows no wire, no tensors and no clock.
+waking can be tried again. Knows no wire and no tensors.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
+from engine_svc.core.control import Refused, WakeTag
 from engine_svc.loop.answer import give
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
 from engine_svc.scheduler.config import PauseState
+from service_kit.clock import Clock
 from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidTransition, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -28,14 +31,6 @@ class PauseMode(Enum):
     ABORT = "abort"  # they are aborted, and so are waiting requests
     WAIT = "wait"  # they finish first; waiting requests keep waiting
     KEEP = "keep"  # they stop where they are
-
-
-class Part(Enum):
-    """What can be woken separately; the value is its name on the wire."""
-
-    SCHEDULING = "scheduling"
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
 
 
 class RunState(Enum):
@@ -61,48 +56,6 @@ _HELD = {
 }
 
 
-class HeldLoop(Protocol):
-    """The loop and the scheduler to be paused."""
-
-    @property
-    def has_running(self) -> bool:
-        """Whether any request runs, paused ones included."""
-        ...
-
-    def check_quiet(self) -> None:
-        """Raise FailedPrecondition while another rank may need this engine in its steps."""
-        ...
-
-    def hold(self, state: PauseState) -> None:
-        """Hold back everything, only admissions, or nothing, from the next plan on."""
-        ...
-
-    def abort_all(self) -> None: ...
-
-    def forget_cache(self) -> bool:
-        """Preempt all requests and clear the prefix cache; False if some blocks cannot be released."""
-        ...
-
-    def when_idle(self, call: Callable[[], None]) -> None:
-        """Call it once, as soon as nothing runs."""
-        ...
-
-
-class SleepingRunner(Protocol):
-    """The device side. Both methods raise FailedPrecondition if they refuse.
-
-    A refused sleep changes nothing. A refused wake may have been done in part; the next one does the rest.
-    """
-
-    def sleep(self, level: int) -> None:
-        """Release memory; what was released before stays so."""
-        ...
-
-    def wake(self, parts: Collection[Part]) -> None:
-        """Allocate memory for those of the parts that were released."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiter:
     """A pending pause: its future, and the action to run once the engine is idle."""
@@ -114,13 +67,24 @@ class _Waiter:
 class PauseController:
     """Pauses and sleeps of one engine. A call whose future was cancelled before has no effect."""
 
-    def __init__(self, loop: HeldLoop, runner: SleepingRunner) -> None:
+    def __init__(
+        self,
+        *,
+        loop: Engine,
+        scheduler: EngineScheduler,
+        lockstep: Lockstep,
+        ranks: RankCalls,
+        clock: Clock,
+    ) -> None:
         self._loop = loop
-        self._runner = runner
+        self._scheduler = scheduler
+        self._lockstep = lockstep
+        self._ranks = ranks
+        self._clock = clock
         self._state = RunState.RUNNING
         # The state of the engine once no call is pending and all parts are awake.
         self._resting_state = RunState.RUNNING
-        self._asleep: frozenset[Part] = frozenset()
+        self._asleep: frozenset[WakeTag] = frozenset()
         self._waiters: list[_Waiter] = []
         self._is_watching = False
 
@@ -135,7 +99,7 @@ class PauseController:
         return RunState.PAUSED in (self._state, self._resting_state) or self._state is RunState.PAUSING
 
     @property
-    def asleep(self) -> frozenset[Part]:
+    def asleep(self) -> frozenset[WakeTag]:
         """The parts that have to be woken before anything runs."""
         return self._asleep
 
@@ -175,30 +139,30 @@ class PauseController:
         else:
             self._begin_pause(mode, _Waiter(answer, lambda: self._enter_sleep(level)))
 
-    def wake(self, parts: Collection[Part] = tuple(Part)) -> None:
+    def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         """Wake these parts. Once all parts are awake, the engine runs or is paused as before its sleep."""
-        wanted = self._asleep.intersection(parts)
-        on_device = wanted - {Part.SCHEDULING}
+        wanted = self._asleep.intersection(tags)
+        on_device = wanted - {WakeTag.SCHEDULING}
         if on_device:
-            self._runner.wake(on_device)
+            self._ranks.call_each("wake", {"tags": [tag.value for tag in WakeTag if tag in on_device]})
         self.note_awake(wanted)
 
-    def note_awake(self, parts: Collection[Part]) -> None:
+    def note_awake(self, tags: Collection[WakeTag]) -> None:
         """Count these parts as awake, e.g. because other weights were loaded."""
         if self._state is not RunState.ASLEEP:
             return
-        self._asleep = self._asleep.difference(parts)
+        self._asleep = self._asleep.difference(tags)
         if not self._asleep:
             self._enter(RunState.PAUSED)
             self._return_to_resting_state()
 
-    def note_away(self, parts: Collection[Part]) -> None:
+    def note_away(self, tags: Collection[WakeTag]) -> None:
         """Count these parts as lost by an error: nothing runs before they are woken.
 
         No request may hold blocks.
         """
         self._dismiss_waiters("the engine has lost its weights or cache and sleeps until it is woken")
-        self._asleep = self._asleep.union(parts)
+        self._asleep = self._asleep.union(tags)
         if self._state is not RunState.ASLEEP:
             self._enter(RunState.PAUSED)
             self._enter(RunState.ASLEEP)
@@ -212,13 +176,13 @@ class PauseController:
     def _begin_pause(self, mode: PauseMode, waiter: _Waiter) -> None:
         if waiter.answer.cancelled():
             return
-        if mode is PauseMode.WAIT and self._loop.has_running:
+        if mode is PauseMode.WAIT and self._scheduler.running_ids:
             self._enter(RunState.PAUSING)
             self._waiters.append(waiter)
             self._watch()
             return
         if mode is PauseMode.ABORT:
-            self._loop.abort_all()
+            self._loop.abort([*self._scheduler.running_ids, *self._scheduler.waiting_ids], "pause")
         elif mode is PauseMode.KEEP:
             self._dismiss_waiters("another pause keeps the running requests where they are")
         waiters, self._waiters = [*self._waiters, waiter], []
@@ -234,7 +198,7 @@ class PauseController:
         self._is_watching = False
         if self._state is not RunState.PAUSING:
             return
-        if self._loop.has_running:
+        if self._scheduler.running_ids:
             self._watch()
             return
         waiters, self._waiters = self._waiters, []
@@ -249,27 +213,30 @@ class PauseController:
 
     def _complete_pause(self, clear_cache: bool) -> None:
         self._resting_state = RunState.PAUSED
-        if clear_cache and not self._loop.forget_cache():
+        if clear_cache and not self._forget_cache():
             raise FailedPrecondition("KV blocks of some requests cannot be released; the engine is paused")
 
     def _enter_sleep(self, level: int) -> None:
         # Checked again: while running requests finished, this rank stepped with the others.
         self._check_level(level)
         before = self._asleep
-        if level > 0 and not self._loop.forget_cache():
+        if level > 0 and not self._forget_cache():
             raise FailedPrecondition("KV blocks of some requests cannot be released")
         # After an unexpected error the state of the device is unknown: it counts as released, to be woken.
-        self._asleep |= {Part.SCHEDULING} if level == 0 else frozenset(Part)
+        self._asleep |= {WakeTag.SCHEDULING} if level == 0 else frozenset(WakeTag)
         self._enter(RunState.ASLEEP)
         if level == 0:
             return
         try:
-            self._runner.sleep(level)
-        except FailedPrecondition:
+            self._ranks.call_all("sleep", {"level": level})
+        except Refused:
             self._asleep = before
             if not before:
                 self._enter(RunState.PAUSED)
             raise
+
+    def _forget_cache(self) -> bool:
+        return self._scheduler.reset_prefix_cache(self._clock.now(), reset_running=True)
 
     def _check_level(self, level: int) -> None:
         if not 0 <= level <= MAX_SLEEP_LEVEL:
@@ -277,7 +244,8 @@ class PauseController:
                 f"level is {level}, it has to be 0 to {MAX_SLEEP_LEVEL}", field="sleep.level"
             )
         if level > 0:
-            self._loop.check_quiet()
+            # Another rank may need this engine in its steps.
+            self._lockstep.check_quiet()
 
     def _dismiss_waiters(self, why: str) -> None:
         waiters, self._waiters = self._waiters, []
@@ -296,7 +264,12 @@ class PauseController:
             raise InvalidTransition(f"an engine that is {self._state.value} cannot become {state.value}")
         logger.info("run state changed", extra={"state": state.value, "before": self._state.value})
         self._state = state
-        self._loop.hold(_HELD[state])
+        self._scheduler.set_pause(_HELD[state])
+        if _HELD[state] is PauseState.ALL:
+            self._lockstep.pause()
+        else:
+            # Running requests still have to finish, so this rank has to step.
+            self._lockstep.resume()
 
 
 def _refuse_asleep() -> None:

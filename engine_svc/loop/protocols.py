@@ -1,12 +1,13 @@
-"""What the loop needs of the scheduler and of the lockstep between data-parallel ranks."""
+"""What the loop needs of the scheduler, of the ranks, and of the lockstep between data-parallel engines."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.stats import SchedulerStats
 
 
@@ -17,6 +18,12 @@ class EngineScheduler(Protocol):
     def has_work(self) -> bool:
         """Whether a step planned now could compute something."""
         ...
+
+    @property
+    def running_ids(self) -> list[str]: ...
+
+    @property
+    def waiting_ids(self) -> list[str]: ...
 
     def add(self, request: Request) -> None: ...
 
@@ -36,6 +43,14 @@ class EngineScheduler(Protocol):
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
         """Let only these requests run, with at most so many tokens a step; None: no restriction."""
+        ...
+
+    def set_pause(self, state: PauseState) -> None:
+        """Hold back everything, only admissions, or nothing, from the next plan on."""
+        ...
+
+    def reset_prefix_cache(self, now: float, *, reset_running: bool = False) -> bool:
+        """Forget all cached content; False if requests hold blocks. `reset_running` preempts them first."""
         ...
 
     def schedule(self, now: float) -> StepPlan: ...
@@ -73,6 +88,43 @@ class Lockstep(Protocol):
 
     def leave_group(self, error: Exception) -> None:
         """A step has failed: no rank waits any longer for the steps in flight."""
+        ...
+
+    def check_quiet(self, *, or_apart: bool = False) -> None:
+        """Raise FailedPrecondition, with the reason, while the ranks may step with this engine's model.
+
+        or_apart: also return if this engine is in no group, as the call ends before it can be in one.
+        """
+        ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class RankCalls(Protocol):
+    """Calls by name that every rank of the engine runs after the steps launched so far.
+
+    Names and arguments are those of `runner_calls`. Answers are in the order of the ranks.
+    """
+
+    def call_all(
+        self, name: str, arguments: Mapping[str, object] | None = None
+    ) -> Sequence[Mapping[str, object]]:
+        """A call that all ranks must do, or none: after Refused nothing has changed.
+
+        Raises WeightsLost if some ranks have no weights any more and the others the old ones, RanksDisagree
+        if only some ranks did it.
+        """
+        ...
+
+    def call_each(
+        self, name: str, arguments: Mapping[str, object] | None = None, *, undo: str = ""
+    ) -> Sequence[Mapping[str, object]]:
+        """A call whose effect ranks need not have in common: Refused if any rank refused.
+
+        undo: a call that all ranks run if only some refused.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine_svc.core.control import WakeTag
 from engine_svc.core.step import StepPlan
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
@@ -24,7 +25,7 @@ from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
-from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.runner.sleep import Resident, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops
@@ -214,9 +215,9 @@ class ModelRunner:
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         self._resident.wake(tags)
 
-    def reload_weights(self, folder: Path | None = None) -> ModelFacts:
-        """Replace the weights by those of `folder`; cached KV belongs to the old weights."""
-        return self._resident.reload(folder)
+    def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
+        """See Resident.reload. Cached KV belongs to the old weights."""
+        return self._resident.reload(folder, names)
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
         """Record steps from now on, in the thread that runs them; returns the file to be written."""

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from engine_svc.core.control import WakeTag, WeightsLost
 from engine_svc.core.errors import clear_frames
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.runner.memory.parked_memory import NoRoom, ParkedMemory, return_free_memory, tensors_of
 
 if TYPE_CHECKING:
@@ -28,14 +30,6 @@ logger = logging.getLogger(__name__)
 
 # What another checkpoint must have in common with the one it replaces: caches and rows are made for it.
 _FORM = ("architecture", "kv_shapes", "vocab_size", "max_position", "dtype")
-
-
-class WakeTag(enum.Enum):
-    """A part to wake separately; the value is its name on the wire. The runner has no SCHEDULING."""
-
-    SCHEDULING = "scheduling"
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
 
 
 class Location(enum.Enum):
@@ -51,16 +45,12 @@ _TRANSITIONS: dict[Location, frozenset[Location]] = {
 }
 
 
-class WeightsLost(RuntimeError):
-    """Neither new weights nor the old ones could be loaded: there are none until a wake or a reload."""
-
-
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """Loads a runner's weights, and makes what depends on them."""
 
-    folder: Path
-    load: Callable[[Path], tuple[Model, ModelFacts]]  # loads a folder in the same way as the first one
+    checkpoint: Checkpoint
+    load: Callable[[Checkpoint], tuple[Model, ModelFacts]]  # in the same way as the first one
     record: Callable[[Model], DecodeGraphs | None]  # records decode steps: tensors may have other addresses
 
 
@@ -141,9 +131,11 @@ class Resident:
         if wanted:
             logger.info("awake", extra={"parts": sorted(tag.value for tag in wanted)})
 
-    def reload(self, folder: Path | None = None) -> ModelFacts:
+    def reload(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
         """Replace the weights by those of `folder`, by default the folder of the current ones.
 
+        names: tensors to replace, if not all; each has the shape of the one that it replaces. All others are
+        read again from where they came from.
         If they cannot be loaded, raises CheckpointError or UnsupportedModel and restores the old ones. If
         these cannot be loaded either, e.g. because the folder was overwritten, raises WeightsLost, and the
         weights are asleep. After any other error the weights are the old ones, or asleep. New weights are on
@@ -151,7 +143,8 @@ class Resident:
         """
         if self._source is None:
             raise ValueError("weights cannot be reloaded: there is nothing to load them from")
-        source = replace(self._source, folder=folder or self._source.folder)
+        checkpoint = self._source.checkpoint.replacing(names, folder)
+        source = replace(self._source, checkpoint=checkpoint)
         had_weights = self._locations[WakeTag.WEIGHTS] is not Location.NOWHERE
         if had_weights:
             self.graphs = None
@@ -164,7 +157,7 @@ class Resident:
                 self._return_to_old(error)
             raise
         logger.info(
-            "weights reloaded", extra={"folder": str(source.folder), "digest": self.facts.weights_digest}
+            "weights reloaded", extra={"folder": str(checkpoint.folder), "digest": self.facts.weights_digest}
         )
         return self.facts
 
@@ -215,7 +208,7 @@ class Resident:
         model, facts = self._loaded(self._source)
         if facts.weights_digest != self.facts.weights_digest:
             raise CheckpointError(
-                f"{self._source.folder} has other weights than when it was loaded: "
+                f"{self._source.checkpoint.folder} has other weights than when it was loaded: "
                 "reload them, or restore the folder"
             )
         self._take(model, facts)
@@ -227,15 +220,18 @@ class Resident:
 
     def _loaded(self, source: WeightSource) -> tuple[Model, ModelFacts]:
         try:
-            model, facts = source.load(source.folder)
+            model, facts = source.load(source.checkpoint)
         except torch.OutOfMemoryError as error:
             raise NoRoom(
-                f"weights of {source.folder} cannot be allocated: free memory used by others, and try again"
+                f"weights of {source.checkpoint.folder} cannot be allocated: free memory used by others, "
+                "and try again"
             ) from error
         ours, theirs = _form(self.facts), _form(facts)
         for name, old, new in zip(_FORM, ours, theirs, strict=True):
             if old != new:
-                raise CheckpointError(f"{source.folder} has {name} {new}, the weights to replace have {old}")
+                raise CheckpointError(
+                    f"{source.checkpoint.folder} has {name} {new}, the weights to replace have {old}"
+                )
         return model, facts
 
     def _take(self, model: Model, facts: ModelFacts) -> None:

@@ -159,9 +159,7 @@ class SessionRequests:
         keeps_outputs = bool(entry.resume_state) and self._engine.orphaned_requests.has_room_for(
             entry.request_id
         )
-        if not self._engine.inbox.put(
-            Add(request, self._outbox, entry.handle, deadline_at, keeps_outputs, entry.is_suspect)
-        ):
+        if not self._engine.inbox.put(Add(request, self._outbox, entry.handle, deadline_at, keeps_outputs)):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
         stop_token_ids = frozenset(entry.sampling.stop_token_ids)
         entry_id = (entry.request_id, entry.attempt)

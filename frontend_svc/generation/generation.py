@@ -190,7 +190,6 @@ class OpenRequest:
             sent = add_pb2.AddEntry()
             sent.CopyFrom(entry)
             sent.attempt = self._migration.num_attempts - 1
-            sent.is_suspect = self._migration.is_on_probation
             sent.output_token_ids = id_column(state.output_token_ids)
             sent.age_ms = age_ms
             if remaining_ms is not None:

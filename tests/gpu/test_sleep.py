@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_svc.core.control import WakeTag
 from engine_svc.core.step import StepPlan
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
-from engine_svc.runner.sleep import WakeTag, WeightSource
+from engine_svc.runner.sleep import WeightSource
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
 from tests.engine_svc.runner.fakes import PlanDriver
 from tests.gpu.rig import BLOCK_SIZE, MAX_NUM_SEQS, NUM_BLOCKS, load_on
@@ -27,8 +29,8 @@ def make_runner(folder: Path, device: torch.device, model_impl: str) -> tuple[Mo
     facts, ops = loaded.facts, loaded.ops
     kv = KVTensors(facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, 0), device)
 
-    def load(again: Path) -> tuple[Model, ModelFacts]:
-        one = load_on(device, again, model_impl, True)
+    def load(again: Checkpoint) -> tuple[Model, ModelFacts]:
+        one = load_on(device, again.folder, model_impl, True)
         return one.model, one.facts
 
     def record(model: Model) -> DecodeGraphs | None:
@@ -54,7 +56,7 @@ def make_runner(folder: Path, device: torch.device, model_impl: str) -> tuple[Mo
         RunnerConfig(MAX_NUM_SEQS, MAX_POSITION, BLOCK_SIZE),
         ops,
         graphs=record(loaded.model),
-        source=WeightSource(folder, load, record),
+        source=WeightSource(Checkpoint(folder), load, record),
     )
     return runner, sum(stack.nbytes for stack in kv.stacks)
 

@@ -32,7 +32,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import StepPlan
-from engine_svc.loop.engine import PendingStep
+from engine_svc.loop.steps import PendingStep
 from engine_svc.ranks.process_group import GroupLimits
 from engine_svc.ranks.watch import RankLost
 from engine_svc.scheduler.config import SchedulerConfig

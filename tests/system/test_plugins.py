@@ -11,6 +11,7 @@ import pytest
 from launcher.serve.process import ChildDied
 from launcher.services import embedded_model
 from tests.service_kit.plugin_folder import python_path, write_plugin
+from tests.system.generation import request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, listeners_of
 
 MODEL = str(embedded_model())
@@ -78,6 +79,31 @@ async def test_what_a_plugin_does_is_seen_by_the_engine(tmp_path: Path) -> None:
         await stack.ready("engine", engine)
         with pytest.raises(ChildDied, match="--scheduling-policy is 'late-first'"):
             await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first", "--plugins=")
+
+
+SCHEDULING = """
+from engine_svc.scheduler.scheduler import Scheduler
+class start(Scheduler):
+    def schedule(self, now):
+        plan = super().schedule(now)
+        if plan.request_ids:
+            with open({diary!r}, "w") as diary:
+                diary.write(type(self).__qualname__)
+        return plan
+"""
+
+
+async def test_a_scheduler_class_of_a_plugin_decides_the_steps(tmp_path: Path, diary: Path) -> None:
+    source = SCHEDULING.format(diary=str(diary))
+    write_plugin(tmp_path / "site", "noted", source, group="triptych.schedulers")
+    async with stack_with(tmp_path / "site") as stack:
+        trio = await stack.start_all(MODEL, "--scheduler-class=noted")
+        call = stack.inference(trio.frontend).Generate(request_of("the cat", 3))
+        assert [message async for message in call]
+        assert diary.read_text() == "start"
+        recorded = f"--record-decisions={tmp_path / 'case.json.gz'}"
+        with pytest.raises(ChildDied, match="--record-decisions records the default scheduler"):
+            await stack.start("engine", MODEL, "--port=0", "--scheduler-class=noted", recorded)
 
 
 @pytest.mark.parametrize("service", ["coordinator", "engine", "frontend"])

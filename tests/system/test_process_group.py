@@ -17,18 +17,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine_svc.build.ranks import build_ranks
 from engine_svc.build.runner import build_runner
+from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
 from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost
-from engine_svc.runner.control import Refused
-from engine_svc.runner.sleep import WakeTag, WeightsLost
 from engine_svc.tensors.host_tensor import HostTensor
 from tests.engine_svc.request_options import split_options
 from tests.processes import running, source_environment
@@ -313,11 +312,33 @@ def test_ranks_that_have_lost_their_weights_live_and_are_woken_with_the_old_ones
     with ranks_of(config_of(folder, **TP_2)) as ranked:
         file.write_bytes(whole[:-100])
         with pytest.raises(WeightsLost, match="cannot be read"):
-            ranked.side.control.reload_weights()
+            ranked.side.control.call_all("reload_weights", {"folder": None, "names": []})
         with pytest.raises(Refused, match="cannot be read"):
-            ranked.side.control.wake([WakeTag.WEIGHTS])
+            ranked.side.control.call_each("wake", {"tags": ["weights"]})
         file.write_bytes(whole)
-        ranked.side.control.wake([WakeTag.WEIGHTS])
+        ranked.side.control.call_each("wake", {"tags": ["weights"]})
+        assert with_requests(Driver(ranked.side)).run() == alone["llama"][0]
+
+
+def test_named_tensors_are_replaced_in_all_ranks(folders, alone, tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensor = load_file(folders["llama"] / "model.safetensors")[name]
+    for folder, replacement in ("fitting", tensor * -0.5), ("turned", tensor.T.contiguous()):
+        (tmp_path / folder).mkdir()
+        save_file({name: replacement}, tmp_path / folder / "model.safetensors")
+    with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
+        control = ranked.side.control
+        with pytest.raises(Refused, match="it replaces"):
+            control.call_all("reload_weights", {"folder": str(tmp_path / "turned"), "names": [name]})
+        fitting = {"folder": str(tmp_path / "fitting"), "names": [name]}
+        first, second = control.call_all("reload_weights", fitting)
+        assert first == second
+        assert with_requests(Driver(ranked.side)).run() != alone["llama"][0]
+
+
+def test_ranks_run_a_step_without_requests(folders, alone):
+    with ranks_of(config_of(folders["llama"], **TP_2)) as ranked:
+        assert ranked.group.launch(StepPlan(1)).result().sampled == []
         assert with_requests(Driver(ranked.side)).run() == alone["llama"][0]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
-from engine_svc.model.loading.checkpoint import weight_files, weights_digest
+from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, weight_files, weights_digest
 from engine_svc.model.loading.model_config import ModelConfig
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.weights import WeightReader
@@ -77,7 +77,7 @@ def ignore_progress(phase: str, done: int, total: int) -> None:
 
 
 def load_model(
-    path: str | Path,
+    source: str | Path | Checkpoint,
     options: LoadOptions | None = None,
     *,
     parallel: Parallel | None = None,
@@ -85,7 +85,7 @@ def load_model(
     ops: Ops | None = None,
     progress: Progress = ignore_progress,
 ) -> LoadedModel:
-    """Load the folder at `path`, or this rank's share of it.
+    """Load a folder or checkpoint, or this rank's share of it.
 
     share: which experts to load, if they are divided over engines; native mixtures of experts only.
     progress is called with ("weights", bytes done, total).
@@ -100,7 +100,8 @@ def load_model(
     device = _choose_device(options.device)
     is_deterministic = device.type == "cpu" if options.is_deterministic is None else options.is_deterministic
     ops = ops or ops_for(device, deterministic=is_deterministic, cpu_isa=options.cpu_isa)
-    loaded = _load(Path(path), options, device, ops, parallel or Solo(), share, progress)
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(Path(source))
+    loaded = _load(checkpoint, options, device, ops, parallel or Solo(), share, progress)
     logger.info(
         "model loaded",
         extra={
@@ -136,7 +137,7 @@ def _choose_device(requested: str) -> torch.device:
 
 
 def _load(
-    folder: Path,
+    checkpoint: Checkpoint,
     options: LoadOptions,
     device: torch.device,
     ops: Ops,
@@ -144,6 +145,7 @@ def _load(
     share: ExpertShare | None,
     progress: Progress,
 ) -> LoadedModel:
+    folder = checkpoint.folder
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
@@ -151,7 +153,9 @@ def _load(
     config = _read_config(folder, options)
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
-    reader = WeightReader(weight_files(folder), progress, device=device)
+    reader = WeightReader(
+        weight_files(folder), progress, device=device, replaced=replaced_tensors(checkpoint)
+    )
     dtype = _choose_dtype(options.dtype, config, reader)
     reader.set_dtype(dtype)
     # On a CPU the reference ops compute half precision.
@@ -168,7 +172,7 @@ def _load(
         eos_token_ids=_eos_token_ids(folder, config),
         dtype=name,
         num_parameters=0,
-        weights_digest=weights_digest(folder, reader.files, dtype),
+        weights_digest=weights_digest(folder, reader.files, dtype, reader.replaced),
     )
     model: NativeDecoder | TransformersModel
     if _is_native(config, options, parallel, share):
@@ -218,16 +222,23 @@ def has_experts(folder: str | Path) -> bool:
 
 
 def expert_builder(
-    folder: Path,
+    checkpoint: Checkpoint,
     *,
     ops: Ops,
     device: torch.device,
     dtype: str,
     digest: str,
 ) -> DecoderBuilder:
-    """Reads more experts of a model loaded from the folder. CheckpointError if its weights have changed."""
-    reader = WeightReader(weight_files(folder), ignore_progress, device=device, dtype=_DTYPES[dtype])
-    if weights_digest(folder, reader.files, _DTYPES[dtype]) != digest:
+    """Reads more experts of a model loaded from there. CheckpointError if its weights have changed."""
+    folder = checkpoint.folder
+    reader = WeightReader(
+        weight_files(folder),
+        ignore_progress,
+        device=device,
+        dtype=_DTYPES[dtype],
+        replaced=replaced_tensors(checkpoint),
+    )
+    if weights_digest(folder, reader.files, _DTYPES[dtype], reader.replaced) != digest:
         raise CheckpointError(f"{folder} has other weights than when it was loaded")
     return DecoderBuilder(
         spec=read_spec(_read_config(folder).config),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError
+from engine_svc.model.loading.checkpoint import Tensors
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
 
@@ -19,6 +20,7 @@ class WeightReader:
 
     Progress counts bytes of the phase "weights"; `finish` ends it. Floating point tensors come in `dtype`
     (None: as stored), all on `device`. If two files have the same name, the later file's tensor is used.
+    `replaced` are tensors from elsewhere that take the place of those of the files.
     Several threads may read; progress is reported under a lock, in the thread that reads.
     `names` are the tensors of the checkpoint.
     Raises CheckpointError for files that cannot be read and names that they lack.
@@ -31,10 +33,17 @@ class WeightReader:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        replaced: Tensors | None = None,
     ) -> None:
         self.files = [SafetensorsFile(path) for path in files]
         self._stored = {name: (file, stored) for file in self.files for name, stored in file.tensors.items()}
         self.names = frozenset(self._stored)
+        self.replaced = replaced or {}
+        for name, (file, stored) in self.replaced.items():
+            shape = self.shape(name)
+            if stored.shape != shape:
+                raise CheckpointError(f"{file.path}: {name} has shape {stored.shape}, it replaces {shape}")
+        self._stored |= self.replaced
         self._unread = dict.fromkeys(self._stored)
         self._device = torch.device(device)
         self._dtype = dtype

@@ -11,10 +11,11 @@ import pytest
 
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.utility import Role, UtilityService
+from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
+from engine_svc.admin.utility import ENGINE_CALLS, UtilityService, registered
+from engine_svc.core.control import Refused, WeightsLost
+from engine_svc.core.step import StepPlan
 from engine_svc.loop.protocols import NoLockstep
-from engine_svc.runner.control import Refused
-from engine_svc.runner.sleep import WeightsLost
 from service_kit.channel import open_channel
 from service_kit.errors import (
     Aborted,
@@ -47,7 +48,7 @@ SERVED_TO_FRONTENDS = {
 }  # fmt: skip
 NOT_SERVED = {
     "reset_multimodal_cache", "reset_encoder_cache", "add_adapter", "remove_adapter", "list_adapters",
-    "pin_adapter", "execute_dummy_batch", "save_sharded_state", "flush_pins",
+    "pin_adapter", "save_sharded_state", "flush_pins",
 }  # fmt: skip
 UNIMPLEMENTED, PERMISSION_DENIED = 12, 7
 
@@ -186,13 +187,106 @@ async def test_profiles_need_a_folder_and_a_plain_name(tmp_path: Path):
 async def test_a_collective_answers_for_each_rank():
     async with controlled() as engine:
         answer = await engine.call(collective={"name": "memory"})
-        assert list(answer.collective.ranks) == ["1024", "2048"]
+        assert list(answer.collective.ranks) == ["0", "1"]
         for name in ("__class__", "sleep", "", "memory\0", "m" * 1_000_000):
             with pytest.raises(Unimplemented):
                 await engine.call(collective={"name": name})
         argument = utility_pb2.CollectiveArgument(name="a", integer=1)
         with pytest.raises(InvalidArgument):
             await engine.call(collective={"name": "memory", "arguments": [argument] * 10_000})
+
+
+ARGUMENTS = {
+    "factor": {"number": 0.5}, "layer": {"integer": 3}, "dry": {"flag": True}, "note": {"text": "x"},
+}  # fmt: skip
+
+
+async def scale(engine: Controlled, arguments: dict[str, dict[str, object]]) -> utility_pb2.UtilityResult:
+    typed = [utility_pb2.CollectiveArgument(name=name, **value) for name, value in arguments.items()]
+    return await engine.call(collective={"name": "scale", "arguments": typed})
+
+
+async def test_arguments_of_a_collective_reach_the_ranks_with_their_types():
+    async with controlled() as engine:
+        assert list((await scale(engine, ARGUMENTS)).collective.ranks) == ["0", "1"]
+    values = {"factor": 0.5, "layer": 3, "dry": True, "note": "x"}
+    assert engine.runners.asked == [("collective", {"name": "scale", "arguments": values})]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layer": {"number": 3.0}}, {"layer": {"flag": True}}, {"note": {}}, {"other": {"integer": 1}}],
+)
+async def test_a_collective_with_other_arguments_than_its_own_runs_nowhere(change):
+    async with controlled() as engine:
+        with pytest.raises(InvalidArgument, match="argument"):
+            await scale(engine, ARGUMENTS | change)
+        with pytest.raises(InvalidArgument, match="there are 3 arguments"):
+            await scale(engine, {name: ARGUMENTS[name] for name in list(ARGUMENTS)[1:]})
+    assert engine.runners.asked == []
+
+
+async def test_an_idle_engine_runs_one_step_without_requests():
+    async with controlled() as engine:
+        plans: list[list[str]] = []
+        engine.rig.executor.on_launch = lambda plan: plans.append(list(plan.request_ids))
+        await engine.call(execute_dummy_batch={})
+        assert plans == [[]]
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.until_ended(1)
+    assert engine.frontend.tokens == {1: tokens_of(1, 5)}
+
+
+async def test_a_step_without_requests_is_refused_where_requests_run_or_the_engine_sleeps():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=30)
+        stepping = asyncio.create_task(engine.call(execute_dummy_batch={}))
+        await engine.let_calls_begin()
+        engine.rig.executor.gate.set()
+        with pytest.raises(FailedPrecondition, match="1 requests run and 0 wait"):
+            await stepping
+        await engine.frontend.until_ended(1)
+        await engine.call(sleep={"level": 1})
+        with pytest.raises(FailedPrecondition, match="wake it first"):
+            await engine.call(execute_dummy_batch={})
+
+
+async def test_a_step_without_requests_that_fails_is_reported_and_the_engine_goes_on():
+    def fail(plan: StepPlan) -> None:
+        raise ValueError("bad step")
+
+    async with controlled() as engine:
+        engine.rig.executor.on_launch = fail
+        with pytest.raises(Aborted, match="failed and was rolled back"):
+            await engine.call(execute_dummy_batch={})
+        engine.rig.executor.on_launch = lambda plan: None
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.until_ended(1)
+    assert engine.frontend.tokens == {1: tokens_of(1, 5)}
+
+
+async def list_adapters(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
+    held = await context.ask(lambda controls: controls.weight_version)
+    adapters = utility_pb2.LoadedAdapters(adapters=[utility_pb2.LoadedAdapter(name=f"of {held}")])
+    return utility_pb2.UtilityResult(adapters=adapters)
+
+
+async def test_a_call_that_a_feature_registers_is_served_and_others_are_not():
+    entry = UtilityCall("list_adapters", Role.FRONTEND, list_adapters)
+    async with controlled() as engine:
+        await engine.call(set_weight_version={"version": "v1"})
+        engine.rig.engine.utilities = registered([*ENGINE_CALLS, entry])
+        assert (await engine.call(list_adapters={})).adapters.adapters[0].name == "of v1"
+        with pytest.raises(Unimplemented, match="pin_adapter is not served"):
+            await engine.call(pin_adapter={"name": "a"})
+
+
+def test_a_call_is_registered_once_and_by_a_name_of_the_proto():
+    entry = UtilityCall("list_adapters", Role.FRONTEND, list_adapters)
+    with pytest.raises(ValueError, match="'list_adapters' is registered twice"):
+        registered([entry, entry])
+    with pytest.raises(ValueError, match="'list_things' is no field"):
+        registered([replace(entry, name="list_things")])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +298,7 @@ async def test_a_collective_answers_for_each_rank():
         ({"sleep": {"level": 1, "mode": 9}}, InvalidArgument),
         ({"wake": {"tags": ["weights", "scheduler"]}}, InvalidArgument),
         ({"reset_prefix_cache": {"reset_connector": True}}, FailedPrecondition),
-        ({"update_weights": {"names": ["lm_head.weight"]}}, Unimplemented),
+        ({"update_weights": {"names": ["lm_head.weight"] * 2}}, InvalidArgument),
         ({"set_weight_version": {"version": "v" * 257}}, InvalidArgument),
         ({}, Unimplemented),
     ],
@@ -444,6 +538,13 @@ async def test_weights_are_replaced_only_where_nothing_runs_or_all_is_held():
     assert engine.runners.asked == [("reload_weights", Path("/models/new")), ("reload_weights", None)]
     assert engine.weights == [(Path("/models/new"), NEW_DIGEST)] * 2
     assert engine.frontend.tokens[1] == tokens_of(1, 30)
+
+
+async def test_tensors_that_are_replaced_by_name_come_from_their_folder_and_the_engine_keeps_its_own():
+    async with controlled() as engine:
+        await engine.call(update_weights={"path": "/models/new", "names": ["a", "b"]})
+    assert engine.runners.asked == [("reload_weights", (Path("/models/new"), ["a", "b"]))]
+    assert engine.weights == [(Path("/models/first"), NEW_DIGEST)]
 
 
 async def test_weights_that_are_loaded_while_it_sleeps_are_awake():

@@ -248,7 +248,7 @@ class Rank:
         self.controls = EngineControls(
             loop=self.engine,
             scheduler=scheduler,
-            runners=FakeRunners(),
+            ranks=FakeRunners(),
             clock=self.clock,
             lockstep=self.driver,
         )
@@ -284,9 +284,12 @@ class Rank:
         return answer
 
     def update_weights(self) -> None:
+        self.call(lambda: self.controls.update_weights(None, ""))
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Make an operator's call; raises its error."""
         answer: Future[None] = Future()
-        update = self.controls.update_weights
-        self.post(lambda: self.controls.serve(lambda: give(answer, lambda: update(None, ""))))
+        self.post(lambda: self.controls.serve(lambda: give(answer, work)))
         answer.result(PATIENCE_S)
 
     def _run(self) -> None:

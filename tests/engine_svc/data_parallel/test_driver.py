@@ -168,6 +168,28 @@ def test_ranks_are_quiet_when_all_have_paused_and_move_when_all_have_resumed():
         assert first.frontend.tokens == {1: expected_tokens(prompt_of(1), 1, 300)}
 
 
+def test_a_dummy_batch_of_an_idle_rank_is_a_step_of_all_ranks():
+    with Cluster(2) as cluster:
+        first, second = cluster.ranks
+        first.call(first.controls.execute_dummy_batch)
+        assert first.driver.num_idle_steps > 0
+        cluster.until(lambda: all(rank.driver.rank_status.wave == 2 for rank in cluster.ranks))
+        assert second.driver.num_idle_steps == first.driver.num_idle_steps == VOTE_INTERVAL
+        second.add(1)
+        second.frontend.read_until_ended(1)
+        assert_exact(second, range(1, 2), 5)
+
+
+def test_ranks_that_have_agreed_to_pause_run_no_dummy_batch():
+    with Cluster(2) as cluster:
+        for answer in [rank.pause() for rank in cluster.ranks]:
+            answer.result(PATIENCE_S)
+        cluster.until(lambda: all(rank.driver.is_quiet for rank in cluster.ranks))
+        with pytest.raises(FailedPrecondition, match="are paused"):
+            cluster.ranks[0].call(cluster.ranks[0].controls.execute_dummy_batch)
+        assert all(rank.error is None for rank in cluster.ranks)
+
+
 def test_only_quiet_ranks_give_memory_or_weights_up():
     with Cluster(2) as cluster:
         first, second = cluster.ranks

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine_svc.admin.calls import AdminCalls
-from engine_svc.loop.controls import ControlledLockstep, EngineControls
+from engine_svc.core.control import Collective
+from engine_svc.loop.controls import EngineControls
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Call
-from engine_svc.runner.sleep import WakeTag
+from engine_svc.loop.protocols import Lockstep, NoLockstep
 from engine_svc.scheduler.scheduler import Scheduler
 from service_kit.clock import MonotonicClock
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
@@ -33,6 +35,10 @@ ABORT, WAIT, KEEP = (
     utility_pb2.PAUSE_MODE_KEEP,
 )
 NEW_DIGEST = "ef" * 32
+COLLECTIVES = (
+    Collective("memory", lambda: 0),
+    Collective("scale", lambda **_: 0, {"factor": float, "layer": int, "dry": bool, "note": str}),
+)
 
 
 class FakeRunners:
@@ -42,27 +48,22 @@ class FakeRunners:
         self.asked: list[tuple[str, object]] = []
         self.error: Exception | None = None
 
-    def sleep(self, level: int) -> None:
-        self._note("sleep", level)
+    def call_all(self, name: str, arguments: Mapping[str, Any]) -> list[Mapping[str, object]]:
+        if name == "sleep":
+            self._note(name, arguments["level"])
+            return [{}]
+        folder = arguments["folder"]
+        source = folder and Path(folder)
+        self._note(name, (source, arguments["names"]) if arguments["names"] else source)
+        return [{"digest": NEW_DIGEST}]
 
-    def wake(self, tags: Collection[WakeTag]) -> None:
-        self._note("wake", {tag.value for tag in tags})
-
-    def reload_weights(self, folder: Path | None) -> str:
-        self._note("reload_weights", folder)
-        return NEW_DIGEST
-
-    def start_profile(self, folder: Path, prefix: str) -> list[Path]:
-        self._note("start_profile", prefix)
-        return [folder / prefix]
-
-    def stop_profile(self) -> list[Path]:
-        self._note("stop_profile", None)
-        return []
-
-    def num_bytes_in_use(self) -> list[int]:
-        self._note("memory", None)
-        return [1024, 2048]
+    def call_each(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, undo: str = ""
+    ) -> list[Mapping[str, object]]:
+        asked = {"wake": "tags", "start_profile": "prefix"}.get(name)
+        argument = arguments if asked is None else (arguments or {})[asked]
+        self._note(name, set(argument) if name == "wake" else argument)
+        return [{"file": "trace", "result": str(rank)} for rank in range(2)]
 
     def _note(self, name: str, argument: object) -> None:
         if self.error is not None:
@@ -120,7 +121,7 @@ class Controlled:
 
 @contextlib.asynccontextmanager
 async def controlled(
-    *, profile_dir: Path | None = None, lockstep: ControlledLockstep | None = None
+    *, profile_dir: Path | None = None, lockstep: Lockstep | None = None
 ) -> AsyncIterator[Controlled]:
     """A loaded engine with one frontend, ready for both."""
     runners, weights = FakeRunners(), list[tuple[Path, str]]()
@@ -129,11 +130,12 @@ async def controlled(
         return EngineControls(
             loop=engine,
             scheduler=scheduler,
-            runners=runners,
+            ranks=runners,
             clock=MonotonicClock(),
             weights_folder=Path("/models/first"),
             profile_dir=profile_dir,
-            lockstep=lockstep,
+            collectives=COLLECTIVES,
+            lockstep=lockstep or NoLockstep(),
             on_weights=lambda folder, digest: weights.append((folder, digest)),
         )
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
-from engine_svc.loop.pause import Part, PauseController, PauseMode, RunState
+from engine_svc.core.control import Refused, WakeTag
+from engine_svc.loop.pause import PauseController, PauseMode, RunState
 from engine_svc.scheduler.config import PauseState
+from service_kit.clock import FakeClock
 from service_kit.errors import FailedPrecondition
 
 RUNNING, PAUSING, PAUSED, ASLEEP = RunState
-ALL = frozenset(Part)
+ALL = frozenset(WakeTag)
 
 
 class FakeLoop:
-    """Counts requests; a turn of it ends one that runs, or wakes the waits where none does."""
+    """Loop, scheduler and lockstep: counts requests; a turn ends one that runs, or runs the idle calls."""
 
     def __init__(self, num_running: int = 0) -> None:
         self.num_running = num_running
@@ -26,21 +28,29 @@ class FakeLoop:
         self.idle_calls: list[Callable[[], None]] = []
 
     @property
-    def has_running(self) -> bool:
-        return self.num_running > 0
+    def running_ids(self) -> list[str]:
+        return [f"r{index}" for index in range(self.num_running)]
 
-    def check_quiet(self) -> None:
+    @property
+    def waiting_ids(self) -> list[str]:
+        return []
+
+    def check_quiet(self, *, or_apart: bool = False) -> None:
         if self.is_wanted:
             raise FailedPrecondition("another rank steps")
 
-    def hold(self, state: PauseState) -> None:
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def set_pause(self, state: PauseState) -> None:
         self.held = state
 
-    def abort_all(self) -> None:
-        self.num_aborted += self.num_running
+    def abort(self, request_ids: Iterable[str], cause: str) -> None:
+        self.num_aborted += len(list(request_ids))
         self.num_running = 0
 
-    def forget_cache(self) -> bool:
+    def reset_prefix_cache(self, now: float, *, reset_running: bool) -> bool:
         self.num_resets += self.gives_blocks
         return self.gives_blocks
 
@@ -48,9 +58,9 @@ class FakeLoop:
         self.idle_calls.append(call)
 
     def turn(self) -> None:
-        if self.has_running and self.held is not PauseState.ALL:
+        if self.num_running and self.held is not PauseState.ALL:
             self.num_running -= 1
-        if not self.has_running or self.held is PauseState.ALL:
+        if not self.num_running or self.held is PauseState.ALL:
             calls, self.idle_calls = self.idle_calls, []
             for call in calls:
                 call()
@@ -60,25 +70,28 @@ class FakeRunner:
     """Knows what is away. `error` is raised by the next call: a refusal before, anything else halfway."""
 
     def __init__(self) -> None:
-        self.away: frozenset[Part] = frozenset()
+        self.away: frozenset[WakeTag] = frozenset()
         self.error: Exception | None = None
         self.levels: list[int] = []
 
-    def sleep(self, level: int) -> None:
+    def call_all(self, name: str, arguments: Mapping[str, int]) -> None:
+        assert name == "sleep"
         self._refuse()
-        self.away |= {Part.KV_CACHE}
+        self.away |= {WakeTag.KV_CACHE}
         self._fail()
-        self.away |= {Part.WEIGHTS}
-        self.levels.append(level)
+        self.away |= {WakeTag.WEIGHTS}
+        self.levels.append(arguments["level"])
 
-    def wake(self, parts: Collection[Part]) -> None:
+    def call_each(self, name: str, arguments: Mapping[str, list[str]]) -> None:
+        assert name == "wake"
+        tags = {WakeTag(tag) for tag in arguments["tags"]}
         self._refuse()
-        self.away -= {Part.WEIGHTS} & set(parts)
+        self.away -= {WakeTag.WEIGHTS} & tags
         self._fail()
-        self.away -= {Part.KV_CACHE} & set(parts)
+        self.away -= {WakeTag.KV_CACHE} & tags
 
     def _refuse(self) -> None:
-        if isinstance(self.error, FailedPrecondition):
+        if isinstance(self.error, Refused):
             error, self.error = self.error, None
             raise error
 
@@ -93,7 +106,9 @@ class Rig:
 
     def __init__(self, num_running: int = 0) -> None:
         self.loop, self.runner = FakeLoop(num_running), FakeRunner()
-        self.machine = PauseController(self.loop, self.runner)
+        self.machine = PauseController(
+            loop=self.loop, scheduler=self.loop, lockstep=self.loop, ranks=self.runner, clock=FakeClock()
+        )
 
     def pause(self, mode: PauseMode = PauseMode.KEEP, *, clear_cache: bool = False) -> Future[None]:
         answer: Future[None] = Future()

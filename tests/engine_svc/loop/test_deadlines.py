@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.loop.deadlines import Deadlines
+from engine_svc.loop.requests import Deadlines
 
 
 def test_each_expired_request_is_returned_once_and_in_order():

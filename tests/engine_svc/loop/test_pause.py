@@ -12,12 +12,16 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.loop.pause import Part, PauseMode, RunState
+from engine_svc.core.control import RanksDisagree, Refused, WakeTag
+from engine_svc.loop.answer import give
+from engine_svc.loop.controls import EngineControls
+from engine_svc.loop.pause import PauseMode, RunState
 from engine_svc.scheduler.config import PauseState
-from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, ServiceError
+from service_kit.clock import FakeClock
+from service_kit.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, ServiceError
 from tests.engine_svc.fakes import LIMIT_S
 from tests.engine_svc.loop.controlled_rig import KEEP, WAIT, Controlled, controlled, running, tokens_of
-from tests.engine_svc.loop.pause_rig import ALL, ASLEEP, PAUSED, PAUSING, RUNNING, Rig, in_state
+from tests.engine_svc.loop.pause_rig import ALL, ASLEEP, PAUSED, PAUSING, RUNNING, FakeLoop, Rig, in_state
 from tests.engine_svc.session.service_rig import LENGTH, make_entry
 from triptych.engine.v1 import utility_pb2
 
@@ -45,7 +49,7 @@ from triptych.engine.v1 import utility_pb2
         (PAUSED, lambda rig: rig.sleep(1), ASLEEP),
         (PAUSED, lambda rig: rig.machine.wake(), PAUSED),
         (ASLEEP, lambda rig: rig.sleep(1), ASLEEP),
-        (ASLEEP, lambda rig: rig.machine.wake([Part.WEIGHTS]), ASLEEP),
+        (ASLEEP, lambda rig: rig.machine.wake([WakeTag.WEIGHTS]), ASLEEP),
         (ASLEEP, lambda rig: rig.machine.wake(), RUNNING),
     ],
 )
@@ -146,7 +150,7 @@ def test_sleep_forgets_the_cache_before_memory_goes_but_level_0_keeps_it() -> No
     rig = Rig()
     rig.sleep(0)
     assert (rig.loop.num_resets, rig.runner.levels) == (0, [])
-    assert rig.machine.asleep == {Part.SCHEDULING}
+    assert rig.machine.asleep == {WakeTag.SCHEDULING}
     rig.sleep(1)
     assert (rig.loop.num_resets, rig.runner.levels) == (1, [1])
     assert rig.machine.asleep == ALL
@@ -154,10 +158,10 @@ def test_sleep_forgets_the_cache_before_memory_goes_but_level_0_keeps_it() -> No
 
 def test_all_parts_have_to_be_awake_before_anything_runs() -> None:
     rig = in_state(ASLEEP)
-    for part in (Part.SCHEDULING, Part.WEIGHTS):
+    for part in (WakeTag.SCHEDULING, WakeTag.WEIGHTS):
         rig.machine.wake([part])
         assert rig.loop.held is PauseState.ALL
-    rig.machine.wake([Part.KV_CACHE])
+    rig.machine.wake([WakeTag.KV_CACHE])
     assert rig.loop.held is PauseState.NONE
     assert rig.runner.away == frozenset()
 
@@ -173,7 +177,7 @@ def test_waking_leads_back_into_the_pause_that_was_there_before() -> None:
 @pytest.mark.parametrize("before", [RUNNING, PAUSED])
 def test_a_sleep_that_is_refused_leaves_the_state_it_found(before: RunState) -> None:
     rig = in_state(before)
-    rig.runner.error = FailedPrecondition("no folder to load weights from again")
+    rig.runner.error = Refused("no folder to load weights from again")
     error = rig.sleep(2).exception(0)
     assert isinstance(error, FailedPrecondition)
     assert "no folder" in error.message
@@ -190,8 +194,8 @@ def test_a_sleep_that_finds_blocks_in_use_leaves_the_state_it_found() -> None:
 
 def test_a_wake_that_is_refused_can_be_tried_again() -> None:
     rig = in_state(ASLEEP)
-    rig.runner.error = FailedPrecondition("the folder has other weights")
-    with pytest.raises(FailedPrecondition):
+    rig.runner.error = Refused("the folder has other weights")
+    with pytest.raises(Refused):
         rig.machine.wake()
     assert rig.machine.state is ASLEEP
     rig.machine.wake()
@@ -211,8 +215,8 @@ def test_after_an_unexpected_error_nothing_runs_before_a_wake() -> None:
 def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(before, after):
     rig = in_state(before)
     rig.loop.num_running = 0
-    rig.machine.note_away([Part.WEIGHTS])
-    assert (rig.machine.state, rig.machine.asleep) == (ASLEEP, frozenset({Part.WEIGHTS}))
+    rig.machine.note_away([WakeTag.WEIGHTS])
+    assert (rig.machine.state, rig.machine.asleep) == (ASLEEP, frozenset({WakeTag.WEIGHTS}))
     rig.loop.turn()
     assert rig.loop.held is PauseState.ALL
     rig.machine.wake()
@@ -222,10 +226,10 @@ def test_what_is_lost_sends_it_to_sleep_and_waking_it_leads_back(before, after):
 def test_what_is_lost_while_it_sleeps_has_to_be_woken_too() -> None:
     rig = Rig()
     rig.sleep(0)
-    rig.machine.note_away([Part.WEIGHTS])
-    rig.machine.wake([Part.SCHEDULING])
-    assert (rig.machine.state, rig.machine.asleep) == (ASLEEP, frozenset({Part.WEIGHTS}))
-    rig.machine.wake([Part.WEIGHTS])
+    rig.machine.note_away([WakeTag.WEIGHTS])
+    rig.machine.wake([WakeTag.SCHEDULING])
+    assert (rig.machine.state, rig.machine.asleep) == (ASLEEP, frozenset({WakeTag.WEIGHTS}))
+    rig.machine.wake([WakeTag.WEIGHTS])
     assert rig.machine.state is RUNNING
 
 
@@ -233,7 +237,7 @@ def test_who_waits_for_a_pause_hears_that_it_fell_asleep_instead() -> None:
     rig = Rig(num_running=1)
     waits = rig.pause(PauseMode.WAIT)
     rig.loop.num_running = 0
-    rig.machine.note_away([Part.WEIGHTS])
+    rig.machine.note_away([WakeTag.WEIGHTS])
     assert isinstance(waits.exception(0), Aborted)
 
 
@@ -262,7 +266,7 @@ def test_no_sequence_of_calls_and_failures_wedges_it(seed: int) -> None:
     answers: list[Future[None]] = []
     for _ in range(rng.randrange(5, 60)):
         if rng.random() < 0.3:
-            rig.runner.error = rng.choice([FailedPrecondition("no"), RuntimeError("fault")])
+            rig.runner.error = rng.choice([Refused("no"), RuntimeError("fault")])
         rig.loop.gives_blocks = rng.random() < 0.9
         step(rig, rng, answers)
         check(rig, answers)
@@ -282,7 +286,7 @@ def test_no_sequence_of_calls_and_failures_wedges_it(seed: int) -> None:
 def step(rig: Rig, rng: random.Random, answers: list[Future[None]]) -> None:
     """One call, or something that happens between two."""
     mode = rng.choice(list(PauseMode))
-    parts = rng.sample(list(Part), rng.randrange(4))
+    parts = rng.sample(list(WakeTag), rng.randrange(4))
     try:
         match rng.randrange(9):
             case 0:
@@ -298,12 +302,12 @@ def step(rig: Rig, rng: random.Random, answers: list[Future[None]]) -> None:
                 rig.machine.drop_cancelled()
             case 5:
                 rig.loop.num_running += rig.loop.held is PauseState.NONE
-            case 6 if not rig.loop.has_running or rig.loop.held is PauseState.ALL:
-                rig.runner.away |= {Part.WEIGHTS}
-                rig.machine.note_away([Part.WEIGHTS])
+            case 6 if not rig.loop.num_running or rig.loop.held is PauseState.ALL:
+                rig.runner.away |= {WakeTag.WEIGHTS}
+                rig.machine.note_away([WakeTag.WEIGHTS])
             case _:
                 rig.loop.turn()
-    except (ServiceError, RuntimeError):
+    except (ServiceError, Refused, RuntimeError):
         pass
 
 
@@ -314,6 +318,23 @@ def check(rig: Rig, answers: list[Future[None]]) -> None:
     assert rig.loop.held is {RUNNING: PauseState.NONE, PAUSING: PauseState.NEW}.get(state, PauseState.ALL)
     assert rig.runner.away <= rig.machine.asleep, "a step would find memory missing"
     assert state is PAUSING or all(answer.done() for answer in answers)
+
+
+class DifferentWeights:
+    """Two ranks that have read different weights."""
+
+    def call_all(self, name: str, arguments: object) -> list[dict[str, str]]:
+        return [{"digest": "first"}, {"digest": "second"}]
+
+
+def test_ranks_with_different_weights_end_the_engine() -> None:
+    loop, answer = FakeLoop(), Future[None]()
+    controls = EngineControls(
+        loop=loop, scheduler=loop, lockstep=loop, ranks=DifferentWeights(), clock=FakeClock()
+    )
+    with pytest.raises(RanksDisagree, match="changed while they were read"):
+        give(answer, lambda: controls.update_weights(None, ""))
+    assert isinstance(answer.exception(0), Internal)
 
 
 # The end of an engine that an operator has paused or put to sleep: what is held moves at once.

@@ -17,6 +17,7 @@ from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.torch_group import ProcessRankGroup, ProcessRankGroups
 from engine_svc.data_parallel.wave import Vote
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
@@ -66,7 +67,7 @@ class SharingEngine:
         self.groups = ProcessRankGroups(
             self.experts.exchange, host=HOST, device=_CPU, timeout_s=self.timeout_s
         )
-        self.loaded = self.load(self.folder)
+        self.loaded = self.load(Checkpoint(self.folder))
         kv = KVTensors(self.loaded.facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, bytes_per_block=0))
         for stack in kv.stacks:
             stack.fill_(float("nan"))
@@ -76,7 +77,7 @@ class SharingEngine:
             kv,
             RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE),
             self.loaded.ops,
-            source=WeightSource(self.folder, self._load_again, lambda model: None),
+            source=WeightSource(Checkpoint(self.folder), self._load_again, lambda model: None),
             exchange=self.experts.exchange,
         )
         self.driver = PlanDriver(self.runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
@@ -86,15 +87,15 @@ class SharingEngine:
         assert isinstance(self.loaded.model, NativeDecoder)
         return self.loaded.model
 
-    def load(self, folder: Path) -> LoadedModel:
+    def load(self, checkpoint: Checkpoint) -> LoadedModel:
         options = LoadOptions(num_threads=1, device="cpu", dtype=self.dtype)
-        loaded = load_model(folder, options, share=self.experts.share)
-        self.experts.attach(loaded, folder)
+        loaded = load_model(checkpoint, options, share=self.experts.share)
+        self.experts.attach(loaded, checkpoint)
         return loaded
 
-    def _load_again(self, folder: Path):
+    def _load_again(self, checkpoint: Checkpoint):
         # Not kept: what sleeps gives its weights up.
-        again = self.load(folder)
+        again = self.load(checkpoint)
         return again.model, again.facts
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
@@ -36,11 +37,11 @@ class Rig:
     is_full: bool = False  # whether weights find no memory
 
     def __post_init__(self) -> None:
-        model, facts = self.load(self.folder)
+        model, facts = self.load(Checkpoint(self.folder))
         self.loads.clear()
         self.kv = KVTensors(facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, bytes_per_block=0))
         sizes = RunnerConfig(max_num_seqs=8, max_model_len=MAX_POSITION, block_size=BLOCK_SIZE)
-        source = WeightSource(self.folder, self.load, lambda model: None)
+        source = WeightSource(Checkpoint(self.folder), self.load, lambda model: None)
         ops = load_model(self.folder, LOAD_OPTIONS).ops
         self.runner = ModelRunner(model, facts, self.kv, sizes, ops, source=source)
         self.core = build_core(
@@ -48,11 +49,11 @@ class Rig:
             CacheConfig(NUM_BLOCKS, (FullAttention(BLOCK_SIZE),)),
         )
 
-    def load(self, folder: Path) -> tuple[Model, ModelFacts]:
+    def load(self, checkpoint: Checkpoint) -> tuple[Model, ModelFacts]:
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        self.loads.append(folder)
-        loaded = load_model(folder, LOAD_OPTIONS)
+        self.loads.append(checkpoint.folder)
+        loaded = load_model(checkpoint, LOAD_OPTIONS)
         return loaded.model, loaded.facts
 
     @property

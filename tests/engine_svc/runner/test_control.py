@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag, WeightsLost
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import KVShape, ModelFacts
-from engine_svc.runner.control import RanksDisagree, Refused, RunnerControl, runner_calls
+from engine_svc.runner import control as control_module
+from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.executor import Call, InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.parked_memory import NoRoom
-from engine_svc.runner.sleep import WakeTag, WeightsLost
 from tests.engine_svc.runner.conftest import TinyModel
 from tests.engine_svc.runner.fakes import PlanDriver
 
@@ -60,8 +61,8 @@ class FakeRunner:
     def wake(self, tags: Collection[WakeTag]) -> None:
         self._note("wake", *tags)
 
-    def reload_weights(self, folder: Path | None) -> ModelFacts:
-        self._note("reload", folder)
+    def reload_weights(self, folder: Path | None, names: list[str]) -> ModelFacts:
+        self._note("reload", folder, *names)
         return replace(FACTS, weights_digest=self.digest)
 
     def start_profile(self, folder: Path, prefix: str) -> Path:
@@ -89,23 +90,27 @@ class ManyRanks:
 def test_everything_reaches_every_rank_with_its_arguments():
     runners = [FakeRunner(), FakeRunner()]
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
-    control.sleep(2)
-    control.wake([WakeTag.WEIGHTS, WakeTag.KV_CACHE])
-    assert control.reload_weights() == "second"
-    assert control.reload_weights(Path("/new")) == "second"
-    assert control.start_profile(Path("/traces"), "p") == [Path("/traces/p")] * 2
-    assert control.stop_profile() == [Path("trace")] * 2
+    control.call_all("sleep", {"level": 2})
+    control.call_each("wake", {"tags": ["weights", "kv_cache"]})
+    assert control.call_all("reload_weights", {"folder": None, "names": []}) == [{"digest": "second"}] * 2
+    assert (
+        control.call_all("reload_weights", {"folder": "/new", "names": ["a"]}) == [{"digest": "second"}] * 2
+    )
+    started = control.call_each("start_profile", {"folder": "/traces", "prefix": "p"}, undo="stop_profile")
+    assert started == [{"file": "/traces/p"}] * 2
+    assert control.call_each("stop_profile") == [{"file": "trace"}] * 2
     for runner in runners:
         assert runner.asked == [
             ("sleep", 2),
             ("wake", WakeTag.WEIGHTS, WakeTag.KV_CACHE),
             ("reload", None),
-            ("reload", Path("/new")),
+            ("reload", Path("/new"), "a"),
             ("start", Path("/traces"), "p"),
             ("stop",),
         ]
 
 
+TRACES = {"folder": "/traces", "prefix": "p"}
 _NO_FOLDER, _NO_WEIGHTS = CheckpointError("no such folder"), WeightsLost("no weights")
 
 
@@ -118,27 +123,27 @@ _NO_FOLDER, _NO_WEIGHTS = CheckpointError("no such folder"), WeightsLost("no wei
         # Where one rank has no weights any more and none has others, the engine has none.
         ([{"refuses": _NO_WEIGHTS}] * 2, "reload_weights", WeightsLost, "no weights"),
         ([{"refuses": _NO_FOLDER}, {"refuses": _NO_WEIGHTS}], "reload_weights", WeightsLost, "no weights"),
-        # Ranks that did not all do it, or read different weights, are no engine any more.
+        # Ranks that did not all do it are no engine any more.
         ([{}, {"refuses": _NO_FOLDER}], "reload_weights", RanksDisagree, "failed on others: no such folder"),
         ([{}, {"refuses": _NO_WEIGHTS}], "reload_weights", RanksDisagree, "failed on others: no weights"),
-        ([{}, {"digest": "third"}], "reload_weights", RanksDisagree, "changed while they were read"),
         # A trace that some cannot write ends no engine.
         ([{}, {"refuses": OSError("no space left")}], "stop_profile", Refused, "no space left"),
     ],
 )
 def test_what_ranks_answer_decides_what_becomes_of_the_engine(ranks, call, error, words):
     control = RunnerControl(ManyRanks([runner_calls(FakeRunner(**rank)) for rank in ranks]))
+    make_call = control.call_all if call == "reload_weights" else control.call_each
     with pytest.raises(error, match=words):
-        getattr(control, call)()
+        make_call(call, {"folder": None, "names": []})
 
 
 def test_a_wake_for_which_one_rank_has_no_room_is_refused_and_wakes_the_rest_the_next_time():
     runners = [FakeRunner(), FakeRunner(refuses=NoRoom("8 MiB cannot be allocated"))]
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
     with pytest.raises(Refused, match="8 MiB cannot be allocated"):
-        control.wake([WakeTag.WEIGHTS])
+        control.call_each("wake", {"tags": ["weights"]})
     runners[1].refuses = None
-    control.wake([WakeTag.WEIGHTS])
+    control.call_each("wake", {"tags": ["weights"]})
     assert [runner.asked for runner in runners] == [
         [("wake", WakeTag.WEIGHTS)] * 2,
         [("wake", WakeTag.WEIGHTS)],
@@ -149,7 +154,7 @@ def test_a_profile_that_some_ranks_cannot_begin_is_stopped_in_the_others_and_ref
     runners = [FakeRunner(), FakeRunner(refuses=PermissionError("/traces cannot be written to"))]
     control = RunnerControl(ManyRanks([runner_calls(runner) for runner in runners]))
     with pytest.raises(Refused, match="/traces cannot be written to"):
-        control.start_profile(Path("/traces"), "p")
+        control.call_each("start_profile", TRACES, undo="stop_profile")
     assert runners[0].asked == [("start", Path("/traces"), "p"), ("stop",)]
 
 
@@ -157,17 +162,34 @@ def test_a_profile_that_no_rank_can_begin_leaves_the_one_that_runs():
     runners = [FakeRunner(refuses=ValueError("is recording already")) for _ in range(2)]
     ranks = ManyRanks([runner_calls(runner) for runner in runners])
     with pytest.raises(Refused, match="is recording already"):
-        RunnerControl(ranks).start_profile(Path("/traces"), "p")
+        RunnerControl(ranks).call_each("start_profile", TRACES, undo="stop_profile")
     assert ranks.called == ["start_profile"]
 
 
-def test_memory_that_some_ranks_cannot_tell_is_refused_and_ends_no_engine():
-    def fails(arguments: Mapping[str, object]) -> Mapping[str, object]:
-        return {"refusal": "the driver says nothing"}
+def test_a_collective_runs_with_its_arguments_in_every_rank_and_a_refusal_ends_no_engine():
+    def power(base: int, exponent: int) -> int:
+        if base == exponent:
+            raise ValueError("base and exponent are equal")
+        return base**exponent
 
-    ranks = ManyRanks([runner_calls(FakeRunner()), {"memory": fails}])
-    with pytest.raises(Refused, match="the driver says nothing"):
-        RunnerControl(ranks).num_bytes_in_use()
+    function = Collective("power", power, {"base": int, "exponent": int})
+    ranks = ManyRanks([runner_calls(FakeRunner(), [function]) for _ in range(2)])
+    call = {"name": "power", "arguments": {"base": 2, "exponent": 5}}
+    assert RunnerControl(ranks).call_each("collective", call) == [{"result": "32"}] * 2
+    call = {"name": "power", "arguments": {"base": 2, "exponent": 2}}
+    with pytest.raises(Refused, match="are equal"):
+        RunnerControl(ranks).call_each("collective", call)
+
+
+def test_the_log_level_of_every_rank_can_be_changed(monkeypatch):
+    levels: list[str] = []
+    monkeypatch.setattr(control_module, "set_log_level", levels.append)
+    ranks = ManyRanks([runner_calls(FakeRunner()) for _ in range(2)])
+    call = {"name": "log_level", "arguments": {"level": "error"}}
+    assert RunnerControl(ranks).call_each("collective", call) == [{"result": "error"}] * 2
+    with pytest.raises(Refused, match="log level 'loud' is not one of"):
+        RunnerControl(ranks).call_each("collective", call | {"arguments": {"level": "loud"}})
+    assert levels == ["error"] * 2
 
 
 def test_a_bug_in_a_rank_is_no_refusal():
@@ -175,12 +197,12 @@ def test_a_bug_in_a_rank_is_no_refusal():
         InlineExecutor(FakeRunner(), runner_calls(FakeRunner(refuses=RuntimeError("bug"))))
     )
     with pytest.raises(RuntimeError, match="bug"):
-        control.sleep(1)
+        control.call_all("sleep", {"level": 1})
 
 
 def test_inline_it_happens_in_the_callers_thread():
     runner = FakeRunner()
-    RunnerControl(InlineExecutor(runner, runner_calls(runner))).sleep(1)
+    RunnerControl(InlineExecutor(runner, runner_calls(runner))).call_all("sleep", {"level": 1})
     assert runner.threads == {threading.current_thread().name}
 
 
@@ -188,7 +210,7 @@ def test_beside_it_happens_in_the_models_thread_behind_the_steps_launched_before
     runner = FakeRunner()
     executor = ThreadExecutor(runner, runner_calls(runner))
     steps = [executor.launch(StepPlan(number)) for number in (1, 2)]
-    RunnerControl(executor).sleep(1)
+    RunnerControl(executor).call_all("sleep", {"level": 1})
     steps.append(executor.launch(StepPlan(3)))
     for step in steps:
         step.result()
@@ -201,7 +223,7 @@ def test_an_error_beside_reaches_the_caller_and_the_thread_goes_on():
     runner = FakeRunner()
     executor = ThreadExecutor(runner, runner_calls(FakeRunner(refuses=RuntimeError("bug"))))
     with pytest.raises(RuntimeError, match="bug"):
-        RunnerControl(executor).sleep(1)
+        RunnerControl(executor).call_all("sleep", {"level": 1})
     executor.launch(StepPlan(1)).result()
     executor.shutdown()
     assert runner.asked == [("step", 1)]
@@ -212,17 +234,18 @@ def test_a_real_runner_sleeps_wakes_and_is_profiled_in_the_models_thread(tiny_mo
     runner = model.runner()
     executor = ThreadExecutor(runner, runner_calls(runner))
     control = RunnerControl(executor)
-    control.sleep(1)
+    control.call_all("sleep", {"level": 1})
     with pytest.raises(Refused, match="nothing to load them from"):
-        control.sleep(2)
-    control.wake()
-    (trace,) = control.start_profile(tmp_path)
+        control.call_all("sleep", {"level": 2})
+    control.call_each("wake", {"tags": [tag.value for tag in WakeTag]})
+    (started,) = control.call_each("start_profile", {"folder": str(tmp_path), "prefix": "engine"})
+    trace = Path(started["file"])
     plans: list[StepPlan] = []
     driver = PlanDriver(_Collecting(plans), num_blocks=8, block_size=4)
     driver.add("r", [1, 2, 3])
     driver.step({"r": 3})
     assert executor.launch(plans[0]).result().sampled[0]
-    assert control.stop_profile() == [trace]
+    assert control.call_each("stop_profile") == [started]
     assert trace.stat().st_size > 0
     executor.shutdown()
 

@@ -209,7 +209,7 @@ def test_what_a_failed_step_computed_is_freed_without_a_collection(
     tiny_model, monkeypatch, is_beside, make_error
 ):
     # pytest keeps what is logged, and with it the traceback.
-    monkeypatch.setattr(logging.getLogger("engine_svc.loop.engine"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("engine_svc.loop.recovery"), "disabled", True)
 
     def why(plan: StepPlan) -> Exception | None:
         return make_error() if plan.step_number in (2, 3) else None

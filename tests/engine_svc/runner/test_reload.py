@@ -10,12 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from engine_svc.core.control import WakeTag, WeightsLost
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import load_model
-from engine_svc.runner.sleep import Resident, WakeTag, WeightsLost, WeightSource
+from engine_svc.runner.sleep import Resident, WeightSource
 from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
 
 
@@ -96,9 +100,9 @@ def test_a_reload_that_fails_leaves_the_old_weights(rig, checkpoint, tmp_path, s
 
 
 def test_facts_say_which_weights_are_there(rig):
-    model, facts = rig.load(rig.folder)
+    model, facts = rig.load(Checkpoint(rig.folder))
     other = replace(facts, weights_digest="other")
-    source = WeightSource(rig.folder, lambda folder: (model, other), lambda model: None)
+    source = WeightSource(Checkpoint(rig.folder), lambda checkpoint: (model, other), lambda model: None)
     resident = Resident(model, facts, rig.kv, source=source)
     assert resident.reload() is other
     assert resident.facts is other
@@ -143,14 +147,14 @@ def test_what_was_read_of_refused_weights_is_gone_before_the_old_ones_come_back(
     read: list[weakref.ref] = []
     num_alive: list[int] = []
 
-    def load(folder: Path) -> tuple[Model, ModelFacts]:
+    def load(checkpoint: Checkpoint) -> tuple[Model, ModelFacts]:
         num_alive.append(sum(each() is not None for each in read))
-        model, facts = rig.load(rig.folder)
+        model, facts = rig.load(Checkpoint(rig.folder))
         read.append(weakref.ref(model.embedding.weight))
-        return model, facts if folder == rig.folder else replace(facts, vocab_size=1)
+        return model, facts if checkpoint.folder == rig.folder else replace(facts, vocab_size=1)
 
-    source = WeightSource(rig.folder, load, lambda model: None)
-    resident = Resident(*rig.load(rig.folder), rig.kv, source=source)
+    source = WeightSource(Checkpoint(rig.folder), load, lambda model: None)
+    resident = Resident(*rig.load(Checkpoint(rig.folder)), rig.kv, source=source)
     with pytest.raises(CheckpointError, match="has vocab_size 1"):
         resident.reload(Path("other"))
     assert num_alive == [0, 0]
@@ -163,8 +167,8 @@ def test_weights_whose_steps_cannot_be_recorded_do_not_take_the_place_of_the_old
         if is_broken:
             raise RuntimeError("device error")
 
-    model, facts = rig.load(rig.folder)
-    source = WeightSource(rig.folder, rig.load, record)
+    model, facts = rig.load(Checkpoint(rig.folder))
+    source = WeightSource(Checkpoint(rig.folder), rig.load, record)
     resident = Resident(model, facts, rig.kv, source=source)
     change(other := Path(shutil.copytree(rig.folder, rig.folder.with_name("other"))))
     with pytest.raises(RuntimeError, match="device error"):
@@ -174,3 +178,62 @@ def test_weights_whose_steps_cannot_be_recorded_do_not_take_the_place_of_the_old
     resident.wake()
     assert rig.loads[-1] == rig.folder
     assert resident.facts.weights_digest == facts.weights_digest
+
+
+def other_weights(folder: Path, **tensors: object) -> Path:
+    """A folder with these tensors alone, and no configuration."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+DOWN, UP = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def test_named_tensors_alone_are_replaced_and_stay_so(rig, tmp_path):
+    weights = load_file(rig.folder / "model.safetensors")
+    first = other_weights(tmp_path / "first", **{DOWN: weights[DOWN] * -0.5, UP: weights[UP] * 9})
+    second = other_weights(tmp_path / "second", **{UP: weights[UP] * 0.25})
+    old = rig.generate("old")
+    digests = [rig.runner.reload_weights(first, [DOWN]).weights_digest]
+    rig.forget()
+    assert rig.generate("one") != old
+    digests.append(rig.runner.reload_weights(second, [UP]).weights_digest)
+    rig.forget()
+    both = Path(shutil.copytree(rig.folder, tmp_path / "both"))
+    save_file(
+        weights | {DOWN: weights[DOWN] * -0.5, UP: weights[UP] * 0.25},
+        both / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    expected = Rig(both).generate("expected")
+    assert rig.generate("two") == expected
+    rig.runner.sleep(2)
+    rig.forget()
+    rig.runner.wake()
+    assert rig.generate("woken") == expected
+    # Without a folder it is that of all others.
+    digests.append(rig.runner.reload_weights(None, [UP]).weights_digest)
+    assert digests[2] != digests[0] != digests[1]
+    rig.runner.reload_weights()
+    rig.forget()
+    assert rig.generate("whole") == old
+
+
+@pytest.mark.parametrize(
+    ("names", "scale", "reason"),
+    [
+        ([DOWN, "model.typo"], torch.Tensor.clone, "lacks model.typo"),
+        ([DOWN, "extra"], torch.Tensor.clone, "the checkpoint lacks extra"),
+        ([UP, DOWN], torch.t, r"down_proj.weight has shape \(\d+, \d+\), it replaces"),
+    ],
+)
+def test_named_tensors_that_do_not_fit_replace_none(rig, tmp_path, names, scale: Callable, reason):
+    weights = load_file(rig.folder / "model.safetensors")
+    tensors = {DOWN: scale(weights[DOWN]).contiguous(), UP: weights[UP] * 9, "extra": weights[UP]}
+    before, digest = rig.generate("before"), rig.load(Checkpoint(rig.folder))[1].weights_digest
+    with pytest.raises(CheckpointError, match=reason):
+        rig.runner.reload_weights(other_weights(tmp_path / "other", **tensors), names)
+    rig.forget()
+    assert rig.generate("after") == before
+    assert rig.runner.reload_weights().weights_digest == digest

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_svc.core.control import WakeTag
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
+from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import load_model
 from engine_svc.runner.memory.parked_memory import NoRoom
-from engine_svc.runner.sleep import Resident, WakeTag, WeightSource
+from engine_svc.runner.sleep import Resident, WeightSource
 from tests.engine_svc.runner.memory.test_parked_memory import FullDevice
 from tests.engine_svc.runner.sleep_rig import LOAD_OPTIONS, Rig, change
 
@@ -124,7 +126,7 @@ def test_other_levels_are_refused(rig, level):
 
 
 def test_weights_that_cannot_be_loaded_again_are_not_given_up(rig):
-    model, facts = rig.load(rig.folder)
+    model, facts = rig.load(Checkpoint(rig.folder))
     resident = Resident(model, facts, rig.kv)
     with pytest.raises(ValueError, match="nothing to load them from"):
         resident.sleep(2)
@@ -142,7 +144,10 @@ def test_nothing_keeps_the_weights_of_a_model_that_was_given_up(rig, model_impl)
     weight = loaded.model.embedding.weight if model_impl == "native" else loaded.model.module.lm_head.weight
     alive = weakref.ref(weight)
     resident = Resident(
-        loaded.model, loaded.facts, rig.kv, source=WeightSource(rig.folder, rig.load, lambda model: None)
+        loaded.model,
+        loaded.facts,
+        rig.kv,
+        source=WeightSource(Checkpoint(rig.folder), rig.load, lambda model: None),
     )
     # As an engine does once it is built.
     gc.freeze()
@@ -182,7 +187,7 @@ def test_a_wake_that_fails_leaves_it_asleep_and_can_be_tried_again(rig):
 
 
 def test_a_wake_without_room_leaves_it_asleep_and_can_be_tried_again(rig):
-    model, facts = rig.load(rig.folder)
+    model, facts = rig.load(Checkpoint(rig.folder))
     memory = FullDevice()
     kv = SimpleNamespace(stacks=[memory], device=torch.device("cpu"), renew=lambda: None)
     resident = Resident(model, facts, kv)  # type: ignore[arg-type]  # What is asked of a cache.
@@ -215,8 +220,8 @@ def test_decode_steps_are_recorded_again_for_the_model_that_came_back(rig):
         def __init__(self, model: Model) -> None:
             self.model = model
 
-    model, facts = rig.load(rig.folder)
-    source = WeightSource(rig.folder, rig.load, Graphs)
+    model, facts = rig.load(Checkpoint(rig.folder))
+    source = WeightSource(Checkpoint(rig.folder), rig.load, Graphs)
     resident = Resident(model, facts, rig.kv, graphs=Graphs(model), source=source)
     resident.sleep(2)
     assert resident.graphs is None

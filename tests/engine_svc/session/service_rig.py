@@ -13,6 +13,7 @@ import grpc.aio
 
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.convert import messages
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint
@@ -89,6 +90,7 @@ class ServiceRig:
             kv_event_log=kv_event_log,
             features=make_wire_features(enable_prompt_embeds=tensors is not None),
             tensors=tensors or TensorReceiver(),
+            utilities=registered(ENGINE_CALLS),
         )
         self.servicer = EngineCoreServicer(
             self.engine, max_outbox_bytes=max_outbox_bytes, max_replay_bytes=max_replay_bytes

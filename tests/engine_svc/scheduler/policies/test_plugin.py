@@ -1,4 +1,4 @@
-"""Policies by name: ours, and those that installed packages offer."""
+"""Policies and schedulers by name: ours, and those that installed packages offer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from service_kit.config import ConfigError
 from tests.engine_svc.scheduler.fakes import Stage, request
 
 PLUGIN = '''
+from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+from engine_svc.scheduler.scheduler import Scheduler
 
 
 class LastComeFirstServed(FirstComeFirstServed):
@@ -29,6 +31,17 @@ class LastComeFirstServed(FirstComeFirstServed):
 
     def order_key(self, request):
         return self.requeue_key(request)
+
+
+class EvenSteps(Scheduler):
+    """A package's own scheduler: every other step computes nothing."""
+
+    num_asked = 0
+
+    def schedule(self, now):
+        self.num_asked += 1
+        self.set_pause(PauseState.ALL if self.num_asked % 2 else PauseState.NONE)
+        return super().schedule(now)
 '''
 
 
@@ -43,6 +56,9 @@ def plugin(tmp_path: Path) -> Iterator[None]:
         "[triptych.policies]\n"
         "last-first = lifo_plugin:LastComeFirstServed\n"
         "fcfs = lifo_plugin:LastComeFirstServed\n"
+        "[triptych.schedulers]\n"
+        "even-steps = lifo_plugin:EvenSteps\n"
+        "default = lifo_plugin:EvenSteps\n"
     )
     sys.path.insert(0, str(tmp_path))
     yield
@@ -75,6 +91,15 @@ def test_a_plugin_cannot_take_a_built_in_name():
 
 
 @pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(("name", "first_step"), [("even-steps", []), ("default", ["a"])])
+def test_an_installed_package_may_offer_a_scheduler_but_not_under_our_name(name, first_step):
+    config, cache = SchedulerConfig(max_model_len=64), CacheConfig(10, (FullAttention(4),))
+    scheduler = build_core(config, cache, scheduler_class=name).scheduler
+    scheduler.add(request("a", 8))
+    assert scheduler.schedule(0.0).request_ids == first_step
+
+
+@pytest.mark.usefixtures("plugin")
 def test_an_unknown_name_is_refused_with_those_that_are_known():
     config, cache = SchedulerConfig(max_model_len=64), CacheConfig(10, (FullAttention(4),))
     with pytest.raises(ConfigError) as refusal:
@@ -88,3 +113,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
 def test_what_is_not_installed_is_unknown():
     with pytest.raises(ConfigError, match=r"one of fcfs, least-recompute, prefill-first, priority$"):
         Stage(policy="last-first")
+    config, cache = SchedulerConfig(max_model_len=64), CacheConfig(10, (FullAttention(4),))
+    with pytest.raises(
+        ConfigError, match=r"^--scheduler-class is 'even-steps', it has to be one of default$"
+    ):
+        build_core(config, cache, scheduler_class="even-steps")

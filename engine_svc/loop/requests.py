@@ -1,0 +1,144 @@
+"""The requests of an engine from ADD to final output: their deadlines, early ends and outputs.
+
+Belongs to the engine thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+
+from engine_svc.core.request import FinishReason, RequestOutput
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.loop.failure_bisection import UNREADY
+from engine_svc.loop.mailbox import Add, Adopt, Outbox
+from engine_svc.loop.output_router import OutputRouter
+from engine_svc.loop.protocols import EngineScheduler
+from engine_svc.loop.statistics import StatsRecorder
+from engine_svc.loop.step_output import LogprobDeltas, StepOutput
+from service_kit.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+
+class EngineRequests:
+    """Applies commands to requests and publishes outputs, those of requests ended from outside first."""
+
+    def __init__(self, scheduler: EngineScheduler, stats: StatsRecorder, clock: Clock) -> None:
+        self._scheduler = scheduler
+        self._stats = stats
+        self._clock = clock
+        self._router = OutputRouter()
+        self._deadlines = Deadlines(self._router.by_id)
+        self._ended: list[RequestOutput] = []  # of requests ended from outside, not yet published
+
+    @property
+    def by_id(self) -> dict[str, tuple[Outbox, int]]:
+        """The requests that have not ended, the oldest first, with outbox and handle. Not to be changed."""
+        return self._router.by_id
+
+    def add(self, command: Add) -> None:
+        request = command.request
+        self._router.begin(command)
+        self._deadlines.note(command.deadline_at, request.request_id)
+        self._stats.count_prompt(request.num_prompt_tokens)
+        try:
+            self._scheduler.add(request)
+        except Exception as error:  # Every error is this request's: no other request was changed.
+            logger.error("request cannot be added", exc_info=error, extra={"request_id": request.request_id})
+            failed = RequestOutput(request.request_id, [], FinishReason.ERROR, message=UNREADY)
+            self._ended.append(failed)
+
+    def abort(
+        self,
+        request_ids: Iterable[str],
+        cause: str,
+        reason: FinishReason = FinishReason.ABORT,
+        message: str = "",
+    ) -> None:
+        """End requests; their final outputs go out with what is published next."""
+        for output in self._scheduler.abort(request_ids, self._clock.now(), cause, reason):
+            output.message = message
+            self._ended.append(output)
+
+    def adopt(self, command: Adopt) -> None:
+        self._deliver(self._router.adopt(command, self._stats.step_number))
+
+    def forget(self, request_id: str) -> None:
+        """Keep no outputs of this request any more."""
+        self._router.forget(request_id)
+
+    def expire(self) -> None:
+        """End the requests whose deadlines have passed."""
+        for request_id in self._deadlines.expired(self._clock.now()):
+            self.abort([request_id], "deadline")
+
+    def until_deadline(self) -> float | None:
+        """The time until the next deadline; None: there is none."""
+        return self._deadlines.left_s(self._clock.now())
+
+    def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """Send each session its rows of a finished step."""
+        self._publish(outputs, self._router.token_logprobs(plan, result))
+
+    def publish_ended(self) -> None:
+        """Send the final outputs of requests that were ended from outside."""
+        if self._ended:
+            self._publish([], {})
+
+    def _publish(self, outputs: list[RequestOutput], token_logprobs: Mapping[Outbox, LogprobDeltas]) -> None:
+        if self._ended:
+            outputs = self._ended + outputs
+            self._ended = []
+        steps = self._router.rows(outputs, token_logprobs, self._stats.step_number)
+        # Statistics first: a client that receives the end of a request then finds its blocks free.
+        self._stats.count_outputs(steps.values())
+        self._stats.post()
+        self._deliver(steps)
+
+    def _deliver(self, steps: Mapping[Outbox, StepOutput]) -> None:
+        for outbox, step in steps.items():
+            outbox.publish(step)
+
+
+class Deadlines:
+    """A heap of deadlines by request id. An id may be used again after its request has ended.
+
+    running: has the ids of requests that have not ended. Deadlines of all others are void.
+    """
+
+    def __init__(self, running: Mapping[str, object]) -> None:
+        self._running = running
+        self._deadline_of: dict[str, float] = {}  # of the newest request with the id
+        self._entries: list[tuple[float, str]] = []
+
+    def note(self, deadline_at: float | None, request_id: str) -> None:
+        """Set the deadline of a new request; None: it has none."""
+        if deadline_at is None:
+            self._deadline_of.pop(request_id, None)
+            return
+        if len(self._entries) > 2 * len(self._running):
+            # Most entries belong to requests that have ended.
+            self._entries = [entry for entry in self._entries if self._is_due(*entry)]
+            self._deadline_of = {request_id: due_at for due_at, request_id in self._entries}
+            heapq.heapify(self._entries)
+        self._deadline_of[request_id] = deadline_at
+        heapq.heappush(self._entries, (deadline_at, request_id))
+
+    def expired(self, now: float) -> Iterator[str]:
+        """The requests whose deadlines have passed, each once."""
+        while self._entries and self._entries[0][0] <= now:
+            deadline_at, request_id = heapq.heappop(self._entries)
+            is_due = self._is_due(deadline_at, request_id)
+            if self._deadline_of.get(request_id) == deadline_at:
+                del self._deadline_of[request_id]
+            if is_due:
+                yield request_id
+
+    def left_s(self, now: float) -> float | None:
+        """The time until the next deadline; None: there is none."""
+        return max(0.0, self._entries[0][0] - now) if self._entries else None
+
+    def _is_due(self, deadline_at: float, request_id: str) -> bool:
+        return request_id in self._running and self._deadline_of.get(request_id) == deadline_at
