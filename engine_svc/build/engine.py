@@ -68,7 +68,7 @@ _SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
 # What an entry point of the group `triptych.schedulers` refers to: a subclass of `Scheduler`, or what has its
 # arguments and members.
 SchedulerFactory = Callable[
-    [SchedulerConfig, KVCache, Policy, Sequence[SchedulerHook], Sequence[Budget]], Scheduler
+    [SchedulerConfig, KVCache, Policy, Sequence[SchedulerFeature], Sequence[Budget]], Scheduler
 ]
 _SCHEDULERS: dict[str, SchedulerFactory] = {"default": Scheduler}
 
