@@ -5,14 +5,11 @@ One thread owns the processes. It is also their parent for the kernel: if it end
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +18,18 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from engine_svc.core.errors import DeviceLost
+from engine_svc.ranks.control_pipe import RankConnection, RankMessage
 from engine_svc.ranks.progress_board import RankHeartbeats
-from service_kit.process import signal_name
+from service_kit.child import Child
+from service_kit.process import child_command
 from service_kit.stacks import write_beside, write_stacks_of
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_RECEIVE_BYTES = 1 << 16
 _KILL_WAIT_S = 10.0
 # For writing the stacks of ranks that hang, before they are ended.
 _WRITE_S = 0.8
-
-# A message of a rank: one JSON object.
-RankMessage = dict[str, object]
 
 
 class RankLost(DeviceLost):
@@ -112,8 +107,8 @@ class RankWatch:
         """Send a rank a message; only while it starts, as it reads no messages afterwards."""
         # The message is short and the rank waits for it, so this does not block.
         try:
-            self._ranks[rank].connection.sendall(_encoded(message))
-        except OSError as error:
+            self._ranks[rank].connection.send(message)
+        except EOFError as error:
             # The watching thread finds out what happened to the rank.
             logger.debug("a rank cannot be sent a message", extra={"rank": rank, "error": str(error)})
 
@@ -141,13 +136,16 @@ class RankWatch:
 
     @property
     def process_ids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.child.pid for rank in self._ranks]
 
     def _run(self) -> None:
+        # Inherited by the ranks: a terminal or a service manager signals all processes, but the engine ends
+        # its ranks, once its requests have ended.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         lost: RankLost | None = None
         try:
-            for start in self._starts:
-                self._ranks.append(_start(start))
+            for rank, start in enumerate(self._starts):
+                self._ranks.append(_start(rank, start))
             for rank, start in enumerate(self._starts):
                 self.send(rank, start.spec)
             lost = self._watch()
@@ -178,7 +176,7 @@ class RankWatch:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         for rank in self._ranks:
-            poll.register(rank.pidfd, select.POLLIN)
+            poll.register(rank.end_fd, select.POLLIN)
             poll.register(rank.connection, select.POLLIN)
         looked_at = time.monotonic()
         while not self._is_stopping:
@@ -190,7 +188,7 @@ class RankWatch:
             for index, rank in enumerate(self._ranks):
                 if rank.connection.fileno() in ready:
                     failed = self._read(index, rank) or failed
-                    if not rank.is_connected:
+                    if not rank.connection.is_open:
                         poll.unregister(rank.connection)
             if failed is not None and failed is not self._blamed:
                 # When a rank is killed, others fail, and their messages may arrive before its exit.
@@ -207,11 +205,7 @@ class RankWatch:
 
     def _read(self, index: int, rank: _Rank) -> RankLost | None:
         """Pass on a rank's messages; an error that it reports is its loss."""
-        data = _receive(rank.connection)
-        rank.is_connected = bool(data)
-        *lines, rank.unread = (rank.unread + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in rank.connection.receive_ready():
             if "failed" in message:
                 return RankLost(index, str(message["failed"]), str(message["details"]))
             self._messages.put((index, message))
@@ -222,11 +216,11 @@ class RankWatch:
         killed: RankLost | None = None
         ended: RankLost | None = None
         for index, rank in enumerate(self._ranks):
-            code = rank.process.poll()
+            code = rank.child.exit_code
             if code is not None and code < 0:
-                killed = killed or RankLost(index, f"was ended by {signal_name(-code)}")
+                killed = killed or RankLost(index, rank.child.how_it_ended)
             elif code is not None:
-                ended = ended or RankLost(index, f"ended with exit code {code}")
+                ended = ended or RankLost(index, rank.child.how_it_ended)
         return killed, ended
 
     def _find_silent(self, elapsed: float) -> RankLost | None:
@@ -240,33 +234,27 @@ class RankWatch:
 
     def _kill_all(self) -> None:
         for rank in self._ranks:
-            rank.process.send_signal(signal.SIGKILL)
+            rank.child.kill()
 
     def _wait_for_ends(self, grace_s: float) -> None:
         """Wait until no rank is left; those that have not ended after grace_s are killed."""
         deadline = time.monotonic() + grace_s
         for rank in self._ranks:
-            poll = select.poll()
-            poll.register(rank.pidfd, select.POLLIN)
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                rank.process.send_signal(signal.SIGKILL)
+            if not rank.child.join(deadline - time.monotonic()):
+                rank.child.kill()
         for rank in self._ranks:
-            try:
-                rank.process.wait(_KILL_WAIT_S)
-            except subprocess.TimeoutExpired:
-                logger.error("a killed rank does not end", extra={"process_id": rank.process.pid})
-            os.close(rank.pidfd)
+            if not rank.child.join(_KILL_WAIT_S):
+                logger.error("a killed rank does not end", extra={"process_id": rank.child.pid})
+            os.close(rank.end_fd)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Rank:
     """A rank's process and the parent's end of its connection."""
 
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    connection: socket.socket
-    unread: bytes = b""
-    is_connected: bool = True
+    child: Child
+    end_fd: int
+    connection: RankConnection
 
 
 class Silence:
@@ -295,24 +283,13 @@ class Silence:
         return None
 
 
-def _start(start: RankStart) -> _Rank:
+def _start(rank: int, start: RankStart) -> _Rank:
     mine, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", start.module, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
+        child = Child(
+            f"rank-{rank}",
+            child_command(start.module, str(theirs.fileno())),
+            start.environment,
             pass_fds=(*start.pass_fds, theirs.fileno()),
-            env=dict(start.environment),
         )
-    return _Rank(process, os.pidfd_open(process.pid), mine)
-
-
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(_RECEIVE_BYTES)
-    except ConnectionResetError:
-        return b""
-
-
-def _encoded(message: Mapping[str, object]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    return _Rank(child, child.end_fd(), RankConnection(mine))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.ray.config import Placing
-from launcher.serve.restarts import until_ready
-from launcher.serve.supervisor import AwaitReady, StartTimeout, SupervisorLimits
+from launcher.serve.supervisor import AwaitReady, StartTimeout
+from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
 # Added to an engine's drain time, for its shutdown.
 _TEARDOWN_S = 5.0
@@ -92,30 +92,27 @@ class Placement:
             await self._start(index)
             ready.add(self._placing.name_of(index))
 
-        try:
-            async with asyncio.timeout(self._limits.startup_s), asyncio.TaskGroup() as group:
-                for index in numbers:
-                    group.create_task(start_one(index))
-        except TimeoutError as error:
-            names = [self._placing.name_of(index) for index in numbers]
-            late = ", ".join(
-                f"{name} ({'loading' if name in self.placements else 'not placed'})"
-                for name in names
-                if name not in ready
-            )
-            raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+        with first_failure():
+            try:
+                async with asyncio.timeout(self._limits.startup_s), asyncio.TaskGroup() as group:
+                    for index in numbers:
+                        group.create_task(start_one(index))
+            except TimeoutError as error:
+                names = [self._placing.name_of(index) for index in numbers]
+                late = ", ".join(
+                    f"{name} ({'loading' if name in self.placements else 'not placed'})"
+                    for name in names
+                    if name not in ready
+                )
+                raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
         self._on_change()
 
     async def keep_running(self) -> None:
         """Restart engines that die, until all are drained; raises EngineDied for one that keeps dying."""
-        try:
+        with first_failure():
             async with asyncio.TaskGroup() as group:
                 for index in range(self._placing.config.num_engines):
                     group.create_task(self._keep(index))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
 
     async def stop(self) -> None:
         """Drain all engines concurrently, report how each ended, and release the hosts."""
@@ -148,7 +145,7 @@ class Placement:
         self._report(f"{name} READY at {listening.address} (pid {listening.pid})")
 
     async def _keep(self, index: int) -> None:
-        name, restarts = self._placing.name_of(index), self._limits.restarts()
+        name, restarts = self._placing.name_of(index), Restarts(self._limits)
         loop = asyncio.get_running_loop()
         while True:
             ending, status = await self._ending_of(name)

@@ -8,9 +8,10 @@ import pytest
 
 from launcher.ray.config import parse_place
 from launcher.ray.placement import EngineDied, EnginePlacement, HostLost, Placement
-from launcher.serve.supervisor import StartTimeout, SupervisorLimits
+from launcher.serve.supervisor import StartTimeout
 from launcher.services import embedded_model
 from service_kit.config import ConfigError
+from service_kit.supervision import SupervisorLimits
 
 LIMITS = SupervisorLimits(startup_s=5.0, stop_s=5.0, max_restarts=2, restart_delay_s=0.0)
 LIMIT_S = 10.0
