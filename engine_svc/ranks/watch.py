@@ -21,6 +21,7 @@ from engine_svc.core.errors import DeviceLost
 from engine_svc.ranks.control_pipe import RankConnection, RankMessage
 from engine_svc.ranks.progress_board import RankHeartbeats
 from service_kit.child import Child
+from service_kit.clock import StallTimer
 from service_kit.process import child_command
 from service_kit.stacks import write_beside, write_stacks_of
 
@@ -87,7 +88,7 @@ class RankWatch:
         self._blamed: RankLost | None = None
         self._is_stopping = False
         self._grace_s = limits.stop_s
-        self._silence = Silence(len(starts), busy_limit_s=limits.start_hang_s, limit_s=limits.hang_s)
+        self._silence = Silence(len(starts), limits)
         # Busy with work that stops heartbeats for seconds, such as imports, or the end of a profile.
         self.may_be_busy = True
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -178,12 +179,8 @@ class RankWatch:
         for rank in self._ranks:
             poll.register(rank.end_fd, select.POLLIN)
             poll.register(rank.connection, select.POLLIN)
-        looked_at = time.monotonic()
         while not self._is_stopping:
             ready = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
-            now = time.monotonic()
-            # If this process itself did not run for a while, ranks are not at fault for that time.
-            elapsed, looked_at = min(now - looked_at, 2 * _POLL_S), now
             failed = self._blamed
             for index, rank in enumerate(self._ranks):
                 if rank.connection.fileno() in ready:
@@ -194,7 +191,7 @@ class RankWatch:
                 # When a rank is killed, others fail, and their messages may arrive before its exit.
                 poll.poll(_POLL_S * 1000)
             killed, ended = self._find_ended()
-            silent = self._find_silent(elapsed)
+            silent = self._find_silent()
             lost = killed or failed or ended or silent
             if lost is not None and not self._is_stopping:
                 if lost is silent or lost is self._blamed:
@@ -223,9 +220,9 @@ class RankWatch:
                 ended = ended or RankLost(index, rank.child.how_it_ended)
         return killed, ended
 
-    def _find_silent(self, elapsed: float) -> RankLost | None:
+    def _find_silent(self) -> RankLost | None:
         beats = [self._heartbeats.beats(index) for index in range(len(self._ranks))]
-        silent = self._silence.look(beats, elapsed, may_be_busy=self.may_be_busy)
+        silent = self._silence.look(beats, time.monotonic(), may_be_busy=self.may_be_busy)
         return RankLost(silent[0], f"sent no heartbeat for {silent[1]:g} s") if silent else None
 
     def _ask_to_end(self) -> None:
@@ -258,29 +255,19 @@ class _Rank:
 
 
 class Silence:
-    """Accumulates the time without heartbeats. That of busy ranks is reset when they are no longer busy."""
+    """Finds ranks without heartbeats. The silence of busy ranks does not count once they are not busy."""
 
-    def __init__(self, num_ranks: int, *, busy_limit_s: float, limit_s: float) -> None:
-        self._busy_limit_s = busy_limit_s
-        self._limit_s = limit_s
-        self._beats = [0] * num_ranks
-        self._silent_s = [0.0] * num_ranks
-        self._were_busy = True
+    def __init__(self, num_ranks: int, limits: WatchLimits) -> None:
+        self._limits = limits
+        self._timers = [StallTimer(_POLL_S) for _ in range(num_ranks)]
 
-    def look(self, beats: Sequence[int], elapsed_s: float, *, may_be_busy: bool) -> tuple[int, float] | None:
+    def look(self, beats: Sequence[int], now: float, *, may_be_busy: bool) -> tuple[int, float] | None:
         """The first rank without heartbeats for too long, and the limit. `beats`: heartbeats so far."""
-        if self._were_busy and not may_be_busy:
-            self._silent_s = [0.0] * len(self._silent_s)
-        self._were_busy = may_be_busy
-        limit_s = self._busy_limit_s if may_be_busy else self._limit_s
-        for rank, count in enumerate(beats):
-            is_alive = count != self._beats[rank]
-            self._silent_s[rank] = 0.0 if is_alive else self._silent_s[rank] + elapsed_s
-            self._beats[rank] = count
-        for rank, silent_s in enumerate(self._silent_s):
-            if silent_s >= limit_s:
-                return rank, limit_s
-        return None
+        limit_s = self._limits.start_hang_s if may_be_busy else self._limits.hang_s
+        silent_s = [
+            timer.look((count, may_be_busy), now) for timer, count in zip(self._timers, beats, strict=True)
+        ]
+        return next(((rank, limit_s) for rank, seconds in enumerate(silent_s) if seconds >= limit_s), None)
 
 
 def _start(rank: int, start: RankStart) -> _Rank:
