@@ -129,9 +129,7 @@ class Child:
     def how_it_ended(self) -> str:
         """For messages, without its process id."""
         code = self.exit_code
-        if code is None:
-            return "is running"
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return "is running" if code is None else describe_exit(code)
 
     @property
     def ending(self) -> str:
@@ -232,12 +230,15 @@ class Child:
             self._is_copied = False
 
 
-def _signal_name(number: int) -> str:
-    """The name of a signal. Most real-time signals have none."""
+def describe_exit(code: int) -> str:
+    """An exit code, a signal as a negative number, for messages."""
+    if code >= 0:
+        return f"exited with code {code}"
     try:
-        return signal.Signals(number).name
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {number}"
+        # Most real-time signals have no name.
+        return f"was killed by signal {-code}"
 
 
 @asynccontextmanager

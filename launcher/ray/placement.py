@@ -12,6 +12,7 @@ from typing import Protocol
 
 from launcher.ray.config import Placing
 from launcher.serve.supervisor import AwaitReady, StartTimeout
+from service_kit.child import describe_exit
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
 # Added to an engine's drain time, for its shutdown.
@@ -140,7 +141,7 @@ class Placement:
         await until_ready(
             self._await_ready("engine", listening.address),
             host.ended(),
-            lambda status: EngineDied(f"{name} {_ending(status)} while it was starting"),
+            lambda status: EngineDied(f"{name} {describe_exit(status)} while it was starting"),
         )
         self._report(f"{name} READY at {listening.address} (pid {listening.pid})")
 
@@ -185,12 +186,12 @@ class Placement:
         except HostLost as lost:
             await self._release(name)
             return f"was lost with its host ({lost})", None
-        return _ending(status), status
+        return describe_exit(status), status
 
     async def _end(self, name: str) -> None:
         try:
             status = await self._hosts[name].drain(self._limits.stop_s)
-            self._report(f"{name} {_ending(status)}")
+            self._report(f"{name} {describe_exit(status)}")
         except HostLost as lost:
             self._report(f"{name} was lost with its host ({lost})")
         await self._release(name)
@@ -214,7 +215,3 @@ async def _unless_lost(work: Awaitable[object]) -> None:
         await work
     except HostLost:
         return
-
-
-def _ending(status: int) -> str:
-    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"

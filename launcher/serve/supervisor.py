@@ -172,16 +172,10 @@ class Supervisor:
 
     async def _outlive_the_start(self, plan: ProcessPlan) -> None:
         """Raise ChildDied if a process that was ready dies before all others are ready."""
-        child = self.children[plan.name]
-        ended = asyncio.ensure_future(child.wait())
-        started = asyncio.ensure_future(self._all_are_ready.wait())
-        try:
-            await asyncio.wait((ended, started), return_when=asyncio.FIRST_COMPLETED)
-            if not started.done():
-                raise ChildDied(child, STARTING)
-        finally:
-            ended.cancel()
-            started.cancel()
+        await self._before_it_dies(self._all_are_ready.wait(), self.children[plan.name])
+
+    async def _before_it_dies(self, ready: Awaitable[object], child: Child) -> None:
+        await until_ready(ready, child.wait(), lambda _: ChildDied(child, STARTING))
 
     async def _start_with_others(self, plan: ProcessPlan) -> None:
         await self._start(plan)
@@ -193,9 +187,7 @@ class Supervisor:
         self.children[plan.name] = child
         address = (await child.announced()).address
         self._addresses[plan.name] = address
-        await until_ready(
-            self._await_ready(plan.service, address), child.wait(), lambda _: ChildDied(child, STARTING)
-        )
+        await self._before_it_dies(self._await_ready(plan.service, address), child)
         self._ready.add(plan.name)
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()

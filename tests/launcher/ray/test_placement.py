@@ -113,7 +113,7 @@ async def test_an_engine_that_died_starts_again_on_its_host_and_port() -> None:
     await rig.changes()
     assert len(rig.cluster.hosts) == 1
     assert ["--port=4001" in flags for flags in host.flags] == [False, True]
-    assert any("was killed by signal 9; starts again" in line for line in rig.lines)
+    assert any("was killed by SIGKILL; starts again" in line for line in rig.lines)
     running.cancel()
 
 
