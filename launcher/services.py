@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+
+from service_kit.process import child_command
 
 SERVICES = ("coordinator", "engine", "frontend")
 
@@ -31,9 +32,9 @@ def config_of(service: str) -> type:
     return config
 
 
-def command_of(service: str, parent_pid: int) -> tuple[str, ...]:
-    """The command line that runs a service as a child of `parent_pid`, to be followed by its flags."""
-    return (sys.executable, "-m", "launcher.serve.child", str(parent_pid), service)
+def command_of(service: str) -> tuple[str, ...]:
+    """The command line that runs a service as a child of this process, to be followed by its flags."""
+    return child_command(f"{service}_svc.main")
 
 
 def embedded_model() -> Path:

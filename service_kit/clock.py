@@ -1,4 +1,4 @@
-"""Sources of time: a protocol, the monotonic clock, and a clock that tests advance by hand."""
+"""Sources of time: a protocol, the monotonic clock, and one that tests advance by hand. A timer of stalls."""
 
 from __future__ import annotations
 
@@ -32,3 +32,24 @@ class FakeClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot advance by {seconds} s")
         self._now_s += seconds
+
+
+class StallTimer:
+    """Adds up the time between looks at an unchanged value.
+
+    Not the time since its last change: while this process is stopped, neither the looks nor what they look at
+    go on.
+    """
+
+    def __init__(self, tick_s: float) -> None:
+        self._longest_tick_s = 2 * tick_s
+        self._looked_at: float | None = None
+        self._value: object = None
+        self._stalled_s = 0.0
+
+    def look(self, value: object, now: float) -> float:
+        """How long `value` has been seen unchanged. Called every `tick_s` or so."""
+        passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest_tick_s)
+        self._stalled_s = self._stalled_s + passed_s if value == self._value else 0.0
+        self._looked_at, self._value = now, value
+        return self._stalled_s

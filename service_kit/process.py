@@ -1,5 +1,8 @@
 """Process setup common to all services: environment, title, signals, exit, and death with the parent.
 
+`python -m service_kit.process PARENT_PID MODULE ARGUMENTS` is the entry point of a child, see
+`child_command`. It is a program, because code between fork and exec in a parent with threads is not safe.
+
 Imports only the standard library at its own import, because grpc reads the environment when it is imported.
 """
 
@@ -11,10 +14,9 @@ import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Literal, NoReturn
-
-if TYPE_CHECKING:
-    import asyncio.subprocess
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Literal, NoReturn
 
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
@@ -86,23 +88,14 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def signal_name(number: int) -> str:
-    """The name of a signal. Most real-time signals have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def importing_environment() -> dict[str, str]:
+    """The same, with which a Python process imports what this one imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """Send `number` to a child that was started by asyncio, if it still runs.
-
-    asyncio's own methods first poll the child. If it exits at that moment, they consume its exit code, and
-    the task that waits for it gets 255.
-    """
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
+def child_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line that runs `main(arguments)` of a module in a child that dies with this process."""
+    return (sys.executable, "-m", "service_kit.process", str(os.getpid()), module, *arguments)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -127,3 +120,16 @@ def leave_process_group() -> None:
     # A leader of a group or a session is in its own group already.
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Bind this process's life to its parent's, then run `main` of a module."""
+    parent_pid, module, *arguments = argv
+    die_with_parent(int(parent_pid))
+    leave_process_group()
+    exit_code: int = import_module(module).main(arguments)
+    return exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -15,8 +15,6 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from service_kit.process import signal_child
-
 START_LIMIT_S = 180.0
 
 
@@ -54,6 +52,17 @@ async def announced(
             os.close(write_fd)
             line = await asyncio.wait_for(asyncio.to_thread(pipe.readline), START_LIMIT_S)
             yield process, json.loads(line)
+
+
+def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send `number` to a process of asyncio, if it still runs.
+
+    asyncio's own methods first poll the child. If it exits at that moment, they consume its exit code, and
+    the task that waits for it gets 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def source_environment() -> dict[str, str]:

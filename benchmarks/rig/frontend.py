@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rig.lines import Line, LineProcess, module
-from launcher.serve.process import Announcement, ProcessPlan, spawn
 from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
+from service_kit.child import Announcement, Child, Output
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
 _OTHERS_S = 2.0
@@ -86,11 +86,11 @@ async def clients(address: str, **options: float) -> AsyncIterator[Clients]:
 
 @contextlib.asynccontextmanager
 async def _service(name: str, arguments: tuple[str, ...]) -> AsyncIterator[Announcement]:
-    plan = ProcessPlan(name, 0, (sys.executable, "-m", "launcher.cli", name))
+    command = (sys.executable, "-m", "launcher.cli", name, *arguments, "--index=0")
     environment = {**os.environ} | ({"OMP_NUM_THREADS": "1"} if name == "frontend" else {})
-    child, pipe_fd = await spawn(plan, arguments, environment, quiet=False)
+    child = Child(f"{name}-0", command, environment, announces=True, output=Output.COPIED)
     try:
-        yield await asyncio.wait_for(child.announced(pipe_fd), _START_LIMIT_S)
+        yield await asyncio.wait_for(child.announced(), _START_LIMIT_S)
     finally:
         await child.stop(_END_S)
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from launcher.serve.readiness import await_ready
+from launcher.services import command_of
 from service_kit.channel import open_channel
+from service_kit.child import Child, ChildDied
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -56,7 +57,7 @@ class ServiceProcess:
         self.log_file = log_file
         self.num_starts = 0
         self._port = port
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
 
     @property
     def name(self) -> str:
@@ -69,64 +70,48 @@ class ServiceProcess:
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.is_running
 
     @property
     def exit_status(self) -> int | None:
         """What waitpid said of its newest life, a signal's number negative; None while it runs."""
-        return self._started().returncode
+        return self._started().exit_code
 
     async def start(self) -> None:
         """Start it and wait until it listens, which is not until it is ready. Raises StartFailed."""
-        read_fd, write_fd = os.pipe()
-        command = (sys.executable, "-m", "launcher.serve.child", str(os.getpid()), self.plan.service)
+        flags = (f"--port={self._port}", f"--index={self.plan.index}", "--log-format=json")
+        command = (*command_of(self.plan.service), *self.plan.flags, *flags)
         with self.log_file.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                *self.plan.flags,
-                f"--port={self._port}",
-                f"--index={self.plan.index}",
-                f"--announce-fd={write_fd}",
-                "--log-format=json",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(write_fd,),
-                env=self._environment(),
+            self._process = Child(
+                self.name, command, self._environment(), announces=True, stdout=log, stderr=log
             )
-        os.close(write_fd)
         self.num_starts += 1
-        line = await asyncio.wait_for(_first_line(read_fd), _START_LIMIT_S)
-        if not line:
-            await self._process.wait()
-            raise StartFailed(
-                f"{self.name} exited with {self.exit_status}: {self.log_file.read_text()[-2000:]}"
-            )
-        self.admin_address = json.loads(line)["admin_address"]
+        try:
+            announcement = await asyncio.wait_for(self._process.announced(), _START_LIMIT_S)
+        except ChildDied as died:
+            raise StartFailed(f"{died}: {self.log_file.read_text()[-2000:]}") from died
+        self.admin_address = announcement.admin_address
 
     async def ready(self) -> None:
         await asyncio.wait_for(await_ready(self.plan.service, self.address), _START_LIMIT_S)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it still runs."""
-        if self.is_running:
-            os.kill(self.pid, number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
     async def ended(self, limit_s: float = _STOP_LIMIT_S) -> int:
         """Wait for its end; its exit status. TimeoutError after the limit."""
-        return await asyncio.wait_for(self._started().wait(), limit_s)
+        process = self._started()
+        await asyncio.wait_for(process.wait(), limit_s)
+        assert process.exit_code is not None
+        return process.exit_code
 
     async def stop(self) -> None:
         """Ask it to end, and end it where it does not."""
-        if self._process is None:
-            return
-        self.send(signal.SIGCONT)
-        self.send(signal.SIGTERM)
-        try:
-            await self.ended()
-        except TimeoutError:
-            self.send(signal.SIGKILL)
-            await self.ended()
+        if self._process is not None:
+            self.send(signal.SIGCONT)
+            await self._process.stop(_STOP_LIMIT_S)
 
     async def status(self) -> dict[str, float | str]:
         """Its own facts and gauges, as its admin service tells them."""
@@ -147,7 +132,7 @@ class ServiceProcess:
                     # Killed in the middle of a line.
                     continue
 
-    def _started(self) -> asyncio.subprocess.Process:
+    def _started(self) -> Child:
         if self._process is None:
             raise RuntimeError(f"{self.name} was not started")
         return self._process
@@ -253,15 +238,3 @@ def free_port() -> int:
 def log_instant(record: dict) -> float:
     """When a log line was written, in seconds since 1970; exact to a millisecond."""
     return datetime.fromisoformat(record["ts"]).timestamp()
-
-
-async def _first_line(read_fd: int) -> bytes:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
-    )
-    try:
-        return await reader.readline()
-    finally:
-        transport.close()

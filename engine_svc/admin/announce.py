@@ -153,8 +153,7 @@ def heartbeat(engine: ServedEngine, loop_stats: LoopStats) -> session_pb2.Heartb
     )
     if loop_stats.step_started_at is not None:
         message.step_started_age_ms = max(0, int((engine.clock.now() - loop_stats.step_started_at) * 1000))
-        if loop_stats.step_budget_s is not None:
-            message.step_budget_ms = int(loop_stats.step_budget_s * 1000)
+        message.step_budget_ms = int(loop_stats.step_budget_s * 1000)
     if engine.lifecycle.state is EngineState.LOADING:
         message.load_progress.CopyFrom(load_progress(engine.progress))
     return message

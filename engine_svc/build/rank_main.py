@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +30,7 @@ from engine_svc.model.facts import KVShape, groups_of_stage
 from engine_svc.model.loading.loader import LoadedModel, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.process_parallel import ProcessParallel, RankPosition
-from engine_svc.ranks.control_pipe import RankConnection, end_with_parent
+from engine_svc.ranks.control_pipe import RankConnection
 from engine_svc.ranks.loop import AfterStep, EarlyStage, RankLoop, Reporter, Silent
 from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter, reader_end, writer_end
 from engine_svc.ranks.plan_codec import PlanDecoder
@@ -54,9 +55,8 @@ _EXCHANGE_S = 7 * 86_400.0
 
 def main(argv: Sequence[str]) -> int:
     """Run a rank. The only argument is the file descriptor of its control pipe, which carries the rest."""
-    connection = RankConnection(int(argv[0]))
+    connection = RankConnection(socket.socket(fileno=int(argv[0])))
     spec: dict[str, Any] = connection.receive()
-    end_with_parent(spec["parent"])
     write_when_asked()
     config = EngineConfig(**spec["config"])
     position = RankPosition(spec["rank"], spec["tp_size"], spec["pp_size"], spec["divides_experts"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,14 +14,15 @@ from engine_svc.build.runner import Progress, RunnerSide, size_cache
 from engine_svc.config import EngineConfig
 from engine_svc.model.facts import KVShape, ModelFacts, groups_of_stage
 from engine_svc.model.process_parallel import RankPosition
+from engine_svc.ranks.control_pipe import RankMessage
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
-from engine_svc.ranks.watch import RankLost, RankMessage
+from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import RunnerControl
 from engine_svc.runner.memory.kv_sizing import FreeMemory
 from service_kit.config import ConfigError
-from service_kit.process import process_environment
+from service_kit.process import importing_environment
 
-_RANK_MODULE = "engine_svc.build.rank_start"
+_RANK_MODULE = "engine_svc.build.rank_main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,7 @@ def _config_of_ranks(config: EngineConfig, num_ranks: int) -> EngineConfig:
 
 def _environment() -> dict[str, str]:
     """Environment of the ranks: this process's module path, and gloo on the loopback interface."""
-    environment = process_environment()
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment = importing_environment()
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 

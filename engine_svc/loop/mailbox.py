@@ -183,7 +183,7 @@ class LoopStats:
 
     step_number: int = 0
     step_started_at: float | None = None
-    step_budget_s: float | None = None  # how long what runs may take; None: no longer than usual
+    step_budget_s: float = 0.0  # how long what runs may take
     is_in_call: bool = False  # a call runs between two steps, which counts as work
     has_work: bool = False
     num_prompt_tokens: int = 0  # of requests that were added

@@ -1,4 +1,4 @@
-"""Estimates how long steps take, so that the loop can announce a budget for those longer than usual.
+"""Estimates how long steps may take, which the loop announces: the only judgement of when a step hangs.
 
 Knows no clock and no device.
 """
@@ -56,7 +56,7 @@ class StepTimeEstimator:
     """
 
     def __init__(self, usual_s: float) -> None:
-        self._usual_s = usual_s  # up to this no budget is announced
+        self._usual_s = usual_s  # the least that is announced
         self._in_flight: deque[tuple[_Size, float]] = deque()
         self._slowest: list[_Slowest | None] = [None] * _MAX_BUCKETS  # by the length of num_tokens in bits
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -65,7 +65,7 @@ class StepTimeEstimator:
         self.is_in_call = False
         # When the call began; else when the oldest step in flight began or the step before it ended.
         self.running_since: float | None = None
-        self.budget_s: float | None = None  # of the call or of all steps in flight; None: not above usual
+        self.budget_s = usual_s  # of the call or of all steps in flight
 
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is about to be launched."""
@@ -85,7 +85,8 @@ class StepTimeEstimator:
 
     def begin_call(self, now: float) -> None:
         """A call begins. Its time does not count for the steps in flight."""
-        self.is_in_call, self.running_since, self.budget_s = True, now, _CALL_BUDGET_S
+        self.is_in_call, self.running_since = True, now
+        self.budget_s = max(self._usual_s, _CALL_BUDGET_S)
 
     def end_call(self, now: float) -> None:
         """The call has ended; steps in flight count from now on."""
@@ -95,7 +96,8 @@ class StepTimeEstimator:
     def drop(self) -> None:
         """Forget the steps in flight, which have failed."""
         self._in_flight.clear()
-        self.running_since = self.budget_s = None
+        self.running_since = None
+        self._add_up()
 
     def _note(self, size: _Size, seconds: float) -> None:
         bucket = _bucket_of(size)
@@ -130,7 +132,7 @@ class StepTimeEstimator:
         return None, 0
 
     def _add_up(self) -> None:
-        self.budget_s = sum(budget_s for _, budget_s in self._in_flight) or None
+        self.budget_s = max(self._usual_s, sum(budget_s for _, budget_s in self._in_flight))
 
 
 def _size_of(plan: StepPlan) -> _Size:

@@ -24,8 +24,7 @@ EXIT_CANNOT_LOAD = 2
 class EngineThread:
     """Owns the engine. `load` builds it on the thread, so that the process can answer while it loads.
 
-    step_limit_s: a step that runs longer than this and than its announced budget ends the process;
-    None: no limit.
+    ends_if_hung: a step that exceeds its announced budget ends the process.
     """
 
     def __init__(
@@ -33,18 +32,17 @@ class EngineThread:
         served: ServedEngine,
         load: Callable[[], tuple[Engine, LoadedCore]],
         *,
-        step_limit_s: float | None = None,
+        ends_if_hung: bool = False,
     ) -> None:
         self._served = served
         self._load = load
         self._event_loop = asyncio.get_running_loop()
         self._watchdog: Watchdog | None = None
-        if step_limit_s is not None:
+        if ends_if_hung:
             self._watchdog = Watchdog(
                 served.stats_snapshot,
                 served.clock,
                 self._hangs,
-                limit_s=step_limit_s,
                 dump_stacks=self._write_stacks,
             )
         # A daemon: loading cannot be interrupted and must not delay the end of the process.

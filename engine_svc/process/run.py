@@ -206,7 +206,7 @@ def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
         calm_collector()
         return built
 
-    return EngineThread(engine, load, step_limit_s=config.step_limit_s)
+    return EngineThread(engine, load, ends_if_hung=True)
 
 
 def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:

@@ -1,4 +1,7 @@
-"""Ends the process if a step hangs, after writing the stacks of all threads to the log. Knows no wire."""
+"""Ends the process if a step exceeds its budget, after writing the stacks of all threads to the log.
+
+Knows no wire.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
-from service_kit.clock import Clock
+from service_kit.clock import Clock, StallTimer
 from service_kit.stacks import write_beside, write_stacks
 
 logger = logging.getLogger(__name__)
@@ -26,32 +29,6 @@ _WRITE_S = 1.0
 _GRACE_S = 3.0
 
 
-class StepWatch:
-    """Accumulates how long the present step has been observed to run.
-
-    Counts the time between its own checks instead of the time since the step's start: while the process is
-    stopped, neither the checks nor the step run.
-    """
-
-    def __init__(self, limit_s: float, tick_s: float = _TICK_S) -> None:
-        self._limit_s = limit_s
-        self._longest_tick_s = 2 * tick_s
-        self._looked_at: float | None = None
-        self._step: tuple[int, float | None] = (0, None)
-        self._seen_s = 0.0
-
-    def look(self, stats: LoopStats, now: float) -> float | None:
-        """How long the step has been running if that exceeds its limit, else None."""
-        passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, self._longest_tick_s)
-        self._looked_at = now
-        step = (stats.step_number, stats.step_started_at)
-        if stats.step_started_at is None or step != self._step:
-            self._step, self._seen_s = step, 0.0
-            return None
-        self._seen_s += passed_s
-        return self._seen_s if self._seen_s > max(self._limit_s, stats.step_budget_s or 0.0) else None
-
-
 class Watchdog:
     """Checks the statistics on its own thread, which neither the engine loop nor the event loop can block.
 
@@ -65,7 +42,6 @@ class Watchdog:
         clock: Clock,
         on_hang: Callable[[str], None],
         *,
-        limit_s: float,
         tick_s: float = _TICK_S,
         grace_s: float = _GRACE_S,
         dump_stacks: Callable[[], None] = write_stacks,
@@ -74,7 +50,7 @@ class Watchdog:
         self._stats_snapshot = stats_snapshot
         self._clock = clock
         self._on_hang = on_hang
-        self._watch = StepWatch(limit_s, tick_s)
+        self._step = StallTimer(tick_s)
         self._tick_s = tick_s
         self._grace_s = grace_s
         self._dump_stacks = dump_stacks
@@ -94,12 +70,17 @@ class Watchdog:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def hung_for_s(self, stats: LoopStats) -> float | None:
+        """How long the step has been seen running if that exceeds its budget, else None."""
+        seen_s = self._step.look((stats.step_number, stats.step_started_at), self._clock.now())
+        return seen_s if stats.step_started_at is not None and seen_s > stats.step_budget_s else None
+
     def _run(self) -> None:
         tick_s = self._tick_s
         while not self._is_over.wait(tick_s):
             stats = self._stats_snapshot.read()
             tick_s = self._tick_s * (_IDLE_TICKS if stats.step_started_at is None else 1)
-            seen_s = self._watch.look(stats, self._clock.now())
+            seen_s = self.hung_for_s(stats)
             if seen_s is not None:
                 self._bite(stats, seen_s)
                 return

@@ -1,46 +1,64 @@
-"""A rank's end of the connection to its engine: one JSON object per message. Knows no plans and no model."""
+"""Both ends of the connection between an engine and one of its ranks: one JSON object per message.
+
+Knows no plans and no model.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Mapping
 
-_PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 1 << 16
 
-# A process that ends because its parent has ended, or has closed the connection, has nothing to report.
+# A process that ends because its parent has closed the connection has nothing to report.
 _EXIT_ALONE = 0
+
+RankMessage = dict[str, object]
 
 
 class RankConnection:
-    """Exchanges messages while the rank starts. Afterwards it only detects that the engine has closed it."""
+    """Exchanges messages while a rank starts. Afterwards the rank only detects that the engine closed it."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
+    def __init__(self, connection: socket.socket) -> None:
+        self.is_open = True  # by the other end
+        self._socket = connection
         self._unread = b""
+        self._messages: deque[RankMessage] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Raises EOFError if the engine has closed the connection."""
+        """Raises EOFError if the other end has closed the connection."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError("the engine has closed the connection to this rank") from error
+        except OSError as error:
+            raise EOFError("the other end of the connection to a rank is closed") from error
 
-    def receive(self) -> dict[str, object]:
-        """Wait for a message. Raises EOFError if the engine has closed the connection."""
-        while b"\n" not in self._unread:
+    def receive(self) -> RankMessage:
+        """Wait for a message. Raises EOFError if the other end has closed the connection."""
+        while not self._messages:
+            self._messages.extend(self.receive_ready())
+            if not self.is_open:
+                raise EOFError("the other end of the connection to a rank is closed")
+        return self._messages.popleft()
+
+    def receive_ready(self) -> list[RankMessage]:
+        """Messages that are complete once the connection is readable."""
+        try:
             data = self._socket.recv(_RECEIVE_BYTES)
-            if not data:
-                raise EOFError("the engine has closed the connection to this rank")
-            self._unread += data
-        line, self._unread = self._unread.split(b"\n", 1)
-        message: dict[str, object] = json.loads(line)
-        return message
+        except ConnectionResetError:
+            data = b""
+        self.is_open = bool(data)
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def end_with_it(self) -> None:
         """From now on this process exits at once when the engine closes the connection, even in a step."""
@@ -54,17 +72,3 @@ class RankConnection:
             os._exit(_EXIT_ALONE)
 
         threading.Thread(target=wait, name="parent-connection", daemon=True).start()
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process, even a stopped one, when the thread that started it ends.
-
-    SIGINT and SIGTERM are ignored: a terminal sends them to all processes, and the parent ends its ranks when
-    its requests have ended.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        # The parent ended before prctl was called.
-        os._exit(_EXIT_ALONE)

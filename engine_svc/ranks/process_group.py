@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from engine_svc.core.extras import NO_EXTRAS, Extra, ExtraCodec
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.process_parallel import RankPosition
+from engine_svc.ranks.control_pipe import RankMessage
 from engine_svc.ranks.plan_channel import (
     Channel,
     ChannelInterrupted,
@@ -27,7 +28,7 @@ from engine_svc.ranks.plan_channel import (
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanEncoder
 from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result
-from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
+from engine_svc.ranks.watch import RankLost, RankStart, RankWatch, WatchLimits
 
 _HEART_INTERVAL_S = 0.1
 _LOOK_S = 0.5
@@ -147,7 +148,6 @@ class RanksStarting:
             "tp_size": position.tp_size,
             "pp_size": position.pp_size,
             "divides_experts": position.divides_experts,
-            "parent": os.getpid(),
             "store_fd": self._store_fd,
             "board_fd": self._heartbeats.fd,
             "heart_interval_s": _HEART_INTERVAL_S,

@@ -5,14 +5,11 @@ One thread owns the processes. It is also their parent for the kernel: if it end
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +18,19 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from engine_svc.core.errors import DeviceLost
+from engine_svc.ranks.control_pipe import RankConnection, RankMessage
 from engine_svc.ranks.progress_board import RankHeartbeats
-from service_kit.process import signal_name
+from service_kit.child import Child
+from service_kit.clock import StallTimer
+from service_kit.process import child_command
 from service_kit.stacks import write_beside, write_stacks_of
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_RECEIVE_BYTES = 1 << 16
 _KILL_WAIT_S = 10.0
 # For writing the stacks of ranks that hang, before they are ended.
 _WRITE_S = 0.8
-
-# A message of a rank: one JSON object.
-RankMessage = dict[str, object]
 
 
 class RankLost(DeviceLost):
@@ -92,7 +88,7 @@ class RankWatch:
         self._blamed: RankLost | None = None
         self._is_stopping = False
         self._grace_s = limits.stop_s
-        self._silence = Silence(len(starts), busy_limit_s=limits.start_hang_s, limit_s=limits.hang_s)
+        self._silence = Silence(len(starts), limits)
         # Busy with work that stops heartbeats for seconds, such as imports, or the end of a profile.
         self.may_be_busy = True
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -112,8 +108,8 @@ class RankWatch:
         """Send a rank a message; only while it starts, as it reads no messages afterwards."""
         # The message is short and the rank waits for it, so this does not block.
         try:
-            self._ranks[rank].connection.sendall(_encoded(message))
-        except OSError as error:
+            self._ranks[rank].connection.send(message)
+        except EOFError as error:
             # The watching thread finds out what happened to the rank.
             logger.debug("a rank cannot be sent a message", extra={"rank": rank, "error": str(error)})
 
@@ -141,13 +137,16 @@ class RankWatch:
 
     @property
     def process_ids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.child.pid for rank in self._ranks]
 
     def _run(self) -> None:
+        # Inherited by the ranks: a terminal or a service manager signals all processes, but the engine ends
+        # its ranks, once its requests have ended.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         lost: RankLost | None = None
         try:
-            for start in self._starts:
-                self._ranks.append(_start(start))
+            for rank, start in enumerate(self._starts):
+                self._ranks.append(_start(rank, start))
             for rank, start in enumerate(self._starts):
                 self.send(rank, start.spec)
             lost = self._watch()
@@ -178,25 +177,21 @@ class RankWatch:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         for rank in self._ranks:
-            poll.register(rank.pidfd, select.POLLIN)
+            poll.register(rank.end_fd, select.POLLIN)
             poll.register(rank.connection, select.POLLIN)
-        looked_at = time.monotonic()
         while not self._is_stopping:
             ready = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
-            now = time.monotonic()
-            # If this process itself did not run for a while, ranks are not at fault for that time.
-            elapsed, looked_at = min(now - looked_at, 2 * _POLL_S), now
             failed = self._blamed
             for index, rank in enumerate(self._ranks):
                 if rank.connection.fileno() in ready:
                     failed = self._read(index, rank) or failed
-                    if not rank.is_connected:
+                    if not rank.connection.is_open:
                         poll.unregister(rank.connection)
             if failed is not None and failed is not self._blamed:
                 # When a rank is killed, others fail, and their messages may arrive before its exit.
                 poll.poll(_POLL_S * 1000)
             killed, ended = self._find_ended()
-            silent = self._find_silent(elapsed)
+            silent = self._find_silent()
             lost = killed or failed or ended or silent
             if lost is not None and not self._is_stopping:
                 if lost is silent or lost is self._blamed:
@@ -207,11 +202,7 @@ class RankWatch:
 
     def _read(self, index: int, rank: _Rank) -> RankLost | None:
         """Pass on a rank's messages; an error that it reports is its loss."""
-        data = _receive(rank.connection)
-        rank.is_connected = bool(data)
-        *lines, rank.unread = (rank.unread + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in rank.connection.receive_ready():
             if "failed" in message:
                 return RankLost(index, str(message["failed"]), str(message["details"]))
             self._messages.put((index, message))
@@ -222,16 +213,16 @@ class RankWatch:
         killed: RankLost | None = None
         ended: RankLost | None = None
         for index, rank in enumerate(self._ranks):
-            code = rank.process.poll()
+            code = rank.child.exit_code
             if code is not None and code < 0:
-                killed = killed or RankLost(index, f"was ended by {signal_name(-code)}")
+                killed = killed or RankLost(index, rank.child.how_it_ended)
             elif code is not None:
-                ended = ended or RankLost(index, f"ended with exit code {code}")
+                ended = ended or RankLost(index, rank.child.how_it_ended)
         return killed, ended
 
-    def _find_silent(self, elapsed: float) -> RankLost | None:
+    def _find_silent(self) -> RankLost | None:
         beats = [self._heartbeats.beats(index) for index in range(len(self._ranks))]
-        silent = self._silence.look(beats, elapsed, may_be_busy=self.may_be_busy)
+        silent = self._silence.look(beats, time.monotonic(), may_be_busy=self.may_be_busy)
         return RankLost(silent[0], f"sent no heartbeat for {silent[1]:g} s") if silent else None
 
     def _ask_to_end(self) -> None:
@@ -240,79 +231,52 @@ class RankWatch:
 
     def _kill_all(self) -> None:
         for rank in self._ranks:
-            rank.process.send_signal(signal.SIGKILL)
+            rank.child.kill()
 
     def _wait_for_ends(self, grace_s: float) -> None:
         """Wait until no rank is left; those that have not ended after grace_s are killed."""
         deadline = time.monotonic() + grace_s
         for rank in self._ranks:
-            poll = select.poll()
-            poll.register(rank.pidfd, select.POLLIN)
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                rank.process.send_signal(signal.SIGKILL)
+            if not rank.child.join(deadline - time.monotonic()):
+                rank.child.kill()
         for rank in self._ranks:
-            try:
-                rank.process.wait(_KILL_WAIT_S)
-            except subprocess.TimeoutExpired:
-                logger.error("a killed rank does not end", extra={"process_id": rank.process.pid})
-            os.close(rank.pidfd)
+            if not rank.child.join(_KILL_WAIT_S):
+                logger.error("a killed rank does not end", extra={"process_id": rank.child.pid})
+            os.close(rank.end_fd)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Rank:
     """A rank's process and the parent's end of its connection."""
 
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    connection: socket.socket
-    unread: bytes = b""
-    is_connected: bool = True
+    child: Child
+    end_fd: int
+    connection: RankConnection
 
 
 class Silence:
-    """Accumulates the time without heartbeats. That of busy ranks is reset when they are no longer busy."""
+    """Finds ranks without heartbeats. The silence of busy ranks does not count once they are not busy."""
 
-    def __init__(self, num_ranks: int, *, busy_limit_s: float, limit_s: float) -> None:
-        self._busy_limit_s = busy_limit_s
-        self._limit_s = limit_s
-        self._beats = [0] * num_ranks
-        self._silent_s = [0.0] * num_ranks
-        self._were_busy = True
+    def __init__(self, num_ranks: int, limits: WatchLimits) -> None:
+        self._limits = limits
+        self._timers = [StallTimer(_POLL_S) for _ in range(num_ranks)]
 
-    def look(self, beats: Sequence[int], elapsed_s: float, *, may_be_busy: bool) -> tuple[int, float] | None:
+    def look(self, beats: Sequence[int], now: float, *, may_be_busy: bool) -> tuple[int, float] | None:
         """The first rank without heartbeats for too long, and the limit. `beats`: heartbeats so far."""
-        if self._were_busy and not may_be_busy:
-            self._silent_s = [0.0] * len(self._silent_s)
-        self._were_busy = may_be_busy
-        limit_s = self._busy_limit_s if may_be_busy else self._limit_s
-        for rank, count in enumerate(beats):
-            is_alive = count != self._beats[rank]
-            self._silent_s[rank] = 0.0 if is_alive else self._silent_s[rank] + elapsed_s
-            self._beats[rank] = count
-        for rank, silent_s in enumerate(self._silent_s):
-            if silent_s >= limit_s:
-                return rank, limit_s
-        return None
+        limit_s = self._limits.start_hang_s if may_be_busy else self._limits.hang_s
+        silent_s = [
+            timer.look((count, may_be_busy), now) for timer, count in zip(self._timers, beats, strict=True)
+        ]
+        return next(((rank, limit_s) for rank, seconds in enumerate(silent_s) if seconds >= limit_s), None)
 
 
-def _start(start: RankStart) -> _Rank:
+def _start(rank: int, start: RankStart) -> _Rank:
     mine, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", start.module, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
+        child = Child(
+            f"rank-{rank}",
+            child_command(start.module, str(theirs.fileno())),
+            start.environment,
             pass_fds=(*start.pass_fds, theirs.fileno()),
-            env=dict(start.environment),
         )
-    return _Rank(process, os.pidfd_open(process.pid), mine)
-
-
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(_RECEIVE_BYTES)
-    except ConnectionResetError:
-        return b""
-
-
-def _encoded(message: Mapping[str, object]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    return _Rank(child, child.end_fd(), RankConnection(mine))

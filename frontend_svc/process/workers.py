@@ -11,31 +11,21 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from frontend_svc.config import FrontendConfig
-from frontend_svc.process.workers_process import WorkerAddress, WorkerDied, WorkerProcess, start_worker
+from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
-from service_kit.process import process_environment
+from service_kit.process import child_command, process_environment
 from service_kit.server import check_address, write_announcement
+from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Timeouts and restart limits of workers."""
-
-    startup_s: float = 60.0
-    stop_s: float = 25.0
-    max_restarts: int = 3  # of one worker within `restart_window_s`
-    restart_window_s: float = 60.0
-    restart_delay_s: float = 0.5  # doubles with each restart in the window
+_STARTUP_S = 60.0
 
 
 def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
@@ -50,7 +40,7 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
     logger.info("starting", extra={"options": loaded.changed()})
     try:
         with _reserved(config) as port:
-            limits = WorkerLimits(stop_s=config.drain_deadline_s + 5.0)
+            limits = SupervisorLimits(startup_s=_STARTUP_S, stop_s=config.drain_deadline_s + 5.0)
             group = WorkerGroup(
                 config.workers,
                 lambda index, admin_port: worker_command(config, argv, index, port, admin_port),
@@ -69,7 +59,7 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
 
 def worker_command(
     config: FrontendConfig, argv: Sequence[str], index: int, port: int, admin_port: int | None
-) -> list[str]:
+) -> tuple[str, ...]:
     """The command line of one worker: that of its parent, and the flags that differ from worker to worker.
 
     `admin_port` is the worker's previous one after a restart, else None.
@@ -86,7 +76,7 @@ def worker_command(
     if not config.text_workers:
         num_cores = len(os.sched_getaffinity(0))
         flags.append(f"--text-workers={max(1, num_cores // config.workers)}")
-    return [sys.executable, "-m", "frontend_svc.process.workers_main", str(os.getpid()), *argv, *flags]
+    return child_command("frontend_svc.main", *argv, *flags)
 
 
 class WorkerGroup:
@@ -100,41 +90,36 @@ class WorkerGroup:
         num_workers: int,
         command_of: Callable[[int, int | None], Sequence[str]],
         environment: Mapping[str, str],
-        limits: WorkerLimits,
+        limits: SupervisorLimits,
     ) -> None:
         self._num_workers = num_workers
         self._command_of = command_of
         self._environment = environment
         self._limits = limits
-        self._workers: dict[int, WorkerProcess] = {}
-        self._addresses: dict[int, WorkerAddress] = {}
+        self._workers: dict[int, Child] = {}
+        self._addresses: dict[int, Announcement] = {}
 
     @property
-    def addresses(self) -> list[WorkerAddress]:
+    def addresses(self) -> list[Announcement]:
         """The workers' addresses in order; the last known one of a worker that is down."""
         return [self._addresses[index] for index in sorted(self._addresses)]
 
     async def start(self) -> None:
-        """Start all workers and wait until all serve. Raises WorkerDied if one does not."""
-        try:
+        """Start all workers and wait until all serve. Raises ChildDied if one does not."""
+        with first_failure():
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_workers):
                     tasks.create_task(self._start(index))
-        except ExceptionGroup as failures:
-            # The first failure is the cause; the other tasks were cancelled because of it.
-            raise failures.exceptions[0] from failures
 
     async def keep_running(self) -> None:
-        """Restart workers that die, until cancelled. Raises WorkerDied for one that keeps dying."""
-        try:
+        """Restart workers that die, until cancelled. Raises ChildDied for one that keeps dying."""
+        with first_failure():
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_workers):
                     tasks.create_task(self._keep(index))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
 
-    def terminate(self) -> None:
-        """Send SIGTERM to each worker. A second one cuts its drain short."""
+    async def hurry(self) -> None:
+        """Cut every drain short."""
         for worker in self._workers.values():
             worker.terminate()
 
@@ -143,17 +128,24 @@ class WorkerGroup:
 
         The exit code of a worker that was about to be restarted does not count.
         """
-        workers = [worker for worker in self._workers.values() if not worker.has_ended]
+        workers = [worker for worker in self._workers.values() if worker.is_running]
         await asyncio.gather(*(worker.stop(self._limits.stop_s) for worker in workers))
-        return max((worker.exit_code for worker in workers), default=0)
+        return max((worker.shell_code for worker in workers), default=0)
 
     async def _start(self, index: int) -> None:
         before = self._addresses.get(index)
         admin_port = int(before.admin_address.rpartition(":")[2]) if before else None
         command = self._command_of(index, admin_port)
-        worker = await start_worker(index, command, self._environment)
+        worker = Child(f"worker {index}", command, self._environment, announces=True)
         self._workers[index] = worker
-        address = await worker.announced(self._limits.startup_s)
+        try:
+            async with asyncio.timeout(self._limits.startup_s):
+                address = await worker.announced()
+        except TimeoutError as error:
+            late = ChildDied(worker, f"and did not serve within {self._limits.startup_s:g} s")
+            worker.kill()
+            await worker.wait()
+            raise late from error
         self._addresses[index] = address
         logger.info(
             "worker serves",
@@ -161,73 +153,49 @@ class WorkerGroup:
         )
 
     async def _keep(self, index: int) -> None:
-        loop = asyncio.get_running_loop()
-        limits = self._limits
-        restarted_at: list[float] = []
+        loop, restarts = asyncio.get_running_loop(), Restarts(self._limits)
         while True:
             worker = self._workers[index]
             await worker.wait()
-            restarted_at = [at for at in restarted_at if loop.time() - at < limits.restart_window_s]
-            if len(restarted_at) == limits.max_restarts:
-                raise WorkerDied(
-                    f"worker {index} ended with {worker.exit_code} after {limits.max_restarts} restarts "
-                    f"within {limits.restart_window_s:g} s",
-                    worker.exit_code,
-                )
-            delay_s = limits.restart_delay_s * 2 ** len(restarted_at)
-            restarted_at.append(loop.time())
+            delay_s = restarts.begin(loop.time())
+            if delay_s is None:
+                raise ChildDied(worker, f"after {restarts.tries}")
             logger.warning(
                 "worker ended",
-                extra={"worker": index, "exit_code": worker.exit_code, "restart_in_s": delay_s},
+                extra={"worker": index, "exit_code": worker.shell_code, "restart_in_s": delay_s},
             )
             await asyncio.sleep(delay_s)
             # A worker that dies before it serves, or cannot be started, is counted in the next iteration.
-            with contextlib.suppress(WorkerDied, OSError):
+            with contextlib.suppress(ChildDied, OSError):
                 await self._start(index)
 
 
-async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[WorkerAddress]], None]) -> int:
+async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[Announcement]], None]) -> int:
     """Run `group` until SIGTERM or SIGINT or until one worker keeps dying. Returns the highest exit code.
 
     `announce` is called when all workers serve. A second signal cuts the drain short.
     """
-    exit_code = 0
-    stopping = _first_signal(group)
-    running = asyncio.ensure_future(_run(group, announce))
-    try:
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-    except WorkerDied as error:
-        logger.error("workers given up", extra={"reason": str(error)})
-        exit_code = error.exit_code
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
-        exit_code = max(exit_code, await group.stop())
-    return exit_code
+    stopped_code = 0
+
+    async def stop() -> None:
+        nonlocal stopped_code
+        stopped_code = await group.stop()
+
+    exit_code = await run_until_signal(
+        _run(group, announce), stop=stop, hurry=group.hurry, failures=(ChildDied,), on_failure=_give_up
+    )
+    return max(exit_code, stopped_code)
 
 
-async def _run(group: WorkerGroup, announce: Callable[[Sequence[WorkerAddress]], None]) -> None:
+def _give_up(died: ChildDied) -> int:
+    logger.error("workers given up", extra={"reason": str(died)})
+    return died.exit_code
+
+
+async def _run(group: WorkerGroup, announce: Callable[[Sequence[Announcement]], None]) -> None:
     await group.start()
     announce(group.addresses)
     await group.keep_running()
-
-
-def _first_signal(group: WorkerGroup) -> asyncio.Future[None]:
-    """A future that the first SIGTERM or SIGINT resolves; later ones are forwarded to the workers."""
-    loop = asyncio.get_running_loop()
-    stopping: asyncio.Future[None] = loop.create_future()
-
-    def on_signal() -> None:
-        if stopping.done():
-            group.terminate()
-        else:
-            stopping.set_result(None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stopping
 
 
 @contextlib.contextmanager
@@ -245,7 +213,7 @@ def _reserved(config: FrontendConfig) -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _announce(config: FrontendConfig, port: int, addresses: Sequence[WorkerAddress]) -> None:
+def _announce(config: FrontendConfig, port: int, addresses: Sequence[Announcement]) -> None:
     address = f"{config.host}:{port}"
     admin_addresses = [one.admin_address for one in addresses]
     logger.info("serving", extra={"address": address, "admin_addresses": admin_addresses})

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 
 import grpc.aio
 
 from engine_svc.config import EngineConfig
 from launcher.engines.core_client import EngineDead
-from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
 from launcher.serve.readiness import await_ready
 from launcher.services import command_of
 from service_kit.channel import open_channel
+from service_kit.child import Child, ChildDied, Output
+from service_kit.supervision import until_ready
 
 _STOP_S = 10.0
 
@@ -35,7 +35,7 @@ class ChildEngine:
         self._environment = environment
         self._on_death = on_death
         self._start_timeout_s = start_timeout_s
-        self._child: ChildProcess | None = None
+        self._child: Child | None = None
         self._monitor: asyncio.Task[None] | None = None
 
     @property
@@ -46,17 +46,19 @@ class ChildEngine:
 
     async def start(self) -> None:
         """Start it and wait until it is ready. EngineDead, with its last log lines, if it fails."""
-        plan = ProcessPlan("engine", 0, command_of("engine", os.getpid()))
-        self._child, pipe_fd = await spawn(plan, flags_of(self._config), self._environment, quiet=True)
+        command = (*command_of("engine"), *flags_of(self._config))
+        child = Child("engine-0", command, self._environment, announces=True, output=Output.KEPT)
+        self._child = child
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self.address = (await self._child.announced(pipe_fd)).address
-                await self._until_ready(self._child)
+                self.address = (await child.announced()).address
+                ready = await_ready("engine", self.address)
+                await until_ready(ready, child.wait(), lambda _: ChildDied(child))
         except ChildDied as error:
             raise EngineDead(str(error)) from error
         except TimeoutError as error:
             raise EngineDead(f"it was not ready within {self._start_timeout_s:g} s") from error
-        self._monitor = asyncio.ensure_future(self._watch(self._child))
+        self._monitor = asyncio.ensure_future(self._watch(child))
 
     def connect(self, address: str) -> grpc.aio.Channel:
         return open_channel(address)
@@ -69,20 +71,7 @@ class ChildEngine:
         if self._child is not None:
             await self._child.stop(_STOP_S)
 
-    async def _until_ready(self, child: ChildProcess) -> None:
-        ready = asyncio.ensure_future(await_ready("engine", self.address))
-        ended = asyncio.ensure_future(child.wait())
-        try:
-            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                raise ChildDied(child)
-            ready.result()
-        finally:
-            ready.cancel()
-            ended.cancel()
-            await asyncio.wait({ready, ended})
-
-    async def _watch(self, child: ChildProcess) -> None:
+    async def _watch(self, child: Child) -> None:
         await child.wait()
         self._on_death(str(ChildDied(child)))
 

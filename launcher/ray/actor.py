@@ -6,13 +6,11 @@ ends with an exit code as usual, and the kernel kills it when its actor dies.
 
 from __future__ import annotations
 
-import os
-
 import ray
 
 from launcher.ray.placement import EnginePlacement
-from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
 from launcher.services import command_of
+from service_kit.child import Child, ChildDied, Output
 from service_kit.process import process_environment
 
 
@@ -22,7 +20,7 @@ class EngineActor:
     def __init__(self, name: str, index: int) -> None:
         self._name = name
         self._index = index
-        self._child: ChildProcess | None = None
+        self._child: Child | None = None
 
     async def start(self, flags: list[str], environment: dict[str, str]) -> EnginePlacement | str:
         """Start the engine on this node's address; returns its addresses, or an error text.
@@ -32,15 +30,16 @@ class EngineActor:
         if self._child is not None and self._child.is_running:
             return f"{self._name} runs already, with pid {self._child.pid}"
         devices = _devices()
-        plan = ProcessPlan("engine", self._index, command_of("engine", os.getpid()))
-        child, pipe_fd = await spawn(
-            plan,
-            [*flags, f"--host={_node_address()}"],
+        child = Child(
+            f"engine-{self._index}",
+            [*command_of("engine"), *flags, f"--host={_node_address()}", f"--index={self._index}"],
             {**process_environment(), **environment, "CUDA_VISIBLE_DEVICES": devices},
+            announces=True,
+            output=Output.COPIED,
         )
         self._child = child
         try:
-            announced = await child.announced(pipe_fd)
+            announced = await child.announced()
         except ChildDied as died:
             return str(died)
         node_id = str(ray.get_runtime_context().get_node_id())
@@ -58,7 +57,7 @@ class EngineActor:
         await child.stop(limit_s)
         return _status(child)
 
-    def _started(self) -> ChildProcess:
+    def _started(self) -> Child:
         if self._child is None:
             raise RuntimeError(f"{self._name} was not started")
         return self._child
@@ -73,6 +72,6 @@ def _node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _status(child: ChildProcess) -> int:
+def _status(child: Child) -> int:
     assert child.exit_code is not None
     return child.exit_code

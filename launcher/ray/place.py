@@ -8,9 +8,10 @@ import sys
 from launcher.ray.cluster import ClusterAway, RayCluster, connect, disconnect, find_host
 from launcher.ray.config import Placing
 from launcher.ray.placement import EngineDied, HostLost, Placement, limits_of
-from launcher.serve.foreground import remove_ready_file, run_until_signal, write_ready_file
 from launcher.serve.readiness import await_ready
+from launcher.serve.ready_file import remove_ready_file, write_ready_file
 from launcher.serve.supervisor import StartTimeout
+from service_kit.supervision import run_until_signal
 
 _USAGE_ERROR = 2
 
@@ -65,7 +66,7 @@ async def _place(placing: Placing) -> int:
         stop=stop,
         hurry=placement.hurry,
         failures=(EngineDied, HostLost, StartTimeout),
-        report=_report,
+        on_failure=_report_failure,
     )
 
 
@@ -101,6 +102,11 @@ def _write_ready_file(placing: Placing, placement: Placement) -> None:
         for name, place in sorted(placement.placements.items())
     ]
     write_ready_file(placing.config.ready_file, {"engines": engines})
+
+
+def _report_failure(error: Exception) -> int:
+    _report(str(error))
+    return 1
 
 
 def _report(line: str) -> None:

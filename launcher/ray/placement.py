@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.ray.config import Placing
-from launcher.serve.restarts import until_ready
-from launcher.serve.supervisor import AwaitReady, StartTimeout, SupervisorLimits
+from launcher.serve.supervisor import AwaitReady, StartTimeout
+from service_kit.child import describe_exit
+from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
 # Added to an engine's drain time, for its shutdown.
 _TEARDOWN_S = 5.0
@@ -92,30 +93,27 @@ class Placement:
             await self._start(index)
             ready.add(self._placing.name_of(index))
 
-        try:
-            async with asyncio.timeout(self._limits.startup_s), asyncio.TaskGroup() as group:
-                for index in numbers:
-                    group.create_task(start_one(index))
-        except TimeoutError as error:
-            names = [self._placing.name_of(index) for index in numbers]
-            late = ", ".join(
-                f"{name} ({'loading' if name in self.placements else 'not placed'})"
-                for name in names
-                if name not in ready
-            )
-            raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+        with first_failure():
+            try:
+                async with asyncio.timeout(self._limits.startup_s), asyncio.TaskGroup() as group:
+                    for index in numbers:
+                        group.create_task(start_one(index))
+            except TimeoutError as error:
+                names = [self._placing.name_of(index) for index in numbers]
+                late = ", ".join(
+                    f"{name} ({'loading' if name in self.placements else 'not placed'})"
+                    for name in names
+                    if name not in ready
+                )
+                raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
         self._on_change()
 
     async def keep_running(self) -> None:
         """Restart engines that die, until all are drained; raises EngineDied for one that keeps dying."""
-        try:
+        with first_failure():
             async with asyncio.TaskGroup() as group:
                 for index in range(self._placing.config.num_engines):
                     group.create_task(self._keep(index))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
 
     async def stop(self) -> None:
         """Drain all engines concurrently, report how each ended, and release the hosts."""
@@ -143,12 +141,12 @@ class Placement:
         await until_ready(
             self._await_ready("engine", listening.address),
             host.ended(),
-            lambda status: EngineDied(f"{name} {_ending(status)} while it was starting"),
+            lambda status: EngineDied(f"{name} {describe_exit(status)} while it was starting"),
         )
         self._report(f"{name} READY at {listening.address} (pid {listening.pid})")
 
     async def _keep(self, index: int) -> None:
-        name, restarts = self._placing.name_of(index), self._limits.restarts()
+        name, restarts = self._placing.name_of(index), Restarts(self._limits)
         loop = asyncio.get_running_loop()
         while True:
             ending, status = await self._ending_of(name)
@@ -188,12 +186,12 @@ class Placement:
         except HostLost as lost:
             await self._release(name)
             return f"was lost with its host ({lost})", None
-        return _ending(status), status
+        return describe_exit(status), status
 
     async def _end(self, name: str) -> None:
         try:
             status = await self._hosts[name].drain(self._limits.stop_s)
-            self._report(f"{name} {_ending(status)}")
+            self._report(f"{name} {describe_exit(status)}")
         except HostLost as lost:
             self._report(f"{name} was lost with its host ({lost})")
         await self._release(name)
@@ -217,7 +215,3 @@ async def _unless_lost(work: Awaitable[object]) -> None:
         await work
     except HostLost:
         return
-
-
-def _ending(status: int) -> str:
-    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"

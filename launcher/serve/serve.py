@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Mapping
 
 from launcher.arguments import Serving
 from launcher.config import MAX_ENGINES, ServeConfig
-from launcher.serve.foreground import remove_ready_file, run_until_signal, write_ready_file
 from launcher.serve.group_follower import follow_group
 from launcher.serve.loopback import ensure_loopback
 from launcher.serve.port_owner import find_port_owner
-from launcher.serve.process import ChildDied, ProcessPlan
 from launcher.serve.readiness import await_ready
-from launcher.serve.supervisor import StackPlan, StartTimeout, Supervisor, SupervisorLimits
+from launcher.serve.ready_file import remove_ready_file, write_ready_file
+from launcher.serve.supervisor import ProcessPlan, StackPlan, StartTimeout, Supervisor, parts_of
 from launcher.services import command_of
+from service_kit.child import ChildDied
+from service_kit.supervision import SupervisorLimits, run_until_signal
 from service_kit.version import installed_version
 
 _USAGE_ERROR = 2
@@ -44,10 +44,9 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
 def plan_stack(serving: Serving) -> StackPlan:
     """The processes of a stack and their flags, except those that need the coordinator's address."""
     config = serving.config
-    parent = os.getpid()
 
     def plan(service: str, index: int = 0) -> ProcessPlan:
-        return ProcessPlan(service, index, command_of(service, parent))
+        return ProcessPlan(service, index, command_of(service))
 
     def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
         extra = _extra_flags(plan, config, num_engines)
@@ -62,14 +61,13 @@ def plan_stack(serving: Serving) -> StackPlan:
         flags=flags,
         ports={_FRONTEND: config.port},
         engine=lambda rank: plan("engine", rank),
+        max_engines=MAX_ENGINES,
     )
 
 
 def limits_of(config: ServeConfig) -> SupervisorLimits:
     # After its drain deadline a service still needs time to shut down.
-    return SupervisorLimits(
-        startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0, max_engines=MAX_ENGINES
-    )
+    return SupervisorLimits(startup_s=config.startup_timeout_s, stop_s=config.drain_deadline_s + 5.0)
 
 
 def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> list[str]:
@@ -104,7 +102,7 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
         stop=stop,
         hurry=supervisor.hurry,
         failures=(ChildDied, StartTimeout),
-        report=_report,
+        on_failure=_report_failure,
     )
 
 
@@ -130,8 +128,8 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
         "http": None,
         "processes": [
             {
-                "service": child.plan.service,
-                "index": child.plan.index,
+                "service": parts_of(name)[0],
+                "index": parts_of(name)[1],
                 "pid": child.pid,
                 "address": supervisor.address_of(name),
                 "admin_address": supervisor.admin_address_of(name),
@@ -153,6 +151,11 @@ def banner(model: str, address: str) -> str:
             f"  or      triptych complete --url grpc://{address} --prompt 'Once upon a time'",
         )
     )
+
+
+def _report_failure(error: Exception) -> int:
+    _report(str(error))
+    return 1
 
 
 def _report(line: str) -> None:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from launcher.serve.process import STARTING, ChildDied, ChildProcess, ProcessPlan, spawn
-from launcher.serve.restarts import Restarts, until_ready
+from service_kit.child import STARTING, Child, ChildDied, Output
+from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
 # Called with a service and its "host:port"; returns once it is ready.
 AwaitReady = Callable[[str, str], Awaitable[None]]
@@ -16,19 +16,17 @@ _STOP_ORDER = ("frontend", "engine", "coordinator")
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisorLimits:
-    """Timeouts and restart limits of a supervisor."""
+class ProcessPlan:
+    """A process to run: service, index, and command without the flags that the supervisor adds."""
 
-    startup_s: float = 600.0
-    stop_s: float = 25.0  # for each of the three groups of services
-    max_restarts: int = 3  # of one process within `restart_window_s`
-    restart_window_s: float = 60.0
-    restart_delay_s: float = 0.5  # doubles with each restart in the window
-    max_engines: int = 64  # more must be started elsewhere
+    service: str
+    index: int
+    command: tuple[str, ...]
 
-    def restarts(self) -> Restarts:
-        """A restart policy for one process."""
-        return Restarts(most=self.max_restarts, window_s=self.restart_window_s, delay_s=self.restart_delay_s)
+    @property
+    def name(self) -> str:
+        """The name in messages and logs."""
+        return f"{self.service}-{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +39,17 @@ class StackPlan:
     flags: Callable[[ProcessPlan, int, int], tuple[str, ...]]
     ports: Mapping[str, int]  # by process name; 0 lets the kernel choose
     engine: Callable[[int], ProcessPlan] | None = None  # plan of a rank; None: no engine is ever added
+    max_engines: int = 64  # more must be started elsewhere
 
     @property
     def num_engines(self) -> int:
         return sum(plan.service == "engine" for plan in self.others)
+
+
+def parts_of(name: str) -> tuple[str, int]:
+    """The service and the index of a process, from its name."""
+    service, _, index = name.rpartition("-")
+    return service, int(index)
 
 
 class StartTimeout(Exception):
@@ -55,7 +60,7 @@ class Supervisor:
     """One stack. Call `start`, then `keep_running`, then `stop`; `report` gets a line for each event.
 
     During `keep_running`, `want` sets the number of engines. An engine that exits with code 0 has left on
-    purpose and is not started again.
+    purpose and is not started again. `limits.stop_s` is for each of the three groups of services.
     """
 
     def __init__(
@@ -67,9 +72,9 @@ class Supervisor:
         report: Callable[[str], None],
         on_change: Callable[[], None],
         limits: SupervisorLimits,
-        quiet: bool = False,
+        output: Output = Output.COPIED,
     ) -> None:
-        self.children: dict[str, ChildProcess] = {}
+        self.children: dict[str, Child] = {}
         self._plan = plan
         self._num_wanted = plan.num_engines
         self._starts_missing = False  # also engines that have left
@@ -81,7 +86,7 @@ class Supervisor:
         self._report = report
         self._on_change = on_change
         self._limits = limits
-        self._quiet = quiet
+        self._output = output
         # By process name. Kept while a process is down, which restarts at the same address.
         self._addresses: dict[str, str] = {}
         self._ready: set[str] = set()
@@ -90,31 +95,28 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start everything and wait until all are ready; raises ChildDied or StartTimeout."""
-        try:
-            async with asyncio.timeout(self._limits.startup_s):
-                await self._start(self._plan.coordinator)
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._outlive_the_start(self._plan.coordinator))
-                    for plan in self._plan.others:
-                        group.create_task(self._start_with_others(plan))
-        except TimeoutError as error:
-            late = [plan.name for plan in self._plans() if plan.name not in self._ready]
-            raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {', '.join(late)}") from error
-        except ExceptionGroup as failures:
-            # The first failure is the cause; the others were cancelled or followed from it.
-            raise failures.exceptions[0] from failures
+        with first_failure():
+            try:
+                async with asyncio.timeout(self._limits.startup_s):
+                    await self._start(self._plan.coordinator)
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(self._outlive_the_start(self._plan.coordinator))
+                        for plan in self._plan.others:
+                            group.create_task(self._start_with_others(plan))
+            except TimeoutError as error:
+                late = ", ".join(plan.name for plan in self._plans() if plan.name not in self._ready)
+                raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
 
     async def keep_running(self) -> None:
         """Restart processes that die, until cancelled; raises ChildDied for one that keeps dying."""
         try:
-            async with asyncio.TaskGroup() as self._group:
-                for plan in self._plans():
-                    self._keepers[plan.name] = self._group.create_task(self._keep(plan))
-                self.want(self._num_wanted, starts_missing=self._starts_missing)
-                # All engines may leave, and new ones may be wanted later.
-                await asyncio.Event().wait()
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            with first_failure():
+                async with asyncio.TaskGroup() as self._group:
+                    for plan in self._plans():
+                        self._keepers[plan.name] = self._group.create_task(self._keep(plan))
+                    self.want(self._num_wanted, starts_missing=self._starts_missing)
+                    # All engines may leave, and new ones may be wanted later.
+                    await asyncio.Event().wait()
         finally:
             self._group = None
 
@@ -124,7 +126,7 @@ class Supervisor:
         Higher ranks leave by themselves when they get a drain command and are not started again; those that
         are not ready yet are terminated. Engines started from now on get `num_kv_blocks`, unless it is 0.
         """
-        most = self._limits.max_engines
+        most = self._plan.max_engines
         if num_engines > max(most, self._num_wanted):
             self._report(f"{num_engines} engines are wanted, {most} are the most that are started here")
         self._num_wanted, self._starts_missing = num_engines, starts_missing
@@ -135,21 +137,19 @@ class Supervisor:
             plan = self._plan.engine(rank)
             if plan.name not in self._keepers:
                 self._keepers[plan.name] = self._group.create_task(self._add(plan))
-        for child in self.children.values():
-            if not self._is_wanted(child.plan) and child.plan.name not in self._ready:
+        for name, child in self.children.items():
+            if not self._is_wanted(*parts_of(name)) and name not in self._ready:
                 child.terminate()
 
     async def stop(self) -> None:
         """Stop frontends, then engines, then the coordinator, so that running requests can finish."""
         self._is_stopping = True
         for service in _STOP_ORDER:
-            group = [child for child in self.children.values() if child.plan.service == service]
+            group = [child for name, child in self.children.items() if parts_of(name)[0] == service]
             endings = await asyncio.gather(*(child.stop(self._limits.stop_s) for child in group))
             for child, ended in zip(group, endings, strict=True):
                 if not ended:
-                    self._report(
-                        f"{child.plan.name} did not end within {self._limits.stop_s:g} s and was killed"
-                    )
+                    self._report(f"{child.name} did not end within {self._limits.stop_s:g} s and was killed")
 
     async def hurry(self) -> None:
         """Cut every drain short."""
@@ -172,29 +172,22 @@ class Supervisor:
 
     async def _outlive_the_start(self, plan: ProcessPlan) -> None:
         """Raise ChildDied if a process that was ready dies before all others are ready."""
-        child = self.children[plan.name]
-        ended = asyncio.ensure_future(child.wait())
-        started = asyncio.ensure_future(self._all_are_ready.wait())
-        try:
-            await asyncio.wait((ended, started), return_when=asyncio.FIRST_COMPLETED)
-            if not started.done():
-                raise ChildDied(child, STARTING)
-        finally:
-            ended.cancel()
-            started.cancel()
+        await self._before_it_dies(self._all_are_ready.wait(), self.children[plan.name])
+
+    async def _before_it_dies(self, ready: Awaitable[object], child: Child) -> None:
+        await until_ready(ready, child.wait(), lambda _: ChildDied(child, STARTING))
 
     async def _start_with_others(self, plan: ProcessPlan) -> None:
         await self._start(plan)
         await self._outlive_the_start(plan)
 
     async def _start(self, plan: ProcessPlan) -> None:
-        child, pipe_fd = await spawn(plan, self._flags_of(plan), self._environment, quiet=self._quiet)
+        command = (*plan.command, *self._flags_of(plan))
+        child = Child(plan.name, command, self._environment, announces=True, output=self._output)
         self.children[plan.name] = child
-        address = (await child.announced(pipe_fd)).address
+        address = (await child.announced()).address
         self._addresses[plan.name] = address
-        await until_ready(
-            self._await_ready(plan.service, address), child.wait(), lambda _: ChildDied(child, STARTING)
-        )
+        await self._before_it_dies(self._await_ready(plan.service, address), child)
         self._ready.add(plan.name)
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
@@ -204,13 +197,17 @@ class Supervisor:
         # A restarted process takes its old port, which the others use.
         before = self.address_of(plan.name)
         port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
-        flags = [*self._plan.flags(plan, self._num_wanted, self._num_kv_blocks), f"--port={port}"]
+        flags = [
+            *self._plan.flags(plan, self._num_wanted, self._num_kv_blocks),
+            f"--index={plan.index}",
+            f"--port={port}",
+        ]
         if plan is not self._plan.coordinator:
             flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
         return flags
 
-    def _is_wanted(self, plan: ProcessPlan) -> bool:
-        return plan.service != "engine" or plan.index < self._num_wanted
+    def _is_wanted(self, service: str, index: int) -> bool:
+        return service != "engine" or index < self._num_wanted
 
     async def _add(self, plan: ProcessPlan) -> None:
         """Start an engine that joins the group, then supervise it."""
@@ -219,7 +216,7 @@ class Supervisor:
 
     async def _keep(self, plan: ProcessPlan) -> None:
         loop = asyncio.get_running_loop()
-        restarts = self._limits.restarts()
+        restarts = Restarts(self._limits)
         while True:
             child = self.children.get(plan.name)
             if child is not None:
@@ -237,16 +234,16 @@ class Supervisor:
             ending = "could not be started" if child is None else child.ending
             self._report(f"{plan.name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
-            if self._is_wanted(plan):
+            if self._is_wanted(plan.service, plan.index):
                 await self._restart(plan)
 
-    def _has_left(self, plan: ProcessPlan, child: ChildProcess | None) -> bool:
+    def _has_left(self, plan: ProcessPlan, child: Child | None) -> bool:
         if plan.service != "engine":
             return False
         has_gone_for_good = child is not None and child.exit_code == 0 and not self._starts_missing
-        return not self._is_wanted(plan) or has_gone_for_good
+        return not self._is_wanted(plan.service, plan.index) or has_gone_for_good
 
-    def _give_up(self, plan: ProcessPlan, child: ChildProcess | None, tries: str) -> None:
+    def _give_up(self, plan: ProcessPlan, child: Child | None, tries: str) -> None:
         """A process keeps dying: fatal unless it is an engine that was added after the start."""
         if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
             raise ChildDied(child, tries)

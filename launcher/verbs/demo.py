@@ -13,12 +13,12 @@ from typing import Any
 from launcher.arguments import Serving, embedded_engine
 from launcher.config import ServeConfig
 from launcher.serve.loopback import ensure_loopback
-from launcher.serve.process import ChildDied
 from launcher.serve.readiness import await_ready
 from launcher.serve.serve import limits_of, plan_stack
 from launcher.serve.supervisor import StartTimeout, Supervisor
 from launcher.verbs.generation import Answer, Generation
 from service_kit.channel import open_channel
+from service_kit.child import ChildDied, Output
 from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2
@@ -80,7 +80,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         report=report,
         on_change=_nothing,
         limits=limits_of(config),
-        quiet=True,
+        output=Output.KEPT,
     )
     try:
         await supervisor.start()

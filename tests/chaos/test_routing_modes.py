@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from launcher.serve.process import ChildProcess
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
+from service_kit.child import Child
 from tests.system.stack import WAIT_LIMIT_S, EngineView, Stack, address_of
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
@@ -27,12 +27,12 @@ _LONG_TOKENS = 2000
 class Ranks:
     """Four engines that know one coordinator, and frontends in front of them."""
 
-    def __init__(self, stack: Stack, coordinator: ChildProcess, engines: list[EngineView]) -> None:
+    def __init__(self, stack: Stack, coordinator: Child, engines: list[EngineView]) -> None:
         self._stack = stack
         self._known = f"--coordinator={address_of(coordinator)}"
         self._engines = engines
 
-    async def start_frontends(self, num_engines: int, *labels: Sequence[str]) -> list[ChildProcess]:
+    async def start_frontends(self, num_engines: int, *labels: Sequence[str]) -> list[Child]:
         """One frontend for each of `labels`; returns when each can use so many engines."""
         frontends = []
         for index, wanted in enumerate(labels):
@@ -43,7 +43,7 @@ class Ranks:
             await _until_routed(frontend, num_engines)
         return frontends
 
-    async def running_by_rank(self, frontend: ChildProcess, num_requests: int) -> list[int]:
+    async def running_by_rank(self, frontend: Child, num_requests: int) -> list[int]:
         """Send requests at once that last; how many each rank runs when all do.
 
         One that ended early would leave its rank free for another.
@@ -61,7 +61,7 @@ class Ranks:
             await engine.until_idle()
         return counts
 
-    async def finished_by_rank(self, frontends: Sequence[ChildProcess], num_requests: int) -> list[int]:
+    async def finished_by_rank(self, frontends: Sequence[Child], num_requests: int) -> list[int]:
         """Send requests at once, to each frontend in turn; how many each rank has finished of them."""
         before = [(await engine.until_idle()).num_finished for engine in self._engines]
         stubs = [inference_pb2_grpc.InferenceServiceStub(self._stack.channel(one)) for one in frontends]
@@ -123,7 +123,7 @@ def _sampling(max_tokens: int) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
-async def _until_routed(frontend: ChildProcess, num_engines: int) -> None:
+async def _until_routed(frontend: Child, num_engines: int) -> None:
     async with open_channel(address_of(frontend), profile="public") as channel:
         stub = model_pb2_grpc.ModelServiceStub(channel)
         async with asyncio.timeout(WAIT_LIMIT_S):

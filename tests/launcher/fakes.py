@@ -130,8 +130,8 @@ async def triptych(
 def children_of(pid: int, service: str) -> list[int]:
     """The processes of a service, or of any, that the launcher, or the frontend, of that id has started."""
     # Before and after it has given itself a title.
-    commands = (f"launcher.serve.child\0{pid}\0{service}", f"{service}_svc.process.workers_main\0{pid}\0")
-    markers = [marker.encode() for marker in (*commands, f"triptych-{service}")]
+    entry = f"service_kit.process\0{pid}\0{service}"
+    markers = [marker.encode() for marker in (entry, f"triptych-{service}")]
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from service_kit.process import process_environment, signal_child
-from tests.processes import running, running_async
+from service_kit.process import importing_environment, process_environment
+from tests.processes import running
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("GRPC_EXPERIMENTS", "GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT")
@@ -100,6 +99,13 @@ def test_a_copy_of_the_environment_changes_nothing() -> None:
     assert copy["PATH"] == os.environ["PATH"]
 
 
+def test_a_child_can_import_what_its_parent_imports() -> None:
+    program = "import sys, pytest; print(sys.path)"
+    command = [sys.executable, "-P", "-c", program]
+    output = subprocess.run(command, env=importing_environment(), capture_output=True, check=True, text=True)
+    assert str(ROOT) in output.stdout
+
+
 def run(program: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A Python process with its stdin and stdout as pipes."""
     return running(
@@ -178,28 +184,3 @@ def test_a_session_leader_need_not_leave_its_group() -> None:
         command, cwd=ROOT, start_new_session=True, capture_output=True, text=True, check=True
     )
     assert done.stdout == "left\n"
-
-
-async def test_a_signal_to_a_child_that_ends_does_not_take_its_exit_code(monkeypatch) -> None:
-    may_look, wait_for_child = threading.Event(), os.waitpid
-
-    def look_later(pid: int, options: int) -> tuple[int, int]:
-        """As asyncio's thread does, but later than the child's end, and than the signal."""
-        may_look.wait()
-        return wait_for_child(pid, options)
-
-    monkeypatch.setattr(os, "waitpid", look_later)
-    async with running_async(sys.executable, "-c", "raise SystemExit(7)") as child:
-        try:
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # Nothing else runs.
-            signal_child(child, signal.SIGTERM)
-        finally:
-            may_look.set()
-        assert await child.wait() == 7
-
-
-async def test_a_child_that_has_ended_is_not_signalled() -> None:
-    async with running_async(sys.executable, "-c", "") as child:
-        await child.wait()
-        signal_child(child, signal.SIGKILL)
-        assert child.returncode == 0

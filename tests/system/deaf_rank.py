@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import socket
+from collections.abc import Sequence
 from typing import Any
 
-from engine_svc.ranks.control_pipe import RankConnection, end_with_parent
+from engine_svc.ranks.control_pipe import RankConnection
 from engine_svc.ranks.plan_channel import ChannelReader, reader_end
 from engine_svc.ranks.progress_board import RankHeartbeats, start_heart
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> int:
     """Do everything a rank does but its work; rank `deaf` does not even say that it took up a plan."""
-    connection = RankConnection(int(sys.argv[1]))
+    connection = RankConnection(socket.socket(fileno=int(argv[0])))
     spec: dict[str, Any] = connection.receive()
-    end_with_parent(spec["parent"])
     heartbeats = RankHeartbeats(spec["board_fd"], spec["tp_size"] * spec["pp_size"])
     start_heart(heartbeats, spec["rank"], spec["heart_interval_s"])
     connection.send({"loaded": {}})
@@ -26,7 +26,3 @@ def main() -> None:
         plans.receive()
         if spec["rank"] != spec["deaf"]:
             heartbeats.finish_step(spec["rank"])
-
-
-if __name__ == "__main__":
-    main()

@@ -10,9 +10,9 @@ from types import TracebackType
 
 import grpc
 
-from launcher.serve.process import ChildProcess, ProcessPlan, spawn
 from launcher.serve.readiness import await_ready
 from service_kit.channel import open_channel
+from service_kit.child import Child, Output
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
@@ -32,7 +32,7 @@ class Stack:
             "TRIPTYCH_FRONTEND_DRAIN_LAG_S": "0",
             **(environment or {}),
         }
-        self.children: list[ChildProcess] = []
+        self.children: list[Child] = []
         self._channels: list[grpc.aio.Channel] = []
 
     async def __aenter__(self) -> Stack:
@@ -46,12 +46,12 @@ class Stack:
         for child in self.children:
             await child.stop(10.0)
 
-    async def start(self, service: str, *flags: str, index: int = 0) -> ChildProcess:
+    async def start(self, service: str, *flags: str, index: int = 0) -> Child:
         """Start a service and wait until it says where it listens; not until it is ready."""
-        plan = ProcessPlan(service, index, (sys.executable, "-m", "launcher.cli", service))
-        child, pipe_fd = await spawn(plan, flags, self._environment, quiet=True)
+        command = (sys.executable, "-m", "launcher.cli", service, *flags, f"--index={index}")
+        child = Child(f"{service}-{index}", command, self._environment, announces=True, output=Output.KEPT)
         self.children.append(child)
-        await asyncio.wait_for(child.announced(pipe_fd), START_LIMIT_S)
+        await asyncio.wait_for(child.announced(), START_LIMIT_S)
         return child
 
     async def start_all(self, model: str, *engine_flags: str, frontend_flags: tuple[str, ...] = ()) -> Trio:
@@ -63,21 +63,21 @@ class Stack:
         await self.ready("frontend", frontend)
         return Trio(coordinator, engine, frontend)
 
-    async def ready(self, service: str, child: ChildProcess) -> None:
+    async def ready(self, service: str, child: Child) -> None:
         """Wait until the service of `child` is SERVING."""
         await asyncio.wait_for(await_ready(service, address_of(child)), START_LIMIT_S)
 
-    def channel(self, child: ChildProcess) -> grpc.aio.Channel:
+    def channel(self, child: Child) -> grpc.aio.Channel:
         """A channel to `child`, closed with the stack."""
         channel = open_channel(address_of(child), profile="public")
         self._channels.append(channel)
         return channel
 
-    def inference(self, frontend: ChildProcess) -> inference_pb2_grpc.InferenceServiceStub:
+    def inference(self, frontend: Child) -> inference_pb2_grpc.InferenceServiceStub:
         """The public API of a frontend, over a connection of its own."""
         return inference_pb2_grpc.InferenceServiceStub(self.channel(frontend))
 
-    async def engines_known(self, coordinator: ChildProcess, num_engines: int) -> None:
+    async def engines_known(self, coordinator: Child, num_engines: int) -> None:
         """Wait until a coordinator knows so many engines."""
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(self.channel(coordinator))
         async with asyncio.timeout(WAIT_LIMIT_S):
@@ -87,14 +87,14 @@ class Stack:
                     return
                 await asyncio.sleep(0.05)
 
-    def engine(self, engine: ChildProcess) -> EngineView:
+    def engine(self, engine: Child) -> EngineView:
         return EngineView(engine_pb2_grpc.EngineCoreServiceStub(self.channel(engine)))
 
 
 class Trio:
     """One coordinator, one engine, one frontend."""
 
-    def __init__(self, coordinator: ChildProcess, engine: ChildProcess, frontend: ChildProcess) -> None:
+    def __init__(self, coordinator: Child, engine: Child, frontend: Child) -> None:
         self.coordinator = coordinator
         self.engine = engine
         self.frontend = frontend
@@ -122,14 +122,14 @@ class EngineView:
         return await self.until(lambda stats: stats.num_running == 0 and stats.num_waiting == 0)
 
 
-def address_of(child: ChildProcess) -> str:
+def address_of(child: Child) -> str:
     return listeners_of(child)[0]
 
 
-def listeners_of(child: ChildProcess) -> tuple[str, str]:
+def listeners_of(child: Child) -> tuple[str, str]:
     """Where a child listens, for its peers and for its administrators."""
     if child.announcement is None:
-        raise RuntimeError(f"{child.plan.name} has not announced itself")
+        raise RuntimeError(f"{child.name} has not announced itself")
     return child.announcement.address, child.announcement.admin_address
 
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from launcher.serve.process import ChildProcess
 from launcher.serve.readiness import health_of
 from launcher.services import embedded_model
+from service_kit.child import Child
 from service_kit.errors import from_rpc_error
 from tests.engine_svc.session.service_rig import StreamClient, make_entry
 from tests.system.generation import read_to_end, request_of
@@ -28,7 +28,7 @@ NUM_REQUESTS = 16
 
 
 @contextlib.asynccontextmanager
-async def busy_engine(*flags: str) -> AsyncIterator[tuple[ChildProcess, StreamClient]]:
+async def busy_engine(*flags: str) -> AsyncIterator[tuple[Child, StreamClient]]:
     """An engine, and a client whose requests run there."""
     async with Stack() as stack:
         engine = await stack.start("engine", MODEL, "--port=0", *flags)
@@ -41,7 +41,7 @@ async def busy_engine(*flags: str) -> AsyncIterator[tuple[ChildProcess, StreamCl
         yield engine, client
 
 
-async def ending_of(child: ChildProcess) -> str:
+async def ending_of(child: Child) -> str:
     await asyncio.wait_for(child.wait(), WAIT_LIMIT_S)
     return child.ending.partition(") ")[2]
 

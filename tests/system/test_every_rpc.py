@@ -48,9 +48,9 @@ async def test_every_rpc_answers_on_every_listener(llama: str) -> None:
                     for method in METHODS:
                         code, reason = await _call(channel, method)
                         is_real = code in REAL or reason == STARTING
-                        assert is_real, f"{method.full_name} at {child.plan.name}: {code}"
+                        assert is_real, f"{method.full_name} at {child.name}: {code}"
                         if code is not grpc.StatusCode.UNIMPLEMENTED:
-                            served.setdefault(child.plan.service, set()).add(method.full_name)
+                            served.setdefault(child.name.rpartition("-")[0], set()).add(method.full_name)
     assert "triptych.api.v1.InferenceService.Generate" in served["frontend"]
     assert "triptych.engine.v1.EngineCoreService.GetLoad" in served["engine"]
     assert "triptych.coordinator.v1.CoordinatorService.GetTopology" in served["coordinator"]

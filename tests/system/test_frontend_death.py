@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
-from launcher.serve.process import ChildProcess
 from launcher.serve.readiness import health_of
 from service_kit.channel import open_channel
+from service_kit.child import Child
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import random_prompt
 from tests.system.slowed_engine import Brake
@@ -166,7 +166,7 @@ def check_cut(expected: list[Read], seen: list[Read]) -> None:
             assert one.outputs == undisturbed.outputs, options
 
 
-async def ended(child: ChildProcess) -> str:
+async def ended(child: Child) -> str:
     await asyncio.wait_for(child.wait(), WAIT_LIMIT_S)
     return child.ending.partition(") ")[2]
 
@@ -243,7 +243,7 @@ async def test_clients_of_a_worker_whose_drain_is_cut_go_on_at_its_sibling_at_th
     assert after.num_generated_tokens < 2 * before.num_generated_tokens
 
 
-async def busy_worker(frontend: ChildProcess) -> int:
+async def busy_worker(frontend: Child) -> int:
     """The process id of the worker that has the client's one connection, of two."""
     async with open_channel(listeners_of(frontend)[1], profile="public") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)

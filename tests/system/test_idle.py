@@ -28,8 +28,7 @@ async def test_idle_processes_use_less_than_one_percent_after_a_hundred_requests
         await asyncio.sleep(IDLE_S)
         used = [cpu_seconds(child.pid) - start for child, start in zip(stack.children, before, strict=True)]
     rates = {
-        child.plan.name: f"{seconds / IDLE_S:.2%}"
-        for child, seconds in zip(stack.children, used, strict=True)
+        child.name: f"{seconds / IDLE_S:.2%}" for child, seconds in zip(stack.children, used, strict=True)
     }
     print(f"{rates}; limit times {scale:.2f}")
     assert max(used) < 0.01 * scale * IDLE_S

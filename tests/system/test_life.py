@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from launcher.serve.process import ChildProcess
+from service_kit.child import Child
 from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import collect, random_prompt, read_to_end, request_of
 from tests.system.ports import free_port
@@ -33,7 +33,7 @@ async def test_any_start_order_works(order: tuple[str, ...], llama: str) -> None
         "frontend": ("--port=0", f"--coordinator=127.0.0.1:{port}"),
     }
     async with Stack() as stack:
-        children: dict[str, ChildProcess] = {}
+        children: dict[str, Child] = {}
         for service in order:
             children[service] = await stack.start(service, *flags[service])
         await stack.ready("frontend", children["frontend"])

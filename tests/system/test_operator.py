@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from launcher.serve.process import ChildProcess
+from service_kit.child import Child
 from tests.launcher.fakes import triptych
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import collect, random_prompt, request_of
@@ -217,7 +217,7 @@ async def test_an_operator_has_verbs_and_what_sleeps_is_not_waited_for_at_the_en
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def ending_of(child: ChildProcess) -> str:
+async def ending_of(child: Child) -> str:
     async with asyncio.timeout(60):
         await child.wait()
     return child.ending.partition(") ")[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.serve.process import ChildDied
 from launcher.services import embedded_model
+from service_kit.child import ChildDied
 from tests.service_kit.plugin_folder import python_path, write_plugin
 from tests.system.generation import request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, listeners_of

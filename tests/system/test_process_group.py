@@ -257,7 +257,7 @@ def test_ranks_are_in_the_same_state_after_1000_steps(division: dict[str, int], 
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "sent no heartbeat")],
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "sent no heartbeat")],
     ids=["killed", "stopped"],
 )
 def test_a_rank_that_ends_or_stops_is_seen_in_a_step(how: signal.Signals, why: str, folders) -> None:
@@ -284,7 +284,7 @@ def test_a_rank_that_ends_while_idle_is_reported(folders) -> None:
     with ranks_of(config_of(folders["llama"], **PP_2), on_lost=losses.put) as ranked:
         os.kill(ranked.group.process_ids[0], signal.SIGKILL)
         assert losses.get(timeout=20).rank == 0
-        with pytest.raises(RankLost, match="rank 0 was ended by SIGKILL"):
+        with pytest.raises(RankLost, match="rank 0 was killed by SIGKILL"):
             with_requests(Driver(ranked.side)).run()
 
 

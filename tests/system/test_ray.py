@@ -24,12 +24,11 @@ import pytest
 from benchmarks.rig.processes import free_port, is_engine_key
 from benchmarks.rig.streams import Load, make_cases
 from benchmarks.rig.watch import placed
-from launcher.serve.process import ChildProcess
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
-from service_kit.process import signal_child
+from service_kit.child import Child
 from tests.architecture.sources import ROOT
-from tests.processes import running_async
+from tests.processes import running_async, signal_child
 from tests.system.stack import START_LIMIT_S, WAIT_LIMIT_S, Stack, address_of, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -198,7 +197,7 @@ async def served_by(channel: grpc.aio.Channel, load: Load, num_tokens: int) -> C
     return where
 
 
-async def until_routed(frontend: ChildProcess, num_engines: int) -> None:
+async def until_routed(frontend: Child, num_engines: int) -> None:
     """Wait until a frontend has so many engines READY and no other."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:

@@ -332,7 +332,6 @@ class EngineClient:
             finished_here = self._processor.process(rows)
             if finished_here:
                 self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
-        self._steps.on_step(step.step_number, self._clock.now(), has_more=len(self._processor) > 0)
 
     def _take_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> None:
         self.account.hold(heartbeat.state in HELD_STATES)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from service_kit.process import process_environment, signal_child
+from service_kit.child import Child, Output
+from service_kit.process import importing_environment
 
 CONVERT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "launcher.convert_tokenizer")
 # Exit code of a converter whose libraries are not installed.
@@ -76,32 +75,27 @@ class SlowTokenizers:
 
     async def _run(self, folder: Path) -> str | None:
         """Convert the files in `folder`; returns an error message, or None."""
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            str(folder),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
+        # All needed files are in the folder.
+        environment = {**importing_environment(), "HF_HUB_OFFLINE": "1"}
+        command = (*self._command, str(folder))
+        child = Child("converter", command, environment, output=Output.KEPT, start_new_session=True)
         try:
             async with asyncio.timeout(self._time_limit_s):
-                _, output = await process.communicate()
+                await child.wait()
         except TimeoutError as error:
             raise SlowTokenizerError(
                 f"converting tokenizer.model took longer than the limit of {self._time_limit_s:g} s"
             ) from error
         finally:
-            signal_child(process, signal.SIGKILL)
-            await process.wait()
-        if process.returncode == MISSING_EXTRA:
+            child.kill()
+            await child.wait()
+        if child.exit_code == MISSING_EXTRA:
             return (
                 "the model has a tokenizer.model and no tokenizer.json: converting it needs the extra "
                 "slow-tokenizers, pip install 'triptych[slow-tokenizers]'"
             )
-        message = output.decode(errors="replace").strip()[-_MAX_SHOWN_CHARS:]
-        return f"tokenizer.model cannot be converted: {message}" if process.returncode else None
+        message = "\n".join(child.last_lines).strip()[-_MAX_SHOWN_CHARS:]
+        return f"tokenizer.model cannot be converted: {message}" if child.exit_code else None
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -115,11 +109,3 @@ def _digest(files: Mapping[str, bytes]) -> str:
         digest.update(f"{name} {len(content)} ".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def _environment() -> dict[str, str]:
-    environment = process_environment()
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # All needed files are in the folder.
-    environment["HF_HUB_OFFLINE"] = "1"
-    return environment

@@ -1,4 +1,4 @@
-"""The process of one text worker and its pipes, on the event loop.
+"""The process of one text worker and the connection to it, on the event loop.
 
 Knows frames, but neither their meaning nor queues.
 """
@@ -10,14 +10,15 @@ import contextlib
 import logging
 import math
 import os
-import subprocess
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from frontend_svc.text.workers.frames import Frame, FrameError, FrameReader, pack_head
-from service_kit.process import process_environment
+from service_kit.child import Child
+from service_kit.process import importing_environment
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "frontend_svc.tex
 
 # Bytes handed to the transport's buffer at once: the rest waits until the worker has read them.
 _CHUNK_BYTES = 64 * 1024
-_INPUT_FD = 0
 # Indexes of fields in /proc/PID/stat, counted after the program name.
 _USER_TIME, _SYSTEM_TIME = 11, 12
 # Token streams of running requests have priority over new prompts.
@@ -35,41 +35,50 @@ _NEXT_TRY_S = 0.15
 _MAX_TRIES = 100
 
 
-class WorkerLink(asyncio.SubprocessProtocol):
-    """The pipes of one worker process. All calls and callbacks run on the event loop.
+class WorkerLink(asyncio.Protocol):
+    """One worker process, connected by its standard input and output. All runs on the event loop.
 
     on_frame: called for each answer.  on_end: called once, when the process can no longer answer.
     """
 
     def __init__(
-        self, on_frame: Callable[[WorkerLink, Frame], None], on_end: Callable[[WorkerLink], None]
+        self,
+        command: Sequence[str],
+        on_frame: Callable[[WorkerLink, Frame], None],
+        on_end: Callable[[WorkerLink], None],
     ) -> None:
+        """Start the process. Raises OSError."""
         self._on_frame = on_frame
         self._on_end = on_end
         self._reader = FrameReader()
         self._unsent: list[memoryview] = []
         self._is_paused = False
         self._has_ended = False
-        self._process: asyncio.SubprocessTransport | None = None
-        self._input: asyncio.WriteTransport | None = None
-        self.exited = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.Transport | None = None
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._child = Child(
+                    "text-worker",
+                    command,
+                    _environment(),
+                    stdin=theirs,
+                    stdout=theirs,
+                    start_new_session=True,
+                )
+        except OSError:
+            self._socket.close()
+            raise
+        self.exited = asyncio.ensure_future(self._child.wait())
+        self._lower_priority()
 
-    async def start(self, command: Sequence[str]) -> None:
-        """Start the process. Raises OSError."""
-        await asyncio.get_running_loop().subprocess_exec(
-            lambda: self,
-            *command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None,
-            env=_environment(),
-            start_new_session=True,
-        )
+    async def connect(self) -> None:
+        """Has to be called before anything is sent."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     @property
     def process_id(self) -> int:
-        """0 before the process is started."""
-        return self._process.get_pid() if self._process is not None else 0
+        return self._child.pid
 
     def cpu_s(self) -> float:
         """CPU seconds that the process has used; infinite if the system does not report them."""
@@ -91,25 +100,19 @@ class WorkerLink(asyncio.SubprocessProtocol):
 
     def kill(self) -> None:
         """Kill the process. After that only `on_end` is called."""
-        if self._process is not None and self._process.get_returncode() is None:
-            self._process.kill()
+        self._child.kill()
 
     def close(self) -> None:
-        """End the process by closing its pipe."""
-        if self._input is not None:
-            self._input.close()
+        """End the process by closing the connection."""
+        if self._transport is not None:
+            self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the event loop: the process was started."""
+        """Called by the event loop."""
         # The transports of other event loops have the same methods without being subclasses.
-        self._process = cast("asyncio.SubprocessTransport", transport)
-        self._input = cast("asyncio.WriteTransport", self._process.get_pipe_transport(_INPUT_FD))
-        # Set at once and by the parent: starting Python and loading a tokenizer take longer than most tasks.
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self.process_id, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
-        self._lower_session(_MAX_TRIES)
+        self._transport = cast("asyncio.Transport", transport)
 
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         """Called by the event loop: the process has written."""
         self._reader.feed(data)
         try:
@@ -123,17 +126,9 @@ class WorkerLink(asyncio.SubprocessProtocol):
             self.kill()
             self._end()
 
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Called by the event loop: a pipe was closed, which makes the worker unusable."""
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop: the process has exited or closed the connection, and is unusable."""
         self._end()
-
-    def process_exited(self) -> None:
-        """Called by the event loop: the process has exited."""
-        self._end()
-        if self._process is not None:
-            self._process.close()
-        if not self.exited.done():
-            self.exited.set_result(None)
 
     def pause_writing(self) -> None:
         """Called by the event loop: the write buffer is full."""
@@ -143,6 +138,12 @@ class WorkerLink(asyncio.SubprocessProtocol):
         """Called by the event loop: the write buffer has room."""
         self._is_paused = False
         self._pump()
+
+    def _lower_priority(self) -> None:
+        # Set at once and by the parent: starting Python and loading a tokenizer take longer than most tasks.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.process_id, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        self._lower_session(_MAX_TRIES)
 
     def _lower_session(self, num_tries: int) -> None:
         # With autogroups, Linux shares CPU time between sessions first, and a worker is its own session: its
@@ -157,9 +158,9 @@ class WorkerLink(asyncio.SubprocessProtocol):
             return
 
     def _pump(self) -> None:
-        while self._unsent and not self._is_paused and self._input is not None:
+        while self._unsent and not self._is_paused and self._transport is not None:
             view = self._unsent[0]
-            self._input.write(bytes(view[:_CHUNK_BYTES]))
+            self._transport.write(bytes(view[:_CHUNK_BYTES]))
             if len(view) > _CHUNK_BYTES:
                 self._unsent[0] = view[_CHUNK_BYTES:]
             else:
@@ -173,10 +174,10 @@ class WorkerLink(asyncio.SubprocessProtocol):
 
 
 def _environment() -> dict[str, str]:
-    environment = process_environment()
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # One thread per worker: there is one worker per core.
-    environment["TOKENIZERS_PARALLELISM"] = "false"
-    # A panic of the tokenizer takes one line in the log, not fifty.
-    environment["RUST_BACKTRACE"] = "0"
-    return environment
+    return {
+        **importing_environment(),
+        # One thread per worker: there is one worker per core.
+        "TOKENIZERS_PARALLELISM": "false",
+        # A panic of the tokenizer takes one line in the log, not fifty.
+        "RUST_BACKTRACE": "0",
+    }

@@ -167,17 +167,15 @@ class WorkerSlot:
             await asyncio.wait(pending, timeout=timeout_s)
 
     async def _start(self) -> None:
-        link = WorkerLink(self._answered, self._ended)
-        self._link = link
-        self._links.add(link)
-        link.exited.add_done_callback(lambda _: self._links.discard(link))
         try:
-            await link.start(self._command)
+            link = self._link = WorkerLink(self._command, self._answered, self._ended)
         except OSError as error:
             logger.error("text worker cannot be started", extra={"error": str(error)})
-            self._links.discard(link)
-            self._ended(link)
+            self._ended(None)
             return
+        self._links.add(link)
+        link.exited.add_done_callback(lambda _: self._links.discard(link))
+        await link.connect()
         if self._state is SlotState.CLOSED:
             link.kill()
         elif self._link is link:
@@ -263,16 +261,16 @@ class WorkerSlot:
         link.kill()
         self.start()
 
-    def _ended(self, link: WorkerLink) -> None:
+    def _ended(self, link: WorkerLink | None) -> None:
         if link is not self._link or self._state is SlotState.CLOSED:
             return
-        work = self._work
+        work, process_id = self._work, self.process_id
         self._leave()
         delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._num_failures, _MAX_DOUBLINGS))
         self._num_failures += 1
         logger.warning(
             "text worker died",
-            extra={"process_id": link.process_id, "restart_in_s": delay_s, "in_a_row": self._num_failures},
+            extra={"process_id": process_id, "restart_in_s": delay_s, "in_a_row": self._num_failures},
         )
         self._restart = asyncio.get_running_loop().call_later(delay_s, self._start_again)
         if work is not None:

@@ -7,13 +7,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from engine_svc.loop.step_time import StepTimeEstimator
-from engine_svc.process.watchdog import EXIT_HUNG, StepWatch, Watchdog
+from engine_svc.process.watchdog import EXIT_HUNG, Watchdog
 from service_kit.clock import FakeClock, MonotonicClock
 from tests.engine_svc.session.unread import exit_code_unread
 
@@ -21,7 +22,32 @@ TICK_S = 0.25
 LIMIT_S = 5.0
 
 
-def seconds_until_seen(watch: StepWatch, stats: LoopStats, *, start_s: float, most_s: float) -> float | None:
+class Watch:
+    """A watchdog that looks when the test says so."""
+
+    def __init__(self) -> None:
+        self._clock = FakeClock()
+        self._watchdog = Watchdog(StatsSnapshot(), self._clock, lambda reason: None, tick_s=TICK_S)
+
+    def look(self, stats: LoopStats, now: float) -> float | None:
+        self._clock.advance(now - self._clock.now())
+        return self._watchdog.hung_for_s(stats)
+
+
+def running(step_number: int = 3, started_at: float = 0.0, **options: Any) -> LoopStats:
+    """A step that runs, of the usual budget."""
+    return LoopStats(
+        **{
+            "step_number": step_number,
+            "step_started_at": started_at,
+            "step_budget_s": LIMIT_S,
+            "has_work": True,
+            **options,
+        }
+    )
+
+
+def seconds_until_seen(watch: Watch, stats: LoopStats, *, start_s: float, most_s: float) -> float | None:
     """How long the watch reads the same statistics before it reports that the step hangs."""
     for number in range(int(most_s / TICK_S)):
         if watch.look(stats, start_s + number * TICK_S) is not None:
@@ -30,15 +56,15 @@ def seconds_until_seen(watch: StepWatch, stats: LoopStats, *, start_s: float, mo
 
 
 def test_a_hung_step_is_seen_within_half_a_second_of_the_limit():
-    stats = LoopStats(step_number=3, step_started_at=100.0, has_work=True)
-    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), stats, start_s=100.0, most_s=20)
+    stats = running(started_at=100.0)
+    seen = seconds_until_seen(Watch(), stats, start_s=100.0, most_s=20)
     assert seen is not None
     assert LIMIT_S < seen <= LIMIT_S + 0.5
 
 
 def test_a_step_that_goes_on_in_pace_with_others_does_not_hang_before_they_stand_still():
-    stats_snapshot, watch = StatsSnapshot(), StepWatch(LIMIT_S, TICK_S)
-    stats_snapshot.post(LoopStats(step_number=3, step_started_at=0.0, has_work=True))
+    stats_snapshot, watch = StatsSnapshot(), Watch()
+    stats_snapshot.post(running())
     for number in range(240):
         now = number * TICK_S
         if number % 16 == 0:
@@ -59,29 +85,29 @@ def test_progress_of_an_earlier_step_makes_none_of_a_later_one_younger():
 
 
 def test_a_step_has_the_time_that_was_announced():
-    stats = LoopStats(step_number=3, step_started_at=0.0, step_budget_s=30.0)
-    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), stats, start_s=0.0, most_s=60)
+    stats = running(step_budget_s=30.0)
+    seen = seconds_until_seen(Watch(), stats, start_s=0.0, most_s=60)
     assert seen is not None
     assert 30.0 < seen <= 30.5
 
 
 def test_an_idle_engine_never_hangs():
-    watch = StepWatch(LIMIT_S, TICK_S)
+    watch = Watch()
     assert seconds_until_seen(watch, LoopStats(step_number=3), start_s=0.0, most_s=600) is None
 
 
 def test_steps_that_follow_each_other_are_not_added_up():
-    watch = StepWatch(LIMIT_S, TICK_S)
+    watch = Watch()
     for number in range(4000):
         now = number * TICK_S
         started_at = now - now % 4.0
-        assert watch.look(LoopStats(step_number=int(now // 4), step_started_at=started_at), now) is None
+        assert watch.look(running(int(now // 4), started_at), now) is None
 
 
 @pytest.mark.parametrize("stopped_s", [5.0, 60.0, 100_000.0])
 def test_time_in_which_the_process_was_stopped_is_no_steps_fault(stopped_s):
-    watch = StepWatch(LIMIT_S, TICK_S)
-    stats = LoopStats(step_number=1, step_started_at=0.0)
+    watch = Watch()
+    stats = running(1)
     now = 0.0
     for _ in range(12):
         now += TICK_S
@@ -91,7 +117,7 @@ def test_time_in_which_the_process_was_stopped_is_no_steps_fault(stopped_s):
     for _ in range(4):
         assert watch.look(stats, now) is None
         now += TICK_S
-    assert watch.look(LoopStats(step_number=2, step_started_at=now), now) is None
+    assert watch.look(running(2, now), now) is None
 
 
 def plan_of(num_tokens: list[int], num_computed_tokens: list[int]) -> StepPlan:
@@ -106,7 +132,7 @@ def plan_of(num_tokens: list[int], num_computed_tokens: list[int]) -> StepPlan:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_thousand_long_steps_whose_cost_grows_with_their_tokens_raise_no_alarm(seed):
     rng = random.Random(seed)
-    estimator, watch, now, num_long = StepTimeEstimator(LIMIT_S), StepWatch(LIMIT_S, TICK_S), 0.0, 0
+    estimator, watch, now, num_long = StepTimeEstimator(LIMIT_S), Watch(), 0.0, 0
     s_per_token, s_per_read = rng.uniform(0.002, 0.01), rng.uniform(1e-7, 1e-6)
     number = 0
     while num_long < 1000:
@@ -134,21 +160,20 @@ def test_a_thousand_long_steps_whose_cost_grows_with_their_tokens_raise_no_alarm
         estimator.end(now)
 
 
-def test_usual_steps_are_not_announced_and_a_hang_among_them_is_seen_at_the_limit():
+def test_usual_steps_have_the_least_budget_however_short_they_are():
     estimator, now = StepTimeEstimator(LIMIT_S), 0.0
     for number in range(500):
         estimator.begin(plan_of([1] * 32, [100 + number] * 32), now)
         now += 0.04
         estimator.end(now)
     estimator.begin(plan_of([1] * 32, [600] * 32), now)
-    assert estimator.budget_s is None
+    assert estimator.budget_s == LIMIT_S
     assert estimator.running_since == now
 
 
 def test_the_first_step_has_time_to_compile():
     estimator = StepTimeEstimator(LIMIT_S)
     estimator.begin(plan_of([1], [0]), 0.0)
-    assert estimator.budget_s is not None
     assert estimator.budget_s >= 60.0
 
 
@@ -182,14 +207,20 @@ def test_what_is_done_between_two_steps_is_not_their_time_and_has_a_budget_of_it
     estimator.end_call(50.0)
     assert (estimator.is_in_call, estimator.running_since, estimator.budget_s) == (False, 50.0, of_step)
     estimator.drop()
-    assert (estimator.running_since, estimator.budget_s) == (None, None)
+    assert (estimator.running_since, estimator.budget_s) == (None, LIMIT_S)
+
+
+def test_no_call_has_less_time_than_a_usual_step():
+    estimator = StepTimeEstimator(1000.0)
+    estimator.begin_call(2.0)
+    assert estimator.budget_s == 1000.0
 
 
 def test_a_call_on_an_engine_without_steps_leaves_nothing_running():
     estimator = StepTimeEstimator(LIMIT_S)
     estimator.begin_call(2.0)
     estimator.end_call(50.0)
-    assert (estimator.running_since, estimator.budget_s) == (None, None)
+    assert (estimator.running_since, estimator.budget_s) == (None, LIMIT_S)
 
 
 def test_a_call_that_hangs_is_seen_when_its_budget_is_over():
@@ -198,7 +229,7 @@ def test_a_call_that_hangs_is_seen_when_its_budget_is_over():
     stats = LoopStats(
         step_number=3, step_started_at=estimator.running_since, step_budget_s=estimator.budget_s
     )
-    seen = seconds_until_seen(StepWatch(LIMIT_S, TICK_S), stats, start_s=0.0, most_s=700)
+    seen = seconds_until_seen(Watch(), stats, start_s=0.0, most_s=700)
     assert seen is not None
     assert 600.0 < seen <= 600.5
 
@@ -225,12 +256,11 @@ class Notes:
         self.ended.set()
 
 
-def make_watchdog(notes: Notes, stats_snapshot: StatsSnapshot, *, limit_s: float, grace_s: float) -> Watchdog:
+def make_watchdog(notes: Notes, stats_snapshot: StatsSnapshot, *, grace_s: float) -> Watchdog:
     return Watchdog(
         stats_snapshot,
         MonotonicClock(),
         notes.on_hang,
-        limit_s=limit_s,
         tick_s=0.01,
         grace_s=grace_s,
         dump_stacks=notes.dump,
@@ -240,8 +270,8 @@ def make_watchdog(notes: Notes, stats_snapshot: StatsSnapshot, *, limit_s: float
 
 def test_a_hang_is_dumped_and_reported_and_the_process_is_ended():
     notes, stats_snapshot = Notes(), StatsSnapshot()
-    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0, has_work=True))
-    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
+    stats_snapshot.post(running(7, step_budget_s=0.05))
+    watchdog = make_watchdog(notes, stats_snapshot, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
@@ -252,9 +282,9 @@ def test_a_hang_is_dumped_and_reported_and_the_process_is_ended():
 
 def test_a_process_whose_stack_dump_blocks_is_reported_and_ended():
     notes, stats_snapshot, is_read = Notes(), StatsSnapshot(), threading.Event()
-    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
+    stats_snapshot.post(running(7, step_budget_s=0.05))
     notes.when_dumped = is_read.wait
-    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
+    watchdog = make_watchdog(notes, stats_snapshot, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     is_read.set()
@@ -270,8 +300,8 @@ from engine_svc.loop.mailbox import StatsSnapshot, LoopStats
 from engine_svc.process.watchdog import Watchdog
 from service_kit.clock import MonotonicClock
 stats = StatsSnapshot()
-stats.post(LoopStats(step_number=7, step_started_at=0.0))
-Watchdog(stats, MonotonicClock(), lambda reason: None, limit_s=0.05, tick_s=0.01, grace_s=0.0).start()
+stats.post(LoopStats(step_number=7, step_started_at=0.0, step_budget_s=0.05))
+Watchdog(stats, MonotonicClock(), lambda reason: None, tick_s=0.01, grace_s=0.0).start()
 threading.Event().wait()
 """
 
@@ -283,13 +313,13 @@ def test_the_stack_dump_does_not_block_other_threads():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_process_whose_hang_callback_fails_is_ended():
     notes, stats_snapshot = Notes(), StatsSnapshot()
-    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
+    stats_snapshot.post(running(7, step_budget_s=0.05))
 
     def fail() -> None:
         raise RuntimeError("the event loop is closed")
 
     notes.on_reported = fail
-    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
+    watchdog = make_watchdog(notes, stats_snapshot, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
@@ -300,12 +330,11 @@ def test_a_process_with_or_without_stderr_is_reported_and_ended(stderr, monkeypa
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(sys, "__stderr__", stderr)
     notes, stats_snapshot = Notes(), StatsSnapshot()
-    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
+    stats_snapshot.post(running(7, step_budget_s=0.05))
     watchdog = Watchdog(
         stats_snapshot,
         MonotonicClock(),
         notes.on_hang,
-        limit_s=0.05,
         tick_s=0.01,
         grace_s=0.0,
         end_process=notes.end,
@@ -319,8 +348,8 @@ def test_a_process_with_or_without_stderr_is_reported_and_ended(stderr, monkeypa
 
 def test_a_hanging_call_is_not_reported_as_a_step():
     notes, stats_snapshot = Notes(), StatsSnapshot()
-    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0, has_work=True, is_in_call=True))
-    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=0.0)
+    stats_snapshot.post(running(7, step_budget_s=0.05, is_in_call=True))
+    watchdog = make_watchdog(notes, stats_snapshot, grace_s=0.0)
     watchdog.start()
     assert notes.ended.wait(10)
     assert watchdog.join(10)
@@ -329,9 +358,9 @@ def test_a_hanging_call_is_not_reported_as_a_step():
 
 def test_a_process_that_ends_in_order_is_left_to_it():
     notes, stats_snapshot = Notes(), StatsSnapshot()
-    stats_snapshot.post(LoopStats(step_number=7, step_started_at=0.0))
+    stats_snapshot.post(running(7, step_budget_s=0.05))
     notes.on_reported = lambda: watchdog.stop()
-    watchdog = make_watchdog(notes, stats_snapshot, limit_s=0.05, grace_s=60.0)
+    watchdog = make_watchdog(notes, stats_snapshot, grace_s=60.0)
     watchdog.start()
     assert watchdog.join(10)
     assert not notes.ended.is_set()
@@ -339,7 +368,7 @@ def test_a_process_that_ends_in_order_is_left_to_it():
 
 def test_a_watchdog_that_was_stopped_looks_no_more():
     notes = Notes()
-    watchdog = make_watchdog(notes, StatsSnapshot(), limit_s=0.05, grace_s=0.0)
+    watchdog = make_watchdog(notes, StatsSnapshot(), grace_s=0.0)
     watchdog.start()
     watchdog.stop()
     assert watchdog.join(10)
@@ -347,8 +376,6 @@ def test_a_watchdog_that_was_stopped_looks_no_more():
 
 
 def test_the_clock_may_jump_once_without_an_alarm():
-    clock, watch = FakeClock(), StepWatch(LIMIT_S, TICK_S)
-    stats = LoopStats(step_number=1, step_started_at=0.0)
-    watch.look(stats, clock.now())
-    clock.advance(86_400.0)
-    assert watch.look(stats, clock.now()) is None
+    watch, stats = Watch(), running(1)
+    watch.look(stats, 0.0)
+    assert watch.look(stats, 86_400.0) is None

@@ -21,13 +21,14 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.ranks import process_group
 from engine_svc.ranks import watch as rank_watch
+from engine_svc.ranks.control_pipe import RankMessage
 from engine_svc.ranks.loop import EarlyStage, RankLoop, Reporter, Silent, UnknownCall
 from engine_svc.ranks.plan_channel import Channel, ChannelReader, ChannelWriter, create_channel
 from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder, PlanEncoder
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup
 from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result, encode_result
-from engine_svc.ranks.watch import RankLost, RankMessage, RankStart, RankWatch, WatchLimits
+from engine_svc.ranks.watch import RankLost, RankStart, RankWatch, WatchLimits
 from engine_svc.runner.input_batch import InputBatch
 from service_kit import stacks
 from tests.engine_svc.runner.fakes import apply
@@ -280,7 +281,7 @@ def lost_after(spec: Mapping[str, object]) -> RankLost:
     ids=["SIGKILL", "a-real-time-signal"],
 )
 def test_a_rank_that_any_signal_ends_is_lost(number: int, name: str) -> None:
-    assert str(lost_after({"signal": int(number)})) == f"rank 0 was ended by {name}"
+    assert str(lost_after({"signal": int(number)})) == f"rank 0 was killed by {name}"
 
 
 def test_a_watch_that_fails_has_lost_its_ranks() -> None:
@@ -442,7 +443,7 @@ def test_ranks_may_be_as_silent_as_at_their_start_while_they_do_what_they_are_ca
 
 
 def test_a_rank_lost_during_a_call_is_reported(watch: FakeWatch, group: ProcessGroup) -> None:
-    watch.lost = RankLost(1, "was ended by SIGKILL")
-    with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
+    watch.lost = RankLost(1, "was killed by SIGKILL")
+    with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):
         group.call("stop_profile")
     assert not watch.may_be_busy

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from engine_svc.ranks.watch import Silence
+from collections.abc import Callable
+
+import pytest
+
+from engine_svc.ranks.watch import Silence, WatchLimits
 
 
-def silence() -> Silence:
-    return Silence(2, busy_limit_s=60.0, limit_s=4.0)
+class Looks:
+    """Looks at the heartbeats of two ranks ten times a second."""
+
+    def __init__(self) -> None:
+        self._silence = Silence(2, WatchLimits(hang_s=4.0, start_hang_s=60.0))
+        self._num_looks = 0
+
+    def until_lost(
+        self, beats: Callable[[int], list[int]], most_s: float, *, may_be_busy: bool = False
+    ) -> tuple[float, int, float] | None:
+        """After how long a rank is lost, which one, and the limit; None if none is."""
+        for number in range(round(most_s * 10)):
+            self._num_looks += 1
+            lost = self._silence.look(beats(number), self._num_looks / 10, may_be_busy=may_be_busy)
+            if lost is not None:
+                return (number / 10, *lost)
+        return None
 
 
 def test_a_rank_that_gives_signs_is_never_lost():
-    one = silence()
-    assert all(one.look([count, count], 3.0, may_be_busy=False) is None for count in range(1, 100))
+    assert Looks().until_lost(lambda number: [number // 30, number // 30], 100.0) is None
 
 
 def test_a_silent_rank_is_lost_at_the_limit_and_named():
-    one = silence()
-    looks = [one.look([count, 1], 1.0, may_be_busy=False) for count in range(1, 7)]
-    assert looks == [None] * 4 + [(1, 4.0)] * 2
+    assert Looks().until_lost(lambda number: [number, 1], 10.0) == (pytest.approx(4.0, abs=0.2), 1, 4.0)
 
 
 def test_busy_ranks_may_be_silent_for_longer():
-    one = silence()
-    assert all(one.look([0, 0], 1.0, may_be_busy=True) is None for _ in range(59))
-    assert one.look([0, 0], 1.0, may_be_busy=True) == (0, 60.0)
+    lost = Looks().until_lost(lambda number: [0, 0], 100.0, may_be_busy=True)
+    assert lost == (pytest.approx(60.0, abs=0.2), 0, 60.0)
 
 
 def test_silence_of_busy_ranks_does_not_count_once_they_are_not():
-    one = silence()
-    for _ in range(2):
-        for _ in range(30):
-            assert one.look([0, 0], 1.0, may_be_busy=True) is None
-        looks = [one.look([0, 0], 1.0, may_be_busy=False) for _ in range(4)]
-        assert looks == [None, None, None, (0, 4.0)]
+    looks = Looks()
+    assert looks.until_lost(lambda number: [0, 0], 30.0, may_be_busy=True) is None
+    lost = looks.until_lost(lambda number: [0, 0], 10.0)
+    assert lost == (pytest.approx(4.0, abs=0.2), 0, 4.0)

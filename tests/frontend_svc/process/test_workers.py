@@ -14,10 +14,11 @@ import grpc
 import pytest
 
 from frontend_svc.config import FrontendConfig
-from frontend_svc.process.workers import WorkerGroup, WorkerLimits, worker_command
-from frontend_svc.process.workers_process import WorkerDied
+from frontend_svc.process.workers import WorkerGroup, worker_command
 from service_kit.channel import open_channel
+from service_kit.child import ChildDied
 from service_kit.config import load_config
+from service_kit.supervision import SupervisorLimits
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, answer, read_all
 from tests.processes import announced, running_async, source_environment
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -173,7 +174,7 @@ async def make_group() -> AsyncGenerator[Callable[..., WorkerGroup]]:
             len(codes),
             lambda index, admin_port: [sys.executable, "-c", program, str(codes[index]), str(admin_port)],
             source_environment(),
-            WorkerLimits(**{"startup_s": WAIT_S, "restart_delay_s": 0.01, **limits}),
+            SupervisorLimits(**{"startup_s": WAIT_S, "restart_delay_s": 0.01, **limits}),
         )
         made.append(group)
         return group
@@ -211,11 +212,11 @@ async def test_a_worker_that_cannot_be_started_again_now_is_given_up_only_in_the
             "0",
         ],
         source_environment(),
-        WorkerLimits(startup_s=WAIT_S, restart_delay_s=0.01, max_restarts=2),
+        SupervisorLimits(startup_s=WAIT_S, restart_delay_s=0.01, max_restarts=2),
     )
     await failing.start()
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(WorkerDied, match="after 2 restarts"):
+        with pytest.raises(ChildDied, match="after 2 restarts"):
             await failing.keep_running()
     assert await failing.stop() == 0
 
@@ -231,16 +232,16 @@ async def test_a_worker_that_does_not_end_is_killed(make_group):
 async def test_a_worker_that_keeps_dying_is_given_up_with_its_code(make_group):
     dying = make_group(ANNOUNCE + "sys.exit(5)\n", 0, max_restarts=2)
     await dying.start()
-    with pytest.raises(WorkerDied, match="ended with 5 after 2 restarts") as caught:
+    with pytest.raises(ChildDied, match="exited with code 5 after 2 restarts") as caught:
         await asyncio.wait_for(dying.keep_running(), START_S)
     assert caught.value.exit_code == 5
 
 
 async def test_a_worker_that_does_not_serve_in_time_is_killed(make_group):
     silent = make_group("import signal; signal.pause()", 0, startup_s=0.1)
-    with pytest.raises(WorkerDied, match=r"worker 0 did not serve within 0\.1 s"):
+    with pytest.raises(ChildDied, match=r"worker 0 .* did not serve within 0\.1 s"):
         await silent.start()
-    assert vars(silent)["_workers"][0].exit_code == 128 + signal.SIGKILL
+    assert vars(silent)["_workers"][0].shell_code == 128 + signal.SIGKILL
     assert await silent.stop() == 0
 
 
@@ -250,7 +251,7 @@ def test_the_flags_of_a_worker_differ_from_those_of_its_parent():
     configs = [
         load_config(
             FrontendConfig,
-            worker_command(parent, argv, index, 5555, admin_port)[4:],
+            worker_command(parent, argv, index, 5555, admin_port)[5:],
             service="frontend",
             env={"TRIPTYCH_FRONTEND_WORKERS": "3"},
         ).config

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from launcher.engines.loop_thread import LoopThread
-from launcher.serve.process import ChildProcess
+from service_kit.child import Child
 from service_kit.errors import InvalidArgument, ResourceExhausted
 from service_kit.server import PUBLIC, Registration, Server
 from tests.system.stack import Stack, address_of
@@ -167,7 +167,7 @@ def frontend_process(model: str, *engine_flags: str) -> Iterator[str]:
     thread = LoopThread("processes")
     stack = Stack()
 
-    async def start() -> ChildProcess:
+    async def start() -> Child:
         engine = await stack.start("engine", model, "--port=0", *engine_flags)
         frontend = await stack.start("frontend", "--port=0", f"--engine={address_of(engine)}")
         await stack.ready("frontend", frontend)

@@ -8,9 +8,10 @@ import pytest
 
 from launcher.ray.config import parse_place
 from launcher.ray.placement import EngineDied, EnginePlacement, HostLost, Placement
-from launcher.serve.supervisor import StartTimeout, SupervisorLimits
+from launcher.serve.supervisor import StartTimeout
 from launcher.services import embedded_model
 from service_kit.config import ConfigError
+from service_kit.supervision import SupervisorLimits
 
 LIMITS = SupervisorLimits(startup_s=5.0, stop_s=5.0, max_restarts=2, restart_delay_s=0.0)
 LIMIT_S = 10.0
@@ -112,7 +113,7 @@ async def test_an_engine_that_died_starts_again_on_its_host_and_port() -> None:
     await rig.changes()
     assert len(rig.cluster.hosts) == 1
     assert ["--port=4001" in flags for flags in host.flags] == [False, True]
-    assert any("was killed by signal 9; starts again" in line for line in rig.lines)
+    assert any("was killed by SIGKILL; starts again" in line for line in rig.lines)
     running.cancel()
 
 

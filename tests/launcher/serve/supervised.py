@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.serve.process import ProcessPlan
-from launcher.serve.supervisor import AwaitReady, StackPlan, Supervisor, SupervisorLimits
+from launcher.serve.supervisor import AwaitReady, ProcessPlan, StackPlan, Supervisor
+from service_kit.child import Output
+from service_kit.supervision import SupervisorLimits
 
 MakeStack = Callable[..., "Stack"]
 """What the fixture `make_stack` is: it takes what `Stack` takes after its folder."""
@@ -30,6 +31,7 @@ class Stack:
         *,
         await_ready: AwaitReady | None = None,
         program: Path = Path(sys.executable),
+        max_engines: int = 64,
         **limits: Any,
     ) -> None:
         self.diary = folder / "diary"
@@ -56,13 +58,14 @@ class Stack:
                 flags=flags,
                 ports={},
                 engine=lambda rank: plan("engine", rank),
+                max_engines=max_engines,
             ),
             os.environ,
             await_ready=await_ready or greeted,
             report=self._report,
             on_change=self.restarted.set,
             limits=SupervisorLimits(**{"startup_s": 30.0, "restart_delay_s": 0.01, **limits}),
-            quiet=True,
+            output=Output.KEPT,
         )
 
     def keep_running(self) -> asyncio.Task[None]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import os
 import signal
 import sys
@@ -12,19 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.serve.process import ChildDied, ProcessPlan, spawn
-from launcher.serve.restarts import Restarts, until_ready
 from launcher.serve.supervisor import StartTimeout
-from service_kit.process import process_environment
+from service_kit.child import ChildDied
 from tests.launcher.serve.supervised import MakeStack, greeted, program_that_may_go
-from tests.processes import running_async
-
-
-class Unread(io.StringIO):
-    """What stderr is once its reader has gone."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
 
 
 async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: MakeStack) -> None:
@@ -172,17 +160,6 @@ async def test_an_engine_that_starts_while_the_coordinator_is_down_gets_its_futu
     assert all(line.endswith(f"coordinator={address}") for line in starts)
 
 
-async def test_a_child_is_still_read_when_its_copied_output_is_not(tmp_path: Path) -> None:
-    """Else it would stop in the middle of a log line once its pipe is full."""
-    program = "import sys; [print('x' * 1000) for _ in range(1000)]; print('the end')"
-    plan = ProcessPlan("engine", 0, (sys.executable, "-c", program))
-    with contextlib.redirect_stderr(Unread()):
-        child, pipe_fd = await spawn(plan, [], os.environ)
-        os.close(pipe_fd)
-        await asyncio.wait_for(child.wait(), 30)
-    assert child.last_lines[-1] == "the end"
-
-
 async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_up(
     make_stack: MakeStack,
 ) -> None:
@@ -200,25 +177,6 @@ async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_u
         await asyncio.wait_for(keeping, 30)
     delays = [line.partition("starts again in ")[2] for line in one.reports if "starts again" in line]
     assert delays == ["0.01 s (1 of 3)", "0.02 s (2 of 3)", "0.04 s (3 of 3)"]
-
-
-async def test_children_end_with_their_launcher(tmp_path: Path) -> None:
-    """A launcher that is killed has no chance to stop its children."""
-
-    program = (
-        "import os, subprocess, sys\n"
-        "child = 'import os, sys, time; from service_kit.process import die_with_parent;"
-        ' die_with_parent(int(sys.argv[1])); print("tied", flush=True); time.sleep(600)\'\n'
-        "subprocess.Popen([sys.executable, '-c', child, str(os.getpid())]).wait()\n"
-    )
-    async with running_async(
-        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
-    ) as launcher:
-        assert launcher.stdout is not None
-        assert await launcher.stdout.readline() == b"tied\n"
-        launcher.kill()
-        # The pipe ends when the last process that holds it has ended, i.e. the grandchild.
-        assert await asyncio.wait_for(launcher.stdout.read(), 30) == b""
 
 
 # The supervisor when another number of engines is wanted than it started with.
@@ -338,68 +296,3 @@ async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_u
     await one.until("engine-2 cannot be started after 2 restarts within 60 s")
     assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
     assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
-
-
-# How often what dies is started again, and what is said of one that dies before it is ready.
-
-
-def test_each_restart_in_the_window_waits_twice_as_long_and_there_are_so_many() -> None:
-    restarts = Restarts(most=3, window_s=60.0, delay_s=0.5)
-    assert [restarts.begin(now) for now in (0.0, 1.0, 2.0)] == [0.5, 1.0, 2.0]
-    assert restarts.count == "3 of 3"
-    assert restarts.begin(59.0) is None
-    assert restarts.tries == "3 restarts within 60 s"
-
-
-def test_restarts_that_lie_before_the_window_are_forgotten() -> None:
-    restarts = Restarts(most=2, window_s=60.0, delay_s=0.5)
-    assert [restarts.begin(now) for now in (0.0, 30.0)] == [0.5, 1.0]
-    assert restarts.begin(60.0) == 1.0
-    assert restarts.count == "2 of 2"
-    assert restarts.begin(200.0) == 0.5
-
-
-class Died(Exception):
-    """An end before it was ready."""
-
-
-async def never() -> int:
-    await asyncio.Event().wait()
-    return 0
-
-
-async def at_once() -> int:
-    return 3
-
-
-async def test_a_child_that_ends_before_it_is_ready_has_died_with_its_status() -> None:
-    with pytest.raises(Died, match="3"):
-        await until_ready(never(), at_once(), lambda status: Died(str(status)))
-    await until_ready(at_once(), never(), lambda status: Died(str(status)))
-
-
-async def test_an_error_while_waiting_is_handed_on() -> None:
-    async def fail() -> int:
-        raise OSError("the host is gone")
-
-    for ready, ended in ((fail(), never()), (never(), fail())):
-        with pytest.raises(OSError, match="the host is gone"):
-            await until_ready(ready, ended, lambda status: Died(str(status)))
-
-
-# What is said of a child that ended.
-
-END_BY = "import os; os.kill(os.getpid(), {number})"
-
-
-@pytest.mark.parametrize(
-    ("number", "name"),
-    [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
-    ids=["SIGKILL", "a-real-time-signal"],
-)
-async def test_any_signal_that_ended_a_child_is_named(number: int, name: str) -> None:
-    plan = ProcessPlan("engine", 0, (sys.executable, "-c", END_BY.format(number=int(number))))
-    child, pipe_fd = await spawn(plan, [], process_environment(), quiet=True)
-    os.close(pipe_fd)
-    await child.wait()
-    assert child.ending == f"(pid {child.pid}) was killed by {name}"
