@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
+
+from service_kit.clock import FakeClock
 from service_kit.errors import Aborted
-from service_kit.resumable_stream import Link, ReplayLog, ResumableStream
+from service_kit.resumable_stream import (
+    EndOfStream,
+    Link,
+    MessageGap,
+    PeerSilent,
+    ReplayLog,
+    ResumableStream,
+    SilenceTimer,
+    StreamReceiver,
+)
 
 
 def filled(num_messages: int, *, max_bytes: int = 10_000, **limits: int) -> ReplayLog[str]:
@@ -139,3 +154,168 @@ async def test_all_that_wait_for_a_change_are_woken_by_one():
     stream.wake()
     async with asyncio.timeout(10):
         await asyncio.gather(*waits)
+
+
+# The receiving end.
+
+END = object()
+
+
+@dataclass
+class Message:
+    seq: int
+    size_bytes: int = 1
+
+    def ByteSize(self) -> int:
+        return self.size_bytes
+
+
+class Connection:
+    """Delivers what is put into `incoming`, and records what is acknowledged."""
+
+    def __init__(self, *messages: object, last_seq: int = 0, **pace: Any) -> None:
+        self.incoming: asyncio.Queue[object] = asyncio.Queue()
+        for message in messages:
+            self.incoming.put_nowait(message)
+        self.acknowledged: asyncio.Queue[int] = asyncio.Queue()
+        self.handled: list[int] = []
+        self.may_continue = asyncio.Event()
+        self.may_continue.set()
+        self.receiver: StreamReceiver[Message] = StreamReceiver(
+            SilenceTimer(FakeClock(), heartbeat_s=1.0), last_seq=last_seq
+        )
+        self.receiver.begin(
+            **{"is_resumed": True, "max_messages": 0, "max_bytes": 100, "max_delay_s": 3600.0, **pace}
+        )
+
+    async def run(self) -> None:
+        await self.receiver.run(self.incoming.get, self._handle, self.acknowledged.put_nowait, end=END)
+
+    async def _handle(self, message: Message) -> None:
+        await self.may_continue.wait()
+        self.handled.append(message.seq)
+
+
+async def test_messages_are_received_in_order_until_the_end():
+    connection = Connection(Message(8), Message(9), END, last_seq=7)
+    with pytest.raises(EndOfStream):
+        await connection.run()
+    assert (connection.handled, connection.receiver.last_seq) == ([8, 9], 9)
+
+
+@pytest.mark.parametrize("seq", [1, 3], ids=["repeated", "left out"])
+async def test_a_repeated_and_a_missing_message_are_found(seq):
+    connection = Connection(Message(1), Message(seq))
+    with pytest.raises(MessageGap, match=f"message {seq} came after 1"):
+        await connection.run()
+    assert (connection.handled, connection.receiver.last_seq) == ([1], 1)
+
+
+async def test_a_stream_that_the_other_end_does_not_resume_begins_anew():
+    connection = Connection(Message(1), END, last_seq=7, is_resumed=False)
+    with pytest.raises(EndOfStream):
+        await connection.run()
+    assert connection.handled == [1]
+
+
+async def test_a_message_counts_when_it_was_handled_whole():
+    connection = Connection(Message(1), END, max_messages=1)
+    connection.may_continue.clear()
+    running = asyncio.ensure_future(connection.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert connection.receiver.silence.is_handling
+    assert connection.acknowledged.empty()
+    assert connection.receiver.last_seq == 0
+    connection.may_continue.set()
+    with pytest.raises(EndOfStream):
+        await running
+    assert connection.acknowledged.get_nowait() == 1
+
+
+async def test_a_message_that_is_handled_while_the_receiver_is_closed_is_the_last():
+    connection = Connection(Message(1), Message(2))
+    connection.may_continue.clear()
+    running = asyncio.ensure_future(connection.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    connection.receiver.close()
+    connection.may_continue.set()
+    await running
+    assert (connection.handled, connection.receiver.last_seq) == ([1], 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "acknowledged"),
+    [([1] * 7, [3, 6]), ([60, 60, 60, 60], [2, 4]), ([1, 100, 1, 1, 1], [2, 5])],
+    ids=["messages", "bytes", "either"],
+)
+async def test_so_many_messages_or_bytes_are_acknowledged_at_once(sizes, acknowledged):
+    messages = [Message(seq, size) for seq, size in enumerate(sizes, start=1)]
+    connection = Connection(*messages, END, max_messages=3, max_bytes=100)
+    with pytest.raises(EndOfStream):
+        await connection.run()
+    assert [connection.acknowledged.get_nowait() for _ in acknowledged] == acknowledged
+    assert connection.acknowledged.empty()
+
+
+async def test_few_messages_are_acknowledged_after_a_while():
+    connection = Connection(Message(1), Message(2), max_messages=100, max_delay_s=0.001)
+    running = asyncio.ensure_future(connection.run())
+    async with asyncio.timeout(10):
+        while await connection.acknowledged.get() < 2:
+            pass
+    running.cancel()
+
+
+class Sleeps:
+    """Stands for `asyncio.sleep`: each call advances the clock, by more where the process is stopped."""
+
+    def __init__(self, clock: FakeClock, before: Callable[[int], float]) -> None:
+        self.num_sleeps = 0
+        self._clock = clock
+        self._before = before
+
+    async def __call__(self, seconds: float) -> None:
+        self.num_sleeps += 1
+        self._clock.advance(seconds + self._before(self.num_sleeps))
+
+
+async def silent_after(
+    monkeypatch: pytest.MonkeyPatch, events: Callable[[SilenceTimer, int], float]
+) -> float:
+    """Seconds until the timer, with a heartbeat of 1 s, finds that its peer is silent."""
+    clock = FakeClock()
+    timer = SilenceTimer(clock, heartbeat_s=1.0)
+    monkeypatch.setattr(asyncio, "sleep", Sleeps(clock, lambda num_sleeps: events(timer, num_sleeps)))
+    with pytest.raises(PeerSilent, match="no heartbeat for 3"):
+        await timer.watch()
+    return clock.now()
+
+
+async def test_a_peer_is_silent_after_three_heartbeats_without_a_message(monkeypatch):
+    assert 3.0 < await silent_after(monkeypatch, lambda timer, num_sleeps: 0.0) < 3.1
+
+
+async def test_a_message_starts_the_wait_anew(monkeypatch):
+    def receive_at_2(timer: SilenceTimer, num_sleeps: int) -> float:
+        if num_sleeps == 2:
+            timer.received_at = 2.0
+        return 0.0
+
+    assert 5.0 < await silent_after(monkeypatch, receive_at_2) < 5.1
+
+
+async def test_the_time_while_a_message_is_handled_is_no_silence(monkeypatch):
+    def handle_until_10(timer: SilenceTimer, num_sleeps: int) -> float:
+        timer.is_handling = num_sleeps <= 10
+        return 0.0
+
+    assert 13.0 < await silent_after(monkeypatch, handle_until_10) < 13.1
+
+
+async def test_the_time_while_this_process_was_stopped_is_no_silence(monkeypatch):
+    def stop_for_a_minute(timer: SilenceTimer, num_sleeps: int) -> float:
+        return 60.0 if num_sleeps == 1 else 0.0
+
+    assert 64.0 < await silent_after(monkeypatch, stop_for_a_minute) < 64.1

@@ -16,7 +16,6 @@ from frontend_svc.engines.connection.connection import (
     SCHEMA_REVISION,
     EngineConnection,
     FrontendIdentity,
-    ReconnectBackoff,
 )
 from frontend_svc.engines.connection.health import (
     HELD_STATES,
@@ -36,6 +35,7 @@ from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.id_column import ID_BYTES
+from service_kit.backoff import Backoff
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import InvalidTransition, from_status
@@ -49,6 +49,10 @@ _CLOSE_DEADLINE_S = 1.0
 # For so long this frontend tries to reach an engine that is no longer listed, to abort the requests that were
 # moved to other engines.
 _MAX_OWED_S = 30.0
+# An engine that is lost sooner than this after it was ready does not reset the backoff.
+_STEADY_S = 1.0
+# An engine of an incompatible version changes only by an upgrade.
+_INCOMPATIBLE_RETRY_S = 5.0
 # Each row has a reader that writes to its client in the same turn of the event loop, which takes about 50 us.
 _MAX_ROWS_A_TURN = 64
 
@@ -93,7 +97,7 @@ class EngineClient:
         self._handles = itertools.count(1)
         self.adoptions = EngineAdoptions(self._connection, self._processor, self._handles, self.abort)
         self._steps = StepWatch()
-        self._backoff = ReconnectBackoff(clock)
+        self._backoff = Backoff(clock, steady_s=_STEADY_S)
         self._ready_mailbox = ReadyMailbox()
         self._is_loaded = False
         self._lost_at = 0.0
@@ -199,7 +203,8 @@ class EngineClient:
                 await self._connection.close()
                 if self._is_closing:
                     return
-                await asyncio.sleep(self._backoff.after(lost.end))
+                is_incompatible = lost.end is StreamEnd.INCOMPATIBLE
+                await asyncio.sleep(_INCOMPATIBLE_RETRY_S if is_incompatible else self._backoff.next_s())
                 self._move_to(EngineState.CONNECTING)
         finally:
             self._lose(StreamLost("closed", StreamEnd.LEFT))
@@ -394,7 +399,7 @@ class EngineClient:
         logger.log(level, "engine state", extra={"engine": self.address, "state": state.value})
         self.state = state
         if state is EngineState.READY:
-            self._backoff.note_ready()
+            self._backoff.note_connected()
         try:
             self._on_change(self)
         except Exception:
