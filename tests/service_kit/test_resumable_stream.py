@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from service_kit.clock import FakeClock
+from service_kit.eager_writer import EagerWriter
 from service_kit.errors import Aborted
 from service_kit.resumable_stream import (
     EndOfStream,
@@ -319,3 +320,97 @@ async def test_the_time_while_this_process_was_stopped_is_no_silence(monkeypatch
         return 60.0 if num_sleeps == 1 else 0.0
 
     assert 64.0 < await silent_after(monkeypatch, stop_for_a_minute) < 64.1
+
+
+# Both ends, and between them a connection that breaks.
+
+_NUM_MESSAGES = 4
+
+
+class Wire:
+    """A connection that breaks after so many bytes of messages, or of acknowledgements of two bytes each."""
+
+    def __init__(self, num_bytes_down: int, num_bytes_up: int) -> None:
+        self._num_bytes_down = num_bytes_down
+        self._num_bytes_up = num_bytes_up
+        self._delivered: asyncio.Queue[object] = asyncio.Queue()
+        self._acknowledgements: list[int] = []
+        self.is_broken = False
+
+    async def write(self, message: Message) -> None:
+        """What was written may still be lost, as the sender does not wait for it to arrive."""
+        if self.is_broken:
+            raise asyncio.InvalidStateError("the call is over")
+        self._num_bytes_down -= message.size_bytes
+        if self._num_bytes_down >= 0:
+            self._delivered.put_nowait(message)
+        else:
+            self.is_broken = True
+            self._delivered.put_nowait(END)
+
+    async def read(self) -> object:
+        return await self._delivered.get()
+
+    def acknowledge(self, seq: int) -> None:
+        self._num_bytes_up -= 2
+        if self._num_bytes_up >= 0:
+            self._acknowledgements.append(seq)
+        else:
+            self.is_broken = True
+            self._delivered.put_nowait(END)
+
+    def take_acknowledgements(self) -> list[int]:
+        taken, self._acknowledgements = self._acknowledgements, []
+        return taken
+
+
+async def transferred(num_bytes_down: int, num_bytes_up: int) -> list[int]:
+    """The numbers of the messages that are handled if the first connection breaks so and others do not."""
+    log: ReplayLog[Message] = ReplayLog(max_bytes=1000)
+    stream: ResumableStream[Message, Link] = ResumableStream(log)
+    handled: list[int] = []
+    last_seq, num_sent = 0, 0
+
+    async def handle(message: Message) -> None:
+        handled.append(message.seq)
+
+    wire = Wire(num_bytes_down, num_bytes_up)
+    while len(handled) < _NUM_MESSAGES:
+        assert log.can_resume(last_seq)
+        log.acknowledge(last_seq)
+        stream.attach(link := Link(after=last_seq))
+        receiver: StreamReceiver[Message] = StreamReceiver(
+            SilenceTimer(FakeClock(), heartbeat_s=1.0), last_seq=last_seq
+        )
+        receiver.begin(is_resumed=True, max_messages=1, max_bytes=1000, max_delay_s=1.0)
+        receiving = asyncio.ensure_future(receiver.run(wire.read, handle, wire.acknowledge, end=END))
+        writer = EagerWriter(wire.write)
+        while not wire.is_broken and len(handled) < _NUM_MESSAGES:
+            message = stream.take(link)
+            if message is not None:
+                writer.start(message)
+            elif num_sent < _NUM_MESSAGES:
+                num_sent += 1
+                log.append(Message(num_sent, 3), 3)
+            await asyncio.sleep(0)
+            for seq in wire.take_acknowledgements():
+                log.acknowledge(seq)
+        if wire.is_broken:
+            with pytest.raises(EndOfStream):
+                await receiving
+        receiving.cancel()
+        last_seq = receiver.last_seq
+        wire = Wire(1000, 1000)
+    return handled
+
+
+async def test_a_connection_that_breaks_at_any_byte_of_any_message_loses_none_and_repeats_none():
+    whole = list(range(1, _NUM_MESSAGES + 1))
+    for num_bytes in range(3 * _NUM_MESSAGES + 1):
+        assert await transferred(num_bytes, 1000) == whole, num_bytes
+
+
+async def test_a_connection_that_breaks_at_any_byte_of_any_acknowledgement_loses_none_and_repeats_none():
+    whole = list(range(1, _NUM_MESSAGES + 1))
+    for num_bytes in range(2 * _NUM_MESSAGES + 1):
+        assert await transferred(1000, num_bytes) == whole, num_bytes

@@ -209,6 +209,30 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
         await rig.until_one_connection()
 
 
+@pytest.mark.parametrize("is_up", [True, False], ids=["of an ADD", "of a step"])
+async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothing(is_up):
+    engine = ServiceRig()
+    async with connected(engine) as rig:
+        # Nothing else is sent: a cut after so many bytes is a cut inside the message.
+        engine.stop_beating()
+        for num_bytes in itertools.count():
+            await rig.until_state(EngineState.READY)
+            rig.proxy.cut_after(num_bytes, is_up=is_up)
+            (taker,) = rig.add(range(num_bytes, num_bytes + 1), num_tokens=1)
+            await rig.until(lambda taker=taker: taker.is_over)
+            rig.proxy.cut_after(None, is_up=is_up)
+            assert (taker.losses, taker.errors) == ([], [])
+            assert taker.token_ids == expected_tokens(prompt_of(num_bytes), taker_seed(num_bytes), 1)
+            assert [ending.reason for ending in taker.endings] == [EndReason.LENGTH]
+            if rig.proxy.num_cuts == num_bytes:
+                break
+        stats = engine.engine.stats_snapshot.read()
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (5 * num_bytes + 5, num_bytes + 1)
+        assert EngineState.DOWN not in rig.states
+        # Frame headers included, the ADD takes about 100 bytes and the step about 60.
+        assert num_bytes >= (90 if is_up else 50)
+
+
 async def test_aborts_that_a_break_has_swallowed_are_sent_again():
     engine = large_engine()
     engine.executor.hold_at = 3
