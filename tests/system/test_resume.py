@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from frontend_svc.engines.connection import connection
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import Loss, LossKind
+from service_kit import resumable_stream
 from service_kit.clock import MonotonicClock
 from service_kit.errors import ServiceError
 from tests.engine_svc.fakes import expected_tokens, make_scheduler
@@ -210,8 +212,13 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
 
 
 @pytest.mark.parametrize("is_up", [True, False], ids=["of an ADD", "of a step"])
-async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothing(is_up):
+async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothing(is_up, monkeypatch):
+    # How fast the machine is does not matter here.
+    monkeypatch.setattr(connection, "_RESUME_S", _PATIENCE_S)
+    monkeypatch.setattr(connection, "_MAX_REOPENING_S", _PATIENCE_S)
+    monkeypatch.setattr(resumable_stream, "_MAX_MISSED_HEARTBEATS", 100)
     engine = ServiceRig()
+    engine.engine.replay_window_s = _PATIENCE_S
     async with connected(engine) as rig:
         # Nothing else is sent: a cut after so many bytes is a cut inside the message.
         engine.stop_beating()
@@ -276,7 +283,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         await rig.until(lambda: after.is_over)
         assert after.token_ids == expected_tokens(prompt_of(1000), taker_seed(1000), _NUM_TOKENS)
         assert [taker.token_ids for taker in takers] == received
-        assert rig.client.stale_outputs > 0
+        assert rig.client.requests.stale_outputs > 0
         assert EngineState.RECONNECTING in rig.states
         stats = engine.engine.stats_snapshot.read()
         assert (stats.num_finished, stats.scheduler.num_used_blocks) == (_NUM_STREAMS + 1, 0)
@@ -313,7 +320,7 @@ async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another
         (after,) = rig.add(range(9, 10))
         await rig.until(lambda: after.is_over)
         assert len(after.token_ids) == _NUM_TOKENS
-        assert rig.client.stale_outputs == 0
+        assert rig.client.requests.stale_outputs == 0
 
 
 async def test_a_stream_that_breaks_while_a_model_is_read_keeps_no_engine_loading():

@@ -71,16 +71,15 @@ class EngineConnection:
         *,
         heartbeat_s: float,
         connect: Callable[[str], grpc.aio.Channel],
-        greet: Greet,
     ) -> None:
         self.ack = session_pb2.HelloAck()  # the engine's newest
         self.session = EngineSession()
+        self.greet: Greet = lambda ack, session_id, is_resumed: None
         self._address = address
         self._identity = identity
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._connect = connect
-        self._greet = greet
         self._channel: grpc.aio.Channel | None = None
         self._stub: engine_pb2_grpc.EngineCoreServiceStub | None = None
         self._stream: EngineStream | None = None
@@ -204,7 +203,7 @@ class EngineConnection:
             raise StreamLost(reason, StreamEnd.INCOMPATIBLE)
         self.ack = ack
         is_resumed = session.is_resumed_by(ack)
-        greeting = self._greet(ack, session.session_id, is_resumed)
+        greeting = self.greet(ack, session.session_id, is_resumed)
         if greeting is not None:
             stream.send(greeting)
         return stream, is_resumed
