@@ -93,12 +93,8 @@ class ResumableStream(Generic[MessageT, LinkT]):
         self.link: LinkT | None = None
         self.is_over = False  # no message is appended any more
         self.error: ServiceError | None = None  # with which it was ended
+        self.has_news = False  # something has changed since the last `changed` returned
         self._changed = asyncio.Event()
-
-    @property
-    def has_news(self) -> bool:
-        """Whether something has changed since the last `changed` returned."""
-        return self._changed.is_set()
 
     def attach(self, link: LinkT) -> LinkT | None:
         """Continue over `link`; returns the link that it replaces."""
@@ -134,12 +130,14 @@ class ResumableStream(Generic[MessageT, LinkT]):
 
     def wake(self) -> None:
         """Note a change: a message, an end, another link, or an acknowledgement."""
+        self.has_news = True
         self._changed.set()
 
     async def changed(self) -> None:
         """Wait for a change after the one that ended the last wait; check anew after each."""
         await self._changed.wait()
         self._changed.clear()
+        self.has_news = False
 
 
 class NumberedMessage(Protocol):

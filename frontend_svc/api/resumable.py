@@ -60,19 +60,19 @@ class RequestStream:
         is_late: Callable[[], bool],
         on_end: Callable[[RequestStream], None],
         on_read: Callable[[RequestStream], None],
-        begins_behind: int = 0,
+        after: int = 0,
     ) -> None:
         self.token = token
         self.grace_s = grace_s  # how long it is kept without a reader
         # Its limits are those of a client's unread output; items are tokens.
         self._stream: ResumableStream[Response, Link] = ResumableStream(
-            ReplayLog(max_bytes=limit.max_bytes, max_items=limit.max_tokens, after=begins_behind)
+            ReplayLog(max_bytes=limit.max_bytes, max_items=limit.max_tokens, after=after)
         )
-        self._begins_behind = begins_behind
+        self._after = after
         self._is_late = is_late
         self._on_end = on_end
         self._on_read = on_read
-        self._max_given = begins_behind  # the last position sent to any reader
+        self._max_given = after  # the last position sent to any reader
         self._timer: asyncio.TimerHandle | None = None
         self._task = asyncio.ensure_future(self._drive(responses))
 
@@ -163,7 +163,7 @@ class RequestStream:
 
     def _on_left(self, link: Link) -> None:
         stream = self._stream
-        has_failed_at_start = stream.error is not None and stream.log.last_seq == self._begins_behind
+        has_failed_at_start = stream.error is not None and stream.log.last_seq == self._after
         if self._is_late() or not self.is_known or has_failed_at_start:
             # No client can resume it: the deadline has passed, the token was never sent, or it never began.
             self.expire()
@@ -264,7 +264,7 @@ class ResumableStreams:
         messages: AsyncGenerator[Response, None],
         grace_s: float,
         caller: Caller,
-        begins_behind: int = 0,
+        after: int = 0,
     ) -> RequestStream:
         stream = RequestStream(
             token,
@@ -274,7 +274,7 @@ class ResumableStreams:
             caller.is_late,
             self._forget,
             self._note_read,
-            begins_behind,
+            after,
         )
         self._streams[token] = stream
         return stream
