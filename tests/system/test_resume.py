@@ -27,6 +27,7 @@ from triptych.engine.v1 import engine_pb2
 _PATIENCE_S = 30.0
 _NUM_STREAMS = 64
 _NUM_TOKENS = 100
+_STRIDE_BYTES = 13
 
 
 class Taker:
@@ -211,12 +212,17 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
         await rig.until_one_connection()
 
 
-@pytest.mark.parametrize("is_up", [True, False], ids=["of an ADD", "of a step"])
-async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothing(is_up, monkeypatch):
-    # How fast the machine is does not matter here.
+@pytest.fixture
+def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast the machine is does not matter: no limit of time of a client ends a session."""
     monkeypatch.setattr(connection, "_RESUME_S", _PATIENCE_S)
     monkeypatch.setattr(connection, "_MAX_REOPENING_S", _PATIENCE_S)
     monkeypatch.setattr(resumable_stream, "_MAX_MISSED_HEARTBEATS", 100)
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["of an ADD", "of a step"])
+@pytest.mark.usefixtures("any_speed")
+async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothing(is_up):
     engine = ServiceRig()
     engine.engine.replay_window_s = _PATIENCE_S
     async with connected(engine) as rig:
@@ -238,6 +244,34 @@ async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothin
         assert EngineState.DOWN not in rig.states
         # Frame headers included, the ADD takes about 100 bytes and the step about 60.
         assert num_bytes >= (90 if is_up else 50)
+
+
+@pytest.mark.usefixtures("any_speed")
+@pytest.mark.parametrize("is_up", [True, False], ids=["before hello is read", "before the replay is read"])
+async def test_a_session_whose_next_connection_breaks_as_well_is_resumed_by_another(is_up):
+    engine = ServiceRig()
+    engine.engine.replay_window_s = _PATIENCE_S
+    async with connected(engine) as rig:
+        engine.stop_beating()
+        # With a stride of 1, which is every byte, it takes 40 s.
+        for number in itertools.count():
+            await rig.until_state(EngineState.READY)
+            rig.proxy.cut_after(0, is_up=False)
+            (taker,) = rig.add(range(number, number + 1), num_tokens=1)
+            await rig.until_state(EngineState.RECONNECTING)
+            num_cuts = rig.proxy.num_cuts
+            rig.proxy.cut_after(_STRIDE_BYTES * number, is_up=is_up)
+            await rig.until(lambda taker=taker: taker.is_over)
+            rig.proxy.cut_after(None, is_up=is_up)
+            assert (taker.losses, taker.errors) == ([], [])
+            assert taker.token_ids == expected_tokens(prompt_of(number), taker_seed(number), 1)
+            assert len(taker.endings) == 1
+            if rig.proxy.num_cuts == num_cuts:
+                break
+        stats = engine.engine.stats_snapshot.read()
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (5 * number + 5, number + 1)
+        assert EngineState.DOWN not in rig.states
+        assert number >= 10
 
 
 async def test_aborts_that_a_break_has_swallowed_are_sent_again():
