@@ -210,8 +210,8 @@ class Frontend:
         }
         for client in clients:
             values[f"engine.{client.address}.state"] = client.state.value
-            values[f"engine.{client.address}.num_in_flight"] = client.num_in_flight
-            values[f"engine.{client.address}.stale_outputs"] = client.stale_outputs
+            values[f"engine.{client.address}.num_in_flight"] = client.requests.num_in_flight
+            values[f"engine.{client.address}.stale_outputs"] = client.requests.stale_outputs
             if client.down_reason and client.state is not EngineState.READY:
                 values[f"engine.{client.address}.down_reason"] = client.down_reason
         return values
@@ -279,9 +279,9 @@ class Frontend:
             wanted=dict(label.split("=", 1) for label in self._config.engine_label),
         )
 
-    def _note_request(self, client: EngineClient) -> None:
+    def _note_request(self, engine_id: str) -> None:
         if self._coordinator is not None:
-            self._coordinator.note_request(client.engine_id)
+            self._coordinator.note_request(engine_id)
 
     def _engines_changed(self) -> None:
         self._show_readiness()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import TypeAlias
@@ -23,6 +22,7 @@ from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.membership.commands import EXIT_MISMATCH, CommandHandler
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.reports import registration_of, report_of
+from service_kit.backoff import Backoff
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
@@ -35,8 +35,6 @@ _LEAST_INTERVAL_S = 0.1
 _IDLE_INTERVAL_S = 0.5
 _RENEW_AFTER_S = 1.0  # until the coordinator sends its own value
 _HANDSHAKE_S = 10.0
-_FIRST_RETRY_S = 0.1
-_MAX_RETRY_S = 1.0
 _GOODBYE_S = 1.0
 
 # Reason in a coordinator's refusal of an engine that cannot step with those it knows.
@@ -84,7 +82,7 @@ class Membership:
 
     async def run(self) -> None:
         """Stay registered until cancelled, or until the engine has ended."""
-        retry_s = _FIRST_RETRY_S
+        backoff = Backoff(self._engine.clock)
         has_complained = False
         async with open_channel(self._coordinator) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
@@ -102,13 +100,11 @@ class Membership:
                         logger.warning("coordinator unavailable", extra={"cause": _cause(error)})
                         has_complained = True
                 if self.is_member:
-                    retry_s = _FIRST_RETRY_S
+                    backoff.note_connected()
                     # The coordinator was connected until now: its lease starts here.
                     self._fence.observe(self._epoch, self._lease_s)
                 self._engine.note_member(False)
-                # Jitter, so that the engines do not all reconnect at the same moment.
-                await self._pause(retry_s * random.uniform(0.5, 1.0))
-                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                await self._pause(backoff.next_s())
 
     async def _hold_session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         """Register and report until the stream breaks or the engine has ended."""

@@ -15,7 +15,7 @@ from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.core.facts import SCHEMA_REVISION
 from engine_svc.loop.pause import RunState
 from engine_svc.session.kv_subscription import KVSubscription
-from engine_svc.session.session import MAX_OUTBOX_BYTES, Session, SessionStream
+from engine_svc.session.session import MAX_OUTBOX_BYTES, Session, SessionLink
 from service_kit.errors import (
     Aborted,
     DeadlineExceeded,
@@ -97,16 +97,17 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         call = asyncio.current_task()
         assert call is not None, "a handler runs in a task"
         hello = await _read_hello(requests)
-        stream = SessionStream(call.cancel, context.write)
-        session, is_resumed = self._enter(hello, stream)
-        reader = asyncio.create_task(self._feed(session, stream, requests))
+        session, is_resumed = self._enter(hello)
+        link = SessionLink(call.cancel, context.write, after=hello.resume.last_seq if is_resumed else 0)
+        session.attach(link)
+        reader = asyncio.create_task(self._feed(session, link, requests))
         reader.add_done_callback(_look_at_error)
         try:
-            await session.write_messages(stream, is_resumed=is_resumed)
+            await session.write_messages(link, is_resumed=is_resumed)
             if reader.done():
                 # An error of the stream, e.g. a message that cannot be parsed, ends this call.
                 reader.result()
-            if not session.is_over:
+            if not session.stream.is_over:
                 raise (
                     Aborted("the stream was closed without goodbye", reason="NO_GOODBYE")
                     if session.is_parked
@@ -114,8 +115,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 )
         finally:
             reader.cancel()
-            stream.writer.close()
-            self._detach(session, stream)
+            link.writer.close()
+            self._detach(session, link)
             # The reader's error may be this call's, and its traceback would then keep this frame alive.
             del reader
 
@@ -233,14 +234,14 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         """Whether a request may still finish here, or a final output still has to reach its frontend."""
         return self._engine.run_state not in _HELD and any(session.is_open for session in self._sessions)
 
-    def _enter(self, hello: session_pb2.Hello, stream: SessionStream) -> tuple[Session, bool]:
+    def _enter(self, hello: session_pb2.Hello) -> tuple[Session, bool]:
         """The session that `hello` resumes, or a new one that replaces the frontend's previous session."""
         resumed = self._resumed_by(hello)
         for session in list(self._sessions):
-            is_same_frontend = session.frontend_id == hello.frontend_id
-            is_older = is_same_frontend and session.frontend_epoch != hello.frontend_epoch
+            is_same_frontend = session.hello.frontend_id == hello.frontend_id
+            is_older = is_same_frontend and session.hello.frontend_epoch != hello.frontend_epoch
             # A hello that names another frontend's session ends nothing.
-            is_left = is_same_frontend and (session.is_parked or session.session_id == hello.session_id)
+            is_left = is_same_frontend and (session.is_parked or session.hello.session_id == hello.session_id)
             if session is not resumed and (is_older or is_left):
                 self._engine.orphaned_requests.drop(session.number)
                 session.end(Aborted("a newer session of this frontend has begun", reason="SUPERSEDED"))
@@ -249,7 +250,6 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             window = self._windows.pop(resumed, None)
             if window is not None:
                 window.cancel()
-            resumed.attach(stream, last_seq=hello.resume.last_seq)
             self._engine.orphaned_requests.mark_found(resumed.number)
             self._log(resumed, "session resumed")
             return resumed, True
@@ -262,7 +262,6 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             max_outbox_bytes=self._max_outbox_bytes,
             max_replay_bytes=self._max_replay_bytes,
         )
-        session.attach(stream)
         self._sessions.add(session)
         self._log(session, "session opened")
         return session, False
@@ -270,36 +269,36 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     def _resumed_by(self, hello: session_pb2.Hello) -> Session | None:
         if not hello.HasField("resume") or hello.resume.engine_epoch != self._engine.identity.engine_epoch:
             return None
-        wanted = (hello.frontend_id, hello.frontend_epoch, hello.session_id)
         for session in self._sessions:
-            is_wanted = (session.frontend_id, session.frontend_epoch, session.session_id) == wanted
-            if is_wanted and session.can_resume(hello.resume.last_seq):
+            if _identity_of(session.hello) == _identity_of(hello) and session.can_resume(
+                hello.resume.last_seq
+            ):
                 return session
         return None
 
     async def _feed(
-        self, session: Session, stream: SessionStream, requests: AsyncIterator[engine_pb2.ConnectRequest]
+        self, session: Session, link: SessionLink, requests: AsyncIterator[engine_pb2.ConnectRequest]
     ) -> None:
         try:
             async for message in requests:
-                if not session.is_attached_to(stream):
+                if session.stream.link is not link:
                     return
                 await session.take(message)
         finally:
             # A session that is over still has messages to write; one that is not has lost its stream.
-            if not session.is_over:
-                self._detach(session, stream)
+            if not session.stream.is_over:
+                self._detach(session, link)
 
-    def _detach(self, session: Session, stream: SessionStream) -> None:
-        """Handle the end of `stream`: close its session, or park it until it is resumed."""
-        if not session.detach(stream):
+    def _detach(self, session: Session, link: SessionLink) -> None:
+        """Handle the end of `link`: close its session, or park it until it is resumed."""
+        if not session.stream.detach(link):
             return
         window_s = self._engine.replay_window_s
         has_successor = any(
-            other.frontend_id == session.frontend_id and other.number > session.number
+            other.hello.frontend_id == session.hello.frontend_id and other.number > session.number
             for other in self._sessions
         )
-        if session.is_over or has_successor:
+        if session.stream.is_over or has_successor:
             # A session that ends on purpose leaves orphaned requests only if its goodbye says so.
             if session.leaves_orphans:
                 self._engine.orphaned_requests.mark_lost(session.number)
@@ -307,7 +306,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 self._engine.orphaned_requests.drop(session.number)
             self._close(session)
             return
-        if not session.is_resumable or window_s <= 0:
+        if not session.stream.is_resumable or window_s <= 0:
             self._engine.orphaned_requests.mark_lost(session.number)
             self._close(session)
             return
@@ -327,7 +326,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         if window is not None:
             window.cancel()
         self._progressed.set()
-        logger.info("session closed", extra={"frontend_id": session.frontend_id, "num_aborted": num_aborted})
+        logger.info(
+            "session closed", extra={"frontend_id": session.hello.frontend_id, "num_aborted": num_aborted}
+        )
 
     def _on_end(self, session: Session) -> None:
         """Close a session that ends without a stream; one with a stream first writes its last messages."""
@@ -342,7 +343,13 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._progressed.set()
 
     def _log(self, session: Session, event: str) -> None:
-        logger.info(event, extra={"frontend_id": session.frontend_id, "session_id": session.session_id})
+        logger.info(
+            event, extra={"frontend_id": session.hello.frontend_id, "session_id": session.hello.session_id}
+        )
+
+
+def _identity_of(hello: session_pb2.Hello) -> tuple[str, int, str]:
+    return hello.frontend_id, hello.frontend_epoch, hello.session_id
 
 
 async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> session_pb2.Hello:

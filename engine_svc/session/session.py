@@ -19,7 +19,6 @@ from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.convert import messages
 from engine_svc.loop.mailbox import Outbox
 from engine_svc.loop.step_output import StepOutput
-from engine_svc.session.replay import ReplayBuffer
 from engine_svc.session.requests import MAX_INFLIGHT_ADDS, SessionRequests
 from service_kit.eager_writer import EagerWriter
 from service_kit.errors import (
@@ -30,6 +29,7 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
 )
+from service_kit.resumable_stream import Link, ReplayLog, ResumableStream
 from triptych.engine.v1 import engine_pb2, session_pb2, utility_pb2
 
 logger = logging.getLogger(__name__)
@@ -46,26 +46,28 @@ _MAX_ADDS_AT_ONCE = 64
 _MAX_TAKEOVER_S = 1.0
 
 
-class SessionStream:
-    """The stream of a session, until it breaks or is replaced by another.
+class SessionLink(Link):
+    """One Connect stream of a session.
 
     abandon: ends the call, also while it is blocked in a write.  write: the call's write function.
+    after: the last message that the frontend has received.
     """
 
     def __init__(
-        self, abandon: Callable[[], object], write: Callable[[bytes], Coroutine[Any, Any, object]]
+        self,
+        abandon: Callable[[], object],
+        write: Callable[[bytes], Coroutine[Any, Any, object]],
+        *,
+        after: int = 0,
     ) -> None:
+        super().__init__(after=after)
         self.abandon = abandon
         self.writer = EagerWriter(write)
         # `write_messages` has nothing to write: a step is then written at once, without a task switch.
         self.is_idle = False
         self.is_beat_due = False
         self.num_ending_beats = 0
-        self.num_unacknowledged_beats = 0  # heartbeats since the last acknowledgement, with a full replay
-
-    def replace(self) -> None:
-        """The session has another stream. This one ends by itself unless it is blocked in a write."""
-        asyncio.get_running_loop().call_later(_MAX_TAKEOVER_S, self.abandon)
+        self.num_unacknowledged_beats = 0  # heartbeats since the last acknowledgement, with a full replay log
 
 
 class Session:
@@ -85,30 +87,31 @@ class Session:
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
         max_replay_bytes: int = announce.MAX_REPLAY_BYTES,
     ) -> None:
-        self.frontend_id = hello.frontend_id
-        self.frontend_epoch = hello.frontend_epoch
-        self.session_id = hello.session_id
+        self.hello = hello
         self.number = number
         self.features = announce.common_features(hello)
         self.leaves_orphans = False  # whether other sessions may adopt its requests after its end
+        self.stream: ResumableStream[bytes, SessionLink] = ResumableStream(
+            ReplayLog(max_bytes=max_replay_bytes), is_resumable=announce.RESUME in self.features
+        )
         self._engine = engine
         self._on_finished = on_finished
         self._on_end = on_end
-        self._stream: SessionStream | None = None
         self._tensors = engine.tensors.source(hello.frontend_id, hello.session_id)
         self._last_end_seq = 0  # seq of the newest message with a final output
-        self._replay = ReplayBuffer(max_bytes=max_replay_bytes, keeps=self.is_resumable)
         self._unsent: deque[engine_pb2.ConnectResponse] = deque()
         self._sent_stats = session_pb2.Stats()
-        self._changed = asyncio.Event()
-        self._is_over = False
-        self._error: ServiceError | None = None
-        self._loop = asyncio.get_running_loop()
-        self._outbox = Outbox(max_bytes=max_outbox_bytes, wake=self._wake)
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            """Called on the engine thread, until the outbox is closed."""
+            loop.call_soon_threadsafe(self._on_output)
+
+        self._outbox = Outbox(max_bytes=max_outbox_bytes, wake=wake)
         self._requests = SessionRequests(
             engine,
             number=number,
-            is_resumable=self.is_resumable,
+            is_resumable=self.stream.is_resumable,
             outbox=self._outbox,
             tensors=self._tensors,
             send=self._send,
@@ -125,52 +128,31 @@ class Session:
         return self._requests.num_in_flight
 
     @property
-    def is_resumable(self) -> bool:
-        """Whether the frontend can resume the session on another stream."""
-        return announce.RESUME in self.features
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no new message is sent."""
-        return self._is_over
-
-    @property
     def is_parked(self) -> bool:
         """Whether it has no stream."""
-        return self._stream is None
+        return self.stream.link is None
 
     @property
     def is_open(self) -> bool:
         """Whether a final output is still to come, or may have to be sent again."""
-        is_end_unacknowledged = self._replay.acknowledged < self._last_end_seq
+        is_end_unacknowledged = self.stream.log.first_seq <= self._last_end_seq
         return self.num_in_flight > 0 or (self.is_parked and is_end_unacknowledged)
 
     def can_resume(self, last_seq: int) -> bool:
         """Whether every message after `last_seq` can still be sent."""
-        return not self._is_over and self.is_resumable and self._replay.covers(last_seq)
+        stream = self.stream
+        return not stream.is_over and stream.is_resumable and stream.log.can_resume(last_seq)
 
-    def attach(self, stream: SessionStream, *, last_seq: int = 0) -> None:
-        """Continue on `stream` after message `last_seq`; a previous stream is ended."""
-        if self._stream is not None:
-            self._stream.replace()
-            self._changed.set()
-        self._stream = stream
-        self._replay.acknowledge(last_seq)
-
-    def detach(self, stream: SessionStream) -> bool:
-        """Forget `stream`; returns False if the session is not attached to it."""
-        if self._stream is not stream:
-            return False
-        self._stream = None
-        self._changed.set()
-        return True
-
-    def is_attached_to(self, stream: SessionStream) -> bool:
-        return self._stream is stream
+    def attach(self, link: SessionLink) -> None:
+        """Continue over `link`. A replaced one ends by itself unless it is blocked in a write."""
+        replaced = self.stream.attach(link)
+        if replaced is not None:
+            asyncio.get_running_loop().call_later(_MAX_TAKEOVER_S, replaced.abandon)
+        self.stream.log.acknowledge(link.seq)
 
     async def take(self, message: engine_pb2.ConnectRequest) -> None:
         """Handle one message of the frontend. Ignores unknown messages, and all messages after the end."""
-        if self._is_over:
+        if self.stream.is_over:
             return
         match message.WhichOneof("message"):
             case "add":
@@ -191,7 +173,7 @@ class Session:
             case "utility":
                 self._calls.begin(message.utility)
             case "goodbye":
-                logger.info("goodbye received", extra={"frontend_id": self.frontend_id})
+                logger.info("goodbye received", extra={"frontend_id": self.hello.frontend_id})
                 self.leaves_orphans = message.goodbye.leaves_adoptable
                 self.end()
             case "ack":
@@ -202,22 +184,23 @@ class Session:
                 )
             case unknown:
                 logger.info(
-                    "unknown message ignored", extra={"frontend_id": self.frontend_id, "kind": str(unknown)}
+                    "unknown message ignored",
+                    extra={"frontend_id": self.hello.frontend_id, "kind": str(unknown)},
                 )
 
     def beat(self) -> None:
         """Send a heartbeat; at most one is pending at a time."""
-        stream = self._stream
-        if stream is None:
+        link = self.stream.link
+        if link is None:
             return
-        if self._is_over or self._outbox.has_overflowed:
-            stream.num_ending_beats += 1
-            if stream.num_ending_beats > _MAX_ENDING_BEATS:
+        if self.stream.is_over or self._outbox.has_overflowed:
+            link.num_ending_beats += 1
+            if link.num_ending_beats > _MAX_ENDING_BEATS:
                 # The writer is blocked by a frontend that is connected but does not read.
-                stream.abandon()
+                link.abandon()
             return
-        stream.is_beat_due = True
-        self._changed.set()
+        link.is_beat_due = True
+        self.stream.wake()
 
     def on_state(self, state: EngineState) -> None:
         """Send the frontend the engine's new state."""
@@ -236,9 +219,7 @@ class Session:
 
     def end(self, error: ServiceError | None = None) -> None:
         """Have `write_messages` write what is pending, then return or raise `error`. The first end counts."""
-        if not self._is_over:
-            self._is_over, self._error = True, error
-            self._changed.set()
+        if self.stream.end(error):
             self._on_end(self)
 
     def close(self) -> int:
@@ -249,11 +230,12 @@ class Session:
         self._tensors.close()
         return num_aborted
 
-    async def write_messages(self, stream: SessionStream, *, is_resumed: bool = False) -> None:
-        """Write hello_ack, the replay, then all further messages, numbered without gaps.
+    async def write_messages(self, link: SessionLink, *, is_resumed: bool = False) -> None:
+        """Write hello_ack, the messages that the frontend has missed, then all further ones.
 
-        Returns when the session is over or has left `stream`; raises the error it was ended with.
+        Returns when the session is over or has left `link`; raises the error it was ended with.
         """
+        stream, writer = self.stream, link.writer
         hello_ack = announce.hello_ack(
             self._engine,
             MAX_INFLIGHT_ADDS,
@@ -261,39 +243,32 @@ class Session:
             is_resumed=is_resumed,
             host_probe=self._tensors.probe_name,
         )
-        writer = stream.writer
         writer.start(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())
         await writer.finish()
-        for message in self._replay.messages():
-            writer.start(message)
-            await writer.finish()
-            if self._stream is not stream:
-                return
-        while self._stream is stream:
-            self._changed.clear()
-            is_over = self._is_over
-            for message in self._waiting():
-                writer.start(message)
-                await writer.finish()
-                if self._stream is not stream:
+        await self._write_appended(link)
+        while stream.link is link:
+            is_over = stream.is_over
+            for _ in self._append_pending(link):
+                await self._write_appended(link)
+                if stream.link is not link:
                     return
             if is_over:
                 break
-            self._end_if_unread(stream)
-            if not self._is_over:
-                stream.is_idle = True
-                await self._changed.wait()
-                stream.is_idle = False
+            self._end_if_unread(link)
+            if not stream.is_over:
+                link.is_idle = True
+                await stream.changed()
+                link.is_idle = False
                 await writer.finish()
-        if self._stream is not stream:
+        if stream.link is not link:
             return
         failure = self._engine.failure
         if failure is not None:
             handles = self._requests.handles()
             dead = engine_pb2.Dead(reason=failure.reason, exit_code=failure.exit_code, handles=handles)
-            writer.start(self._numbered(engine_pb2.ConnectResponse(dead=dead)))
-            await writer.finish()
-        error, self._error = self._error, None
+            self._append(engine_pb2.ConnectResponse(dead=dead))
+            await self._write_appended(link)
+        error, stream.error = stream.error, None
         if error is not None:
             try:
                 raise error
@@ -301,66 +276,76 @@ class Session:
                 # The error's traceback refers to this frame: the cycle would keep the session alive.
                 del error
 
-    def _waiting(self) -> Iterator[bytes]:
-        """Messages to write now, each produced once: from then on it is in the replay buffer."""
+    async def _write_appended(self, link: SessionLink) -> None:
+        while self.stream.link is link and (message := self.stream.take(link)) is not None:
+            link.writer.start(message)
+            await link.writer.finish()
+
+    def _append_pending(self, link: SessionLink) -> Iterator[None]:
+        """Append the messages to send now, one before each `yield`: what is not sent yet may change."""
         # READY is sent before any output; but no step waits for messages that are queued after it.
-        has_step, unsent = self._outbox.has_unread or self._is_over, self._unsent
-        yield from (self._numbered(unsent.popleft()) for _ in range(len(unsent)) if unsent)
+        has_step, unsent = self._outbox.has_unread or self.stream.is_over, self._unsent
+        for _ in range(len(unsent)):
+            if unsent:
+                self._append(unsent.popleft())
+                yield
         try:
-            # One step, in as many messages as it takes. The replay buffer may be full after each of them.
+            # One step, in as many messages as it takes. The log may be full after each of them.
             while has_step and not self._holds_back and (step := self._outbox.take()) is not None:
-                yield self._step(step)
+                self._append_step(step)
+                yield
                 if not self._outbox.has_rest:
                     break
         except Exception as error:  # noqa: BLE001  Any error loses the step.
             self._break_off(error)
-        stream = self._stream
-        if stream is not None and stream.is_beat_due:
-            stream.is_beat_due = False
-            stream.num_unacknowledged_beats += self._holds_back
+        if link.is_beat_due:
+            link.is_beat_due = False
+            link.num_unacknowledged_beats += self._holds_back
             for message in self._heartbeat_messages():
-                yield self._numbered(message)
+                self._append(message)
+                yield
 
-    def _step(self, step: StepOutput) -> bytes:
+    def _append_step(self, step: StepOutput) -> None:
         ended = [step.handles[finished.row] for finished in step.finished]
         stop_token_ids = self._requests.stop_token_ids(ended)
-        message = self._numbered(
+        self._append(
             engine_pb2.ConnectResponse(step=messages.to_step(step, stop_token_ids, self._engine.features))
         )
-        # The replay buffer holds their final outputs now, even if the stream breaks.
+        # The log holds their final outputs now, even if the stream breaks.
         self._requests.end(ended)
         if ended:
-            self._last_end_seq = self._replay.newest_seq
+            self._last_end_seq = self.stream.log.last_seq
             self._on_finished()
-        return message
 
     @property
     def _holds_back(self) -> bool:
         """Whether steps wait in the outbox, which has its own limit, until more messages are acknowledged."""
-        return self._replay.is_full and not self._is_over
+        return self.stream.log.is_full and not self.stream.is_over
 
     def _acknowledge(self, last_seq: int) -> None:
-        was_full, before = self._replay.is_full, self._replay.acknowledged
-        self._replay.acknowledge(last_seq)
-        if self._stream is not None and self._replay.acknowledged > before:
-            self._stream.num_unacknowledged_beats = 0
+        log, link = self.stream.log, self.stream.link
+        was_full, before = log.is_full, log.first_seq
+        log.acknowledge(last_seq)
+        if link is not None and log.first_seq > before:
+            link.num_unacknowledged_beats = 0
         if was_full:
-            self._changed.set()
+            self.stream.wake()
 
-    def _end_if_unread(self, stream: SessionStream) -> None:
+    def _end_if_unread(self, link: SessionLink) -> None:
         if self._outbox.has_overflowed:
             self.end(
                 ResourceExhausted("slow consumer: frontend does not read its steps", reason="SLOW_READER")
             )
-        elif stream.num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
-            unread = f"slow consumer: frontend has {self._replay.size_bytes} bytes of unacknowledged messages"
+        elif link.num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
+            size_bytes = self.stream.log.size_bytes
+            unread = f"slow consumer: frontend has {size_bytes} bytes of unacknowledged messages"
             self.end(ResourceExhausted(unread, reason="SLOW_READER"))
 
     def _heartbeat_messages(self) -> Iterator[engine_pb2.ConnectResponse]:
         """A heartbeat with the loop's progress, even if the loop is blocked; the load if it has changed."""
         loop_stats = self._engine.stats_snapshot.read()
         heartbeat = announce.heartbeat(self._engine, loop_stats)
-        heartbeat.last_seq = self._replay.newest_seq
+        heartbeat.last_seq = self.stream.log.last_seq
         yield engine_pb2.ConnectResponse(heartbeat=heartbeat)
         stats = announce.stats(loop_stats)
         if stats != self._sent_stats:
@@ -375,44 +360,46 @@ class Session:
             self._unsent.clear()
             unread = f"slow consumer: frontend left {_MAX_UNSENT_MESSAGES} messages unread"
             self.end(ResourceExhausted(unread, reason="SLOW_READER"))
-        elif not self._is_over:
+        elif not self.stream.is_over:
             self._unsent.append(message)
-            self._changed.set()
+            self.stream.wake()
 
-    def _numbered(self, message: engine_pb2.ConnectResponse) -> bytes:
-        """Number and serialize `message`, and keep it for a replay."""
-        message.seq = self._replay.newest_seq + 1
+    def _append(self, message: engine_pb2.ConnectResponse) -> None:
+        """Number and serialize `message`, and append it to the stream."""
+        log = self.stream.log
+        message.seq = log.last_seq + 1
         serialized = message.SerializeToString()
-        self._replay.keep(message.seq, serialized)
-        return serialized
+        log.append(serialized, len(serialized))
 
-    def _wake(self) -> None:
-        """Called on the engine thread, until the outbox is closed."""
-        self._loop.call_soon_threadsafe(self._woken)
-
-    def _woken(self) -> None:
+    def _on_output(self) -> None:
+        """The outbox has output, or has overflowed."""
         try:
             is_written = self._write_step()
         except Exception as error:  # noqa: BLE001  The event loop would log it and continue without the step.
             self._break_off(error)
             return
         if not is_written:
-            self._changed.set()
-        if self._stream is None and self._outbox.has_overflowed:
+            self.stream.wake()
+        if self.stream.link is None and self._outbox.has_overflowed:
             self.end(Aborted("the outbox of a session without a stream is full", reason="REPLAY_OVERFLOW"))
 
     def _write_step(self) -> bool:
         """Write the pending step if nothing else is pending; False if `write_messages` has to do it."""
-        stream = self._stream
-        if stream is None or not stream.is_idle or self._changed.is_set() or not stream.writer.is_free():
+        stream, link = self.stream, self.stream.link
+        if link is None or not link.is_idle or stream.has_news or not link.writer.is_free():
             return False
         if self._holds_back or self._outbox.has_overflowed:
             return False
         step = self._outbox.take()
-        return step is None or (stream.writer.start(self._step(step)) and not self._outbox.has_rest)
+        if step is None:
+            return True
+        self._append_step(step)
+        message = stream.take(link)
+        return message is not None and link.writer.start(message) and not self._outbox.has_rest
 
     def _break_off(self, error: Exception) -> None:
         """End the session because a bug lost a step. With the next step sent, the loss would go unnoticed."""
-        logger.error("step could not be encoded", exc_info=error, extra={"frontend_id": self.frontend_id})
+        frontend_id = self.hello.frontend_id
+        logger.error("step could not be encoded", exc_info=error, extra={"frontend_id": frontend_id})
         self._outbox.close()
         self.end(Aborted("a step could not be encoded: internal error", reason="STEP_LOST"))

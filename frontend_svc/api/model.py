@@ -78,7 +78,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
                     endpoint=client.address,
                     state=client.state.value,
                     model="" if client.model is None else client.model.name,
-                    num_in_flight=client.num_in_flight,
+                    num_in_flight=client.requests.num_in_flight,
                 )
                 for client in self._directory.clients()
             ],

@@ -20,6 +20,7 @@ from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
 from service_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
+from service_kit.resumable_stream import Link, ReplayLog, ResumableStream
 from triptych.api.v1 import generate_pb2, inference_pb2
 
 Response = generate_pb2.GenerateResponse
@@ -43,55 +44,8 @@ class RestOf(Protocol):
     ) -> AsyncGenerator[Response, None]: ...
 
 
-class MessageLog:
-    """The messages of a stream by position, as many as a client's buffer limit allows.
-
-    `trim` drops the oldest messages first, and never those that the current reader has not received.
-    """
-
-    def __init__(self, limit: ReaderLimit, last: int = 0) -> None:
-        self._limit = limit
-        self._messages: dict[int, Response] = {}
-        self._first = last + 1
-        self._last = last
-        self._num_bytes = 0
-        self._num_tokens = 0
-
-    @property
-    def first(self) -> int:
-        """The lowest position that is kept; `last + 1` if the log is empty."""
-        return self._first
-
-    @property
-    def last(self) -> int:
-        """The position of the last message appended."""
-        return self._last
-
-    @property
-    def is_full(self) -> bool:
-        return self._num_bytes > self._limit.max_bytes or self._num_tokens > self._limit.max_tokens
-
-    def append(self, message: Response) -> None:
-        self._last += 1
-        assert message.position == self._last, "a stream counts its messages without gaps"
-        self._messages[self._last] = message
-        self._num_bytes += message.ByteSize()
-        self._num_tokens += len(message.delta.token_ids)
-
-    def get(self, position: int) -> Response:
-        return self._messages[position]
-
-    def trim(self, given: int) -> None:
-        """Drop the oldest messages up to the position `given` until the log is not full."""
-        while self.is_full and self._first <= given:
-            message = self._messages.pop(self._first)
-            self._first += 1
-            self._num_bytes -= message.ByteSize()
-            self._num_tokens -= len(message.delta.token_ids)
-
-
-class ResumableStream:
-    """One stream: its log, the task that fills it, and the call that reads it.
+class RequestStream:
+    """The stream of one request: its log, the task that fills it, and the call that reads it.
 
     When the log is full because its reader is slow, the task waits. Later outputs are merged in the request's
     collector, whose limit aborts the request.
@@ -104,24 +58,21 @@ class ResumableStream:
         limit: ReaderLimit,
         grace_s: float,
         is_late: Callable[[], bool],
-        on_end: Callable[[ResumableStream], None],
-        on_read: Callable[[ResumableStream], None],
-        begins_behind: int = 0,
+        on_end: Callable[[RequestStream], None],
+        on_read: Callable[[RequestStream], None],
+        after: int = 0,
     ) -> None:
         self.token = token
         self.grace_s = grace_s  # how long it is kept without a reader
-        self._log = MessageLog(limit, begins_behind)
-        self._begins_behind = begins_behind
+        # Its limits are those of a client's unread output; items are tokens.
+        self._stream: ResumableStream[Response, Link] = ResumableStream(
+            ReplayLog(max_bytes=limit.max_bytes, max_items=limit.max_tokens, after=after)
+        )
+        self._after = after
         self._is_late = is_late
         self._on_end = on_end
         self._on_read = on_read
-        self._changed = asyncio.Event()
-        self._is_over = False
-        self._error: ServiceError | None = None
-        self._reader = 0
-        self._has_reader = False
-        self._given = 0  # the last position sent to the current reader
-        self._max_given = begins_behind  # the last position sent to any reader
+        self._max_given = after  # the last position sent to any reader
         self._timer: asyncio.TimerHandle | None = None
         self._task = asyncio.ensure_future(self._drive(responses))
 
@@ -133,31 +84,28 @@ class ResumableStream:
         """
         self._check(last_position)
         self._stop_timer()
-        self._reader += 1
-        reader, self._has_reader, self._given = self._reader, True, last_position
-        self._notify()
+        stream, link = self._stream, Link(after=last_position)
+        stream.attach(link)
         try:
-            while True:
-                changed = self._changed
-                if self._reader != reader:
-                    raise Aborted("the stream was resumed by another call", reason="RESUMED_ELSEWHERE")
-                if self._given < self._log.last:
-                    self._given += 1
-                    self._max_given = max(self._max_given, self._given)
-                    message = self._log.get(self._given)
-                    self._notify()
+            while stream.link is link:
+                message = stream.take(link)
+                if message is not None:
+                    self._max_given = max(self._max_given, link.seq)
+                    if stream.log.is_full:
+                        stream.wake()
                     yield message
-                elif not self._is_over:
-                    await changed.wait()
-                elif self._error is not None:
-                    raise self._error
+                elif not stream.is_over:
+                    await stream.changed()
+                elif stream.error is not None:
+                    raise stream.error
                 else:
                     # Raises an internal error with which the task may have ended.
                     await asyncio.shield(self._task)
                     return
+            raise Aborted("the stream was resumed by another call", reason="RESUMED_ELSEWHERE")
         finally:
-            if self._reader == reader:
-                self._detach()
+            if stream.detach(link):
+                self._on_left(link)
 
     @property
     def is_known(self) -> bool:
@@ -180,10 +128,11 @@ class ResumableStream:
                 f"last_position is {last_position}, the last message that was sent has {self._max_given}",
                 field="last_position",
             )
-        if last_position + 1 < self._log.first:
+        log = self._stream.log
+        if not log.can_resume(last_position):
             raise OutOfRange(
                 f"the messages after last_position {last_position} are not kept any more, "
-                f"those from {self._log.first} on are",
+                f"those from {log.first_seq} on are",
                 reason="POSITION_GONE",
             )
 
@@ -193,39 +142,35 @@ class ResumableStream:
                 async for message in responses:
                     if message.HasField("started"):
                         message.started.resume_token = self.token
-                    self._log.append(message)
-                    self._notify()
+                    log = self._stream.log
+                    log.append(message, message.ByteSize(), len(message.delta.token_ids))
+                    assert message.position == log.last_seq, "a stream counts its messages without gaps"
+                    self._stream.wake()
                     await self._until_there_is_room()
         except ServiceError as error:
-            self._error = error
+            self._stream.end(error)
         finally:
-            self._is_over = True
-            self._notify()
+            self._stream.end()
 
     async def _until_there_is_room(self) -> None:
-        while True:
-            changed = self._changed
+        stream = self._stream
+        while stream.log.is_full:
             # Without a reader nothing is dropped: the client may not have received all that was sent to it.
-            if self._has_reader:
-                self._log.trim(self._given)
-            if not self._log.is_full:
-                return
-            await changed.wait()
+            if stream.link is not None:
+                stream.log.trim(stream.link.seq)
+            if stream.log.is_full:
+                await stream.changed()
 
-    def _detach(self) -> None:
-        self._has_reader = False
-        has_failed_at_start = self._error is not None and self._log.last == self._begins_behind
+    def _on_left(self, link: Link) -> None:
+        stream = self._stream
+        has_failed_at_start = stream.error is not None and stream.log.last_seq == self._after
         if self._is_late() or not self.is_known or has_failed_at_start:
             # No client can resume it: the deadline has passed, the token was never sent, or it never began.
             self.expire()
             return
-        if self._is_over and self._given == self._log.last:
+        if stream.is_over and link.seq == stream.log.last_seq:
             self._on_read(self)
         self._timer = asyncio.get_running_loop().call_later(self.grace_s, self.expire)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -245,8 +190,8 @@ class ResumableStreams:
         self._rest_of = rest_of
         self._limit = limit
         self._drain = drain
-        self._streams: dict[str, ResumableStream] = {}
-        self._read: OrderedDict[str, ResumableStream] = OrderedDict()
+        self._streams: dict[str, RequestStream] = {}
+        self._read: OrderedDict[str, RequestStream] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()  # of forgotten streams
         self._left: set[str] = set()  # tokens of streams left to other frontends
 
@@ -292,7 +237,7 @@ class ResumableStreams:
         if self._ending:
             await asyncio.wait(self._ending)
 
-    def _take_over(self, request: inference_pb2.ResumeRequest, caller: Caller) -> ResumableStream:
+    def _take_over(self, request: inference_pb2.ResumeRequest, caller: Caller) -> RequestStream:
         if request.last_position > _MAX_POSITION:
             raise InvalidArgument(
                 f"last_position is {request.last_position}, the limit is {_MAX_POSITION}",
@@ -319,9 +264,9 @@ class ResumableStreams:
         messages: AsyncGenerator[Response, None],
         grace_s: float,
         caller: Caller,
-        begins_behind: int = 0,
-    ) -> ResumableStream:
-        stream = ResumableStream(
+        after: int = 0,
+    ) -> RequestStream:
+        stream = RequestStream(
             token,
             messages,
             self._limit,
@@ -329,17 +274,17 @@ class ResumableStreams:
             caller.is_late,
             self._forget,
             self._note_read,
-            begins_behind,
+            after,
         )
         self._streams[token] = stream
         return stream
 
-    def _note_read(self, stream: ResumableStream) -> None:
+    def _note_read(self, stream: RequestStream) -> None:
         self._read[stream.token] = stream
         if len(self._read) > _MAX_READ_LOGS:
             next(iter(self._read.values())).expire()
 
-    def _forget(self, stream: ResumableStream) -> None:
+    def _forget(self, stream: RequestStream) -> None:
         if self._streams.get(stream.token) is stream:
             del self._streams[stream.token]
         self._read.pop(stream.token, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
@@ -15,6 +14,7 @@ import grpc.aio
 from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.routing.account import LoadReport
 from frontend_svc.engines.topology import CoordinatorFence, Topology
+from service_kit.backoff import Backoff
 from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -22,8 +22,6 @@ from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _IN_FLIGHT_INTERVAL_S = 1.0
-_MIN_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 1.0
 _MAX_OUTGOING = 16
 
 Outgoing: TypeAlias = "asyncio.Queue[coordinator_pb2.FrontendSessionRequest]"
@@ -82,7 +80,7 @@ class CoordinatorSession:
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        backoff_s = _MIN_BACKOFF_S
+        backoff = Backoff(self._clock)
         async with channel:
             while True:
                 version = self._topology.version
@@ -101,12 +99,9 @@ class CoordinatorSession:
                         "coordinator session failed", extra={"coordinator": self._address}, exc_info=error
                     )
                     version = self._topology.version
-                backoff_s = (
-                    _MIN_BACKOFF_S
-                    if self._topology.version != version
-                    else min(2 * backoff_s, _MAX_BACKOFF_S)
-                )
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                if self._topology.version != version:
+                    backoff.note_connected()
+                await asyncio.sleep(backoff.next_s())
 
     async def _session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         call = stub.FrontendSession(wait_for_ready=True)

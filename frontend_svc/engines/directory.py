@@ -78,9 +78,9 @@ class Directory:
             if client is None:
                 continue
             if report is None:
-                client.account.unreport()
+                client.requests.account.unreport()
             else:
-                client.account.report(report, is_direct=False)
+                client.requests.account.report(report, is_direct=False)
 
     def clients(self) -> list[EngineClient]:
         return list(self._clients.values())
@@ -162,9 +162,11 @@ class Directory:
         """
         able = self.ready_for(model, is_exact=is_exact, needs=request.needs)
         ready = list(filter(is_allowed, able))
-        clients = {client.address: client for client in ready if client.has_room(request.num_requests)}
+        clients = {
+            client.address: client for client in ready if client.requests.has_room(request.num_requests)
+        }
         # In the same order on every frontend, in whatever order each learned of the engines.
-        infos = [clients[address].info() for address in sorted(clients)]
+        infos = [clients[address].requests.account.info() for address in sorted(clients)]
         picked = route(self._policy, infos, request, self._turn)
         self._turn += 1
         if picked is not None:
@@ -203,7 +205,7 @@ class Directory:
     def leave(self) -> None:
         """From now on, leave adopted requests in their engines for other frontends; do not abort them."""
         for client in self._clients.values():
-            client.adoptions.are_left = True
+            client.requests.adoptions.are_left = True
 
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}

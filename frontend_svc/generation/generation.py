@@ -88,7 +88,9 @@ class OpenRequest:
         for index, state in enumerate(self.states):
             if index not in outputs:
                 state.advance([], Ending(EndReason.STOP))
-        client.adoptions.hand_over((adoptee, self.states[index]) for index, adoptee in outputs.items())
+        client.requests.adoptions.hand_over(
+            (adoptee, self.states[index]) for index, adoptee in outputs.items()
+        )
 
     async def next(self) -> Output:
         """Wait for output and return all since the last call. Must not be called after the last output."""

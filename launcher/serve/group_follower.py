@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import grpc
 
+from service_kit.backoff import Backoff
 from service_kit.channel import open_channel
+from service_kit.clock import MonotonicClock
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
 
-_MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 2.0
 
 
@@ -32,16 +32,15 @@ async def follow_group(
     The coordinator may be away, and may return at another address: `admin_address` is called before each
     attempt, and meanwhile its last size stays in force. A new coordinator has no wanted sizes at first.
     """
-    retry_s = _MIN_RETRY_S
+    backoff = Backoff(MonotonicClock(), max_s=_MAX_RETRY_S)
     while True:
         address = admin_address()
         try:
             if address and await _follow_session(group, address, want):
-                retry_s = _MIN_RETRY_S
+                backoff.note_connected()
         except Exception as error:  # noqa: BLE001  Running engines must not be affected.
             report(f"the size of group {group!r} could not be followed: {type(error).__name__}: {error}")
-        await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
-        retry_s = min(2 * retry_s, _MAX_RETRY_S)
+        await asyncio.sleep(backoff.next_s())
 
 
 async def _follow_session(group: str, address: str, want: Want) -> bool:

@@ -503,7 +503,7 @@ async def serving(
                 await frontend.drain()
             assert frontend.admission.num_queued == 0
             assert len(frontend.requests) == 0
-            assert sum(one.num_in_flight for one in frontend.directory.clients()) == 0
+            assert sum(one.requests.num_in_flight for one in frontend.directory.clients()) == 0
     finally:
         await frontend.public.stop(0)
         await frontend.close()

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from frontend_svc.engines.connection import connection
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import Loss, LossKind
+from service_kit import resumable_stream
 from service_kit.clock import MonotonicClock
 from service_kit.errors import ServiceError
 from tests.engine_svc.fakes import expected_tokens, make_scheduler
@@ -25,6 +27,7 @@ from triptych.engine.v1 import engine_pb2
 _PATIENCE_S = 30.0
 _NUM_STREAMS = 64
 _NUM_TOKENS = 100
+_STRIDE_BYTES = 13
 
 
 class Taker:
@@ -209,6 +212,68 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
         await rig.until_one_connection()
 
 
+@pytest.fixture
+def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast the machine is does not matter: no limit of time of a client ends a session."""
+    monkeypatch.setattr(connection, "_RESUME_S", _PATIENCE_S)
+    monkeypatch.setattr(connection, "_MAX_REOPENING_S", _PATIENCE_S)
+    monkeypatch.setattr(resumable_stream, "_MAX_MISSED_HEARTBEATS", 100)
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["of an ADD", "of a step"])
+@pytest.mark.usefixtures("any_speed")
+async def test_a_cut_at_every_byte_of_a_message_loses_nothing_and_repeats_nothing(is_up):
+    engine = ServiceRig()
+    engine.engine.replay_window_s = _PATIENCE_S
+    async with connected(engine) as rig:
+        # Nothing else is sent: a cut after so many bytes is a cut inside the message.
+        engine.stop_beating()
+        for num_bytes in itertools.count():
+            await rig.until_state(EngineState.READY)
+            rig.proxy.cut_after(num_bytes, is_up=is_up)
+            (taker,) = rig.add(range(num_bytes, num_bytes + 1), num_tokens=1)
+            await rig.until(lambda taker=taker: taker.is_over)
+            rig.proxy.cut_after(None, is_up=is_up)
+            assert (taker.losses, taker.errors) == ([], [])
+            assert taker.token_ids == expected_tokens(prompt_of(num_bytes), taker_seed(num_bytes), 1)
+            assert [ending.reason for ending in taker.endings] == [EndReason.LENGTH]
+            if rig.proxy.num_cuts == num_bytes:
+                break
+        stats = engine.engine.stats_snapshot.read()
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (5 * num_bytes + 5, num_bytes + 1)
+        assert EngineState.DOWN not in rig.states
+        # Frame headers included, the ADD takes about 100 bytes and the step about 60.
+        assert num_bytes >= (90 if is_up else 50)
+
+
+@pytest.mark.usefixtures("any_speed")
+@pytest.mark.parametrize("is_up", [True, False], ids=["before hello is read", "before the replay is read"])
+async def test_a_session_whose_next_connection_breaks_as_well_is_resumed_by_another(is_up):
+    engine = ServiceRig()
+    engine.engine.replay_window_s = _PATIENCE_S
+    async with connected(engine) as rig:
+        engine.stop_beating()
+        # With a stride of 1, which is every byte, it takes 40 s.
+        for number in itertools.count():
+            await rig.until_state(EngineState.READY)
+            rig.proxy.cut_after(0, is_up=False)
+            (taker,) = rig.add(range(number, number + 1), num_tokens=1)
+            await rig.until_state(EngineState.RECONNECTING)
+            num_cuts = rig.proxy.num_cuts
+            rig.proxy.cut_after(_STRIDE_BYTES * number, is_up=is_up)
+            await rig.until(lambda taker=taker: taker.is_over)
+            rig.proxy.cut_after(None, is_up=is_up)
+            assert (taker.losses, taker.errors) == ([], [])
+            assert taker.token_ids == expected_tokens(prompt_of(number), taker_seed(number), 1)
+            assert len(taker.endings) == 1
+            if rig.proxy.num_cuts == num_cuts:
+                break
+        stats = engine.engine.stats_snapshot.read()
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (5 * number + 5, number + 1)
+        assert EngineState.DOWN not in rig.states
+        assert number >= 10
+
+
 async def test_aborts_that_a_break_has_swallowed_are_sent_again():
     engine = large_engine()
     engine.executor.hold_at = 3
@@ -252,7 +317,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         await rig.until(lambda: after.is_over)
         assert after.token_ids == expected_tokens(prompt_of(1000), taker_seed(1000), _NUM_TOKENS)
         assert [taker.token_ids for taker in takers] == received
-        assert rig.client.stale_outputs > 0
+        assert rig.client.requests.stale_outputs > 0
         assert EngineState.RECONNECTING in rig.states
         stats = engine.engine.stats_snapshot.read()
         assert (stats.num_finished, stats.scheduler.num_used_blocks) == (_NUM_STREAMS + 1, 0)
@@ -289,7 +354,7 @@ async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another
         (after,) = rig.add(range(9, 10))
         await rig.until(lambda: after.is_over)
         assert len(after.token_ids) == _NUM_TOKENS
-        assert rig.client.stale_outputs == 0
+        assert rig.client.requests.stale_outputs == 0
 
 
 async def test_a_stream_that_breaks_while_a_model_is_read_keeps_no_engine_loading():

@@ -19,7 +19,9 @@ class WireProxy:
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_connections = 0
+        self.num_cuts = 0  # by `cut_after`
         self.address = ""
+        self._num_bytes_left: dict[bool, int | None] = {True: None, False: None}  # until such a cut, by is_up
         self._target = target
         self._next_cut = next_cut
         self._connections: set[asyncio.Task[None]] = set()
@@ -43,6 +45,10 @@ class WireProxy:
         for connection in self._connections:
             connection.cancel()
 
+    def cut_after(self, num_bytes: int | None, *, is_up: bool) -> None:
+        """Break the connection when more bytes than these are sent to the target or from it; None: do not."""
+        self._num_bytes_left[is_up] = num_bytes
+
     async def stop(self) -> None:
         self.refuse()
         self.cut()
@@ -59,8 +65,8 @@ class WireProxy:
             engine_reader, engine_writer = await asyncio.open_connection(host, int(port))
             writers.append(engine_writer)
             pumps = [
-                asyncio.ensure_future(self._pump(reader, engine_writer, None)),
-                asyncio.ensure_future(self._pump(engine_reader, writer, self._next_cut())),
+                asyncio.ensure_future(self._pump(reader, engine_writer, None, is_up=True)),
+                asyncio.ensure_future(self._pump(engine_reader, writer, self._next_cut(), is_up=False)),
             ]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -76,10 +82,22 @@ class WireProxy:
             self._connections.discard(task)
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes_left: int | None
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        num_bytes_left: int | None,
+        *,
+        is_up: bool,
     ) -> None:
         while data := await reader.read(_CHUNK_BYTES):
             await self.gate.wait()
+            if (limit := self._num_bytes_left[is_up]) is not None:
+                if len(data) > limit:
+                    writer.write(data[:limit])
+                    self._num_bytes_left[is_up] = None
+                    self.num_cuts += 1
+                    return
+                self._num_bytes_left[is_up] = limit - len(data)
             if num_bytes_left is not None and len(data) >= num_bytes_left:
                 writer.write(data[:num_bytes_left])
                 return

@@ -147,10 +147,14 @@ class Adoption:
             # A frontend that has just started knows no engine yet.
             may_have_it = not clients or any(client.state in _OUT_OF_REACH for client in clients)
             for client in clients:
-                if client.state not in _ASKABLE or client.model is None or not client.adoptions.are_possible:
+                if (
+                    client.state not in _ASKABLE
+                    or client.model is None
+                    or not client.requests.adoptions.are_possible
+                ):
                     continue
                 try:
-                    return client, await client.adoptions.ask(request_id)
+                    return client, await client.requests.adoptions.ask(request_id)
                 except NotFound:
                     continue
                 except FailedPrecondition:
@@ -171,7 +175,7 @@ class Adoption:
         outputs: dict[int, Adoptee],
     ) -> None:
         try:
-            outputs[index] = await client.adoptions.ask(output_request_id(token, index))
+            outputs[index] = await client.requests.adoptions.ask(output_request_id(token, index))
         except ServiceError as error:
             if not (isinstance(error, NotFound) and _is_finished(received, index)):
                 raise not_kept(token) from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -46,13 +45,6 @@ _LOSS_KINDS = {
     StreamEnd.DISMISSED: LossKind.DISMISSAL,
 }
 
-_MIN_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 1.0
-# An engine of an incompatible version changes only by an upgrade.
-_INCOMPATIBLE_BACKOFF_S = 5.0
-# An engine that is lost sooner than this after it was ready does not reset the backoff.
-_STEADY_S = 1.0
-
 # Makes the first message of a stream from the engine's hello_ack, the session id and whether it is resumed.
 Greet = Callable[[session_pb2.HelloAck, str, bool], engine_pb2.ConnectRequest | None]
 
@@ -79,16 +71,15 @@ class EngineConnection:
         *,
         heartbeat_s: float,
         connect: Callable[[str], grpc.aio.Channel],
-        greet: Greet,
     ) -> None:
         self.ack = session_pb2.HelloAck()  # the engine's newest
         self.session = EngineSession()
+        self.greet: Greet = lambda ack, session_id, is_resumed: None
         self._address = address
         self._identity = identity
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._connect = connect
-        self._greet = greet
         self._channel: grpc.aio.Channel | None = None
         self._stub: engine_pb2_grpc.EngineCoreServiceStub | None = None
         self._stream: EngineStream | None = None
@@ -212,7 +203,7 @@ class EngineConnection:
             raise StreamLost(reason, StreamEnd.INCOMPATIBLE)
         self.ack = ack
         is_resumed = session.is_resumed_by(ack)
-        greeting = self._greet(ack, session.session_id, is_resumed)
+        greeting = self.greet(ack, session.session_id, is_resumed)
         if greeting is not None:
             stream.send(greeting)
         return stream, is_resumed
@@ -251,25 +242,3 @@ def _incompatibility(ack: session_pb2.HelloAck) -> str | None:
     if ack.schema_revision < MIN_ENGINE_REVISION:
         return f"{revisions}: the frontend needs {MIN_ENGINE_REVISION} or newer"
     return None
-
-
-class ReconnectBackoff:
-    """Delay before the next attempt: doubles up to a second, and is short again after a use that lasted."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._delay_s = _MIN_BACKOFF_S
-        self._ready_at: float | None = None
-
-    def note_ready(self) -> None:
-        """Note that the engine takes requests."""
-        if self._ready_at is None:
-            self._ready_at = self._clock.now()
-
-    def after(self, end: StreamEnd) -> float:
-        """Seconds to wait after a stream that ended so, with jitter."""
-        lasted = self._ready_at is not None and self._clock.now() - self._ready_at > _STEADY_S
-        self._ready_at = None
-        self._delay_s = _MIN_BACKOFF_S if lasted else min(2 * self._delay_s, _MAX_BACKOFF_S)
-        delay_s = _INCOMPATIBLE_BACKOFF_S if end is StreamEnd.INCOMPATIBLE else self._delay_s
-        return delay_s * random.uniform(0.5, 1.0)

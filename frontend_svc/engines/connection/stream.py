@@ -1,4 +1,4 @@
-"""One Connect stream: non-blocking writes, sequence check of reads, heartbeat timeout. Knows no requests."""
+"""One Connect stream: handshake, writes that never wait, and what its end means. Knows no requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 from service_kit.clock import Clock
 from service_kit.eager_writer import EagerWriter
 from service_kit.errors import from_status
+from service_kit.resumable_stream import EndOfStream, MessageGap, PeerSilent, SilenceTimer, StreamReceiver
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 HEARTBEAT_S = 0.5
-_MAX_MISSED_HEARTBEATS = 3
 _HANDSHAKE_S = 10.0
 # An engine keeps a few MiB of unacknowledged messages, and then waits.
 _MAX_UNACKNOWLEDGED_BYTES = 1024 * 1024
@@ -67,24 +67,18 @@ class EngineStream:
         # Waiting for the connection costs nothing and ends as soon as the engine listens.
         self._call = stub.Connect(wait_for_ready=waits)
         self._writer = EagerWriter(self._call.write)
-        self._clock = clock
+        self._receiver: StreamReceiver[engine_pb2.ConnectResponse] = StreamReceiver(
+            SilenceTimer(clock, heartbeat_s=heartbeat_s), last_seq=last_seq
+        )
         self._heartbeat_s = heartbeat_s
         self._is_closing = False
         self._outbox: deque[engine_pb2.ConnectRequest] = deque()
         self._has_outgoing = asyncio.Event()
-        self._last_seq = self._acked_seq = last_seq
-        self._num_unacknowledged_bytes = 0
-        self._ack_interval_messages = 0
-        self._ack_interval_s = heartbeat_s
-        self._ack_timer: asyncio.TimerHandle | None = None
-        self._last_received_at = 0.0
-        self._is_handling = False
-        self._is_over = False
 
     @property
     def last_seq(self) -> int:
         """The last message that was handled completely."""
-        return self._last_seq
+        return self._receiver.last_seq
 
     async def open(self, hello: session_pb2.Hello, *, limit_s: float | None = None) -> session_pb2.HelloAck:
         """Send hello and wait for the answer: `limit_s`, or without it 10 s from the connection on."""
@@ -114,7 +108,6 @@ class EngineStream:
         The next message is read when `on_message` has returned. A started `on_message` is completed even if
         the stream is lost meanwhile; it is never called after this method has ended.
         """
-        self._last_received_at = self._clock.now()
         raise await self._until_over(on_message)
 
     def close(self, goodbye: engine_pb2.Goodbye) -> None:
@@ -137,11 +130,12 @@ class EngineStream:
         if answer.WhichOneof("message") != "hello_ack":
             raise StreamLost("the engine's first message is no hello_ack")
         ack: session_pb2.HelloAck = answer.hello_ack
-        self._ack_interval_messages = ack.ack_interval_messages
-        if ack.ack_interval_ms:
-            self._ack_interval_s = ack.ack_interval_ms / 1000
-        if not ack.resume_ok:
-            self._last_seq = self._acked_seq = 0
+        self._receiver.begin(
+            is_resumed=ack.resume_ok,
+            max_messages=ack.ack_interval_messages,
+            max_bytes=_MAX_UNACKNOWLEDGED_BYTES,
+            max_delay_s=ack.ack_interval_ms / 1000 or self._heartbeat_s,
+        )
         return ack
 
     async def _until_over(
@@ -150,42 +144,31 @@ class EngineStream:
         """The error that ended the stream, to be raised outside of the tasks: a task keeps its error, and the
         error keeps the call.
         """
-        reader = asyncio.ensure_future(self._read(on_message))
-        tasks = [reader, asyncio.ensure_future(self._write()), asyncio.ensure_future(self._watch())]
+        receiver = self._receiver
+        reader = asyncio.ensure_future(receiver.run(self._call.read, on_message, self._acknowledge, end=EOF))
+        tasks = [
+            reader,
+            asyncio.ensure_future(self._write()),
+            asyncio.ensure_future(receiver.silence.watch()),
+        ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # In this order: a reason that the engine sent takes precedence over a failed write.
             error = next(filter(None, (task.exception() for task in tasks if task.done())))
-            is_of_call = isinstance(error, (grpc.RpcError, asyncio.InvalidStateError))
-            return await self._lost() if is_of_call else error
+            if isinstance(error, EndOfStream | grpc.RpcError | asyncio.InvalidStateError):
+                return await self._lost()
+            if isinstance(error, MessageGap | PeerSilent):
+                end = StreamEnd.SILENT if isinstance(error, PeerSilent) else StreamEnd.VOID
+                return StreamLost(str(error), end)
+            return error
         finally:
-            self._is_over = True
+            receiver.close()
             for task in tasks:
-                if task is not reader or not self._is_handling:
+                if task is not reader or not receiver.silence.is_handling:
                     task.cancel()
             self._writer.close()
             self._call.cancel()
-            if self._ack_timer is not None:
-                self._ack_timer.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read(self, on_message: Callable[[engine_pb2.ConnectResponse], Awaitable[None]]) -> None:
-        while not self._is_over:
-            message = await self._call.read()
-            if message is EOF:
-                raise await self._lost()
-            self._last_received_at = self._clock.now()
-            if message.seq != self._last_seq + 1:
-                raise StreamLost(f"message {message.seq} came after {self._last_seq}")
-            self._is_handling = True
-            try:
-                await on_message(message)
-            finally:
-                self._is_handling = False
-            self._last_seq = message.seq
-            self._note_unacknowledged(message)
-            # Nothing was read meanwhile, so this time does not count as silence of the peer.
-            self._last_received_at = self._clock.now()
 
     async def _write(self) -> None:
         # A write fails when the call is over. The reader gets the reason, after the engine's last message.
@@ -206,42 +189,8 @@ class EngineStream:
                 await self._call.done_writing()
                 return
 
-    async def _watch(self) -> None:
-        limit_s = self._heartbeat_s * _MAX_MISSED_HEARTBEATS
-        while True:
-            slept_from = self._clock.now()
-            wait_s = min(self._heartbeat_s, max(0.0, self._last_received_at + limit_s - slept_from) + 0.001)
-            await asyncio.sleep(wait_s)
-            now = self._clock.now()
-            if now - slept_from > wait_s + self._heartbeat_s:
-                # This process was not running; messages that arrived meanwhile are still to be read.
-                self._last_received_at = now
-            if self._is_handling:
-                self._last_received_at = now
-            if now - self._last_received_at > limit_s:
-                raise StreamLost(f"no heartbeat for {now - self._last_received_at:.1f} s", StreamEnd.SILENT)
-
-    def _note_unacknowledged(self, message: engine_pb2.ConnectResponse) -> None:
-        if not self._ack_interval_messages:
-            return
-        self._num_unacknowledged_bytes += message.ByteSize()
-        if (
-            self._last_seq - self._acked_seq >= self._ack_interval_messages
-            or self._num_unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
-        ):
-            self._ack()
-        elif self._ack_timer is None:
-            loop = asyncio.get_running_loop()
-            self._ack_timer = loop.call_later(self._ack_interval_s, self._ack_late)
-
-    def _ack_late(self) -> None:
-        self._ack_timer = None
-        if self._acked_seq < self._last_seq:
-            self._ack()
-
-    def _ack(self) -> None:
-        self._acked_seq, self._num_unacknowledged_bytes = self._last_seq, 0
-        self.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=self._last_seq)))
+    def _acknowledge(self, last_seq: int) -> None:
+        self.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=last_seq)))
 
     async def _lost(self) -> StreamLost:
         """How the call ended: the engine's reason if it sent one, else gRPC's."""

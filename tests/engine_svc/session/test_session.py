@@ -29,7 +29,7 @@ from engine_svc.loop.mailbox import KVEventLog
 from engine_svc.loop.step_output import MAX_PIECE_BYTES
 from engine_svc.session.kv_subscription import KVSubscription
 from engine_svc.session.servicer import FULL_NAME
-from engine_svc.session.session import Session
+from engine_svc.session.session import Session, SessionLink
 from engine_svc.tensors.source import TensorReceiver
 from service_kit import shared_memory
 from service_kit.channel import open_channel
@@ -325,6 +325,10 @@ async def _until(stub, condition) -> None:
             pass
 
 
+async def write_nothing(message: bytes) -> None:
+    """The write function of a call."""
+
+
 async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
     rig, received = ServiceRig(), list[str]()
     async with serving(rig) as stub:
@@ -339,7 +343,10 @@ async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
 
         await ask()
         # As the stream writes them, with a client that asks again as soon as it is answered.
-        for message in session._waiting():
+        link = SessionLink(lambda: None, write_nothing)
+        for _ in session._append_pending(link):
+            message = session.stream.take(link)
+            assert message is not None
             received.append(str(engine_pb2.ConnectResponse.FromString(message).WhichOneof("message")))
             if received[-1] == "utility_result" and len(received) < 20:
                 await ask()

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import grpc
 import pytest
 
-from frontend_svc.api.resumable import MessageLog, ResumableStreams
+from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.build import Frontend
 from frontend_svc.engines.adoption.takeover import not_kept
 from frontend_svc.generation.caller import Caller
@@ -244,27 +244,6 @@ async def begun(streams: ResumableStreams, grace_ms: int = GRACE_MS):
     reader = streams.start(make_request(orphan_grace_ms=grace_ms), CALLER)
     started = await anext(reader)
     return reader, started.started.resume_token
-
-
-def test_a_log_drops_its_oldest_but_never_what_was_not_given():
-    log = MessageLog(ReaderLimit(max_tokens=4))
-    for position in range(1, 7):
-        log.append(Response(position=position, delta=generate_pb2.Delta(token_ids=[1])))
-    assert log.is_full
-    log.trim(given=1)
-    assert (log.first, log.is_full) == (2, True)
-    log.trim(given=6)
-    assert (log.first, log.last, log.is_full) == (3, 6, False)
-    assert log.get(3).position == 3
-
-
-def test_a_log_counts_bytes():
-    log = MessageLog(ReaderLimit(max_bytes=1000))
-    log.append(Response(position=1, delta=generate_pb2.Delta(text="x" * 900)))
-    assert not log.is_full
-    log.append(Response(position=2, delta=generate_pb2.Delta(text="x" * 900)))
-    log.trim(given=2)
-    assert (log.first, log.is_full) == (2, False)
 
 
 async def test_a_dropped_position_is_out_of_range_and_affects_no_other_reader():

@@ -192,7 +192,7 @@ async def test_loads_and_their_absence_reach_the_engines_they_are_of():
         for version, tokens in ((2, 70), (3, 0)):
             while await asyncio.wait_for(coordinator.acks.get(), WAIT_S) != version:
                 pass
-            assert one.info().num_waiting_tokens == tokens
+            assert one.requests.account.info().num_waiting_tokens == tokens
             coordinator.to_send.put_nowait(delta(3, updated=[unreported]))
     await server.stop(None)
     await engine.kill()

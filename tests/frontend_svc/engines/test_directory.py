@@ -19,7 +19,7 @@ async def test_reported_load_decides():
         await client.until_engines_are_ready(2)
         busy.sessions[0].send(stats=session_pb2.Stats(num_running=8, num_waiting=2))
         async with asyncio.timeout(WAIT_S):
-            while not any(one.info().num_running for one in frontend.directory.clients()):
+            while not any(one.requests.account.info().num_running for one in frontend.directory.clients()):
                 await client.model.ListModels(model_pb2.ListModelsRequest())
         texts = [(await read_all(client.generate()))[1] for _ in range(3)]
     assert texts == ["idle"] * 3
@@ -31,7 +31,7 @@ async def test_a_paused_engine_is_used_only_where_no_other_is_ready():
     async with serving(paused, running) as (client, frontend):
         await client.until_engines_are_ready(2)
         async with asyncio.timeout(WAIT_S):
-            while not any(one.info().is_held for one in frontend.directory.clients()):
+            while not any(one.requests.account.info().is_held for one in frontend.directory.clients()):
                 await client.model.ListModels(model_pb2.ListModelsRequest())
         texts = [(await read_all(client.generate()))[1] for _ in range(4)]
         await running.kill()

@@ -639,7 +639,7 @@ async def make_second_choice(client: Client, frontend, engine: FakeEngine) -> No
     await engine.wait(lambda: bool(engine.sessions))
     engine.sessions[0].send(stats=session_pb2.Stats(num_running=8, num_waiting=2))
     async with asyncio.timeout(WAIT_S):
-        while not any(one.info().num_running for one in frontend.directory.clients()):
+        while not any(one.requests.account.info().num_running for one in frontend.directory.clients()):
             await client.model.ListModels(model_pb2.ListModelsRequest())
 
 

@@ -10,7 +10,6 @@ import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from frontend_svc.engines.connection.client import ReadyMailbox
-from frontend_svc.engines.connection.connection import ReconnectBackoff
 from frontend_svc.engines.connection.health import StepWatch
 from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
@@ -158,22 +157,6 @@ async def test_only_what_was_handled_whole_is_acknowledged():
     taker.may_go_on.set()
     async with asyncio.timeout(10):
         assert [await call.received_acks.get(), await call.received_acks.get()] == [1, 2]
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-
-
-async def test_much_is_acknowledged_at_once_however_few_messages_it_came_in():
-    call, taker = FakeCall(), Taker()
-    taker.may_go_on.set()
-    stream = await opened_stream(call, ack_interval_messages=1000, ack_interval_ms=3_600_000)
-    half = "x" * (512 * 1024)
-    for seq in (3, 4, 5, 6):
-        dead = engine_pb2.Dead(reason=half)
-        call.incoming.put_nowait(engine_pb2.ConnectResponse(seq=seq, dead=dead))
-    running = asyncio.ensure_future(stream.receive(taker.take))
-    async with asyncio.timeout(10):
-        assert [await call.received_acks.get(), await call.received_acks.get()] == [4, 6]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -330,45 +313,6 @@ async def test_the_end_of_a_session_takes_it_away():
     await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()
-
-
-# How soon an engine is dialled again.
-
-
-def test_an_engine_that_breaks_as_soon_as_it_is_ready_is_dialled_ever_more_slowly():
-    clock = FakeClock()
-    backoff = ReconnectBackoff(clock)
-    delays = []
-    for _ in range(6):
-        backoff.note_ready()
-        clock.advance(0.2)
-        delays.append(backoff.after(StreamEnd.BROKEN))
-    assert delays[0] <= 0.2
-    assert all(0.5 <= one <= 1.0 for one in delays[3:])
-
-
-def test_an_engine_that_was_in_use_for_a_while_is_dialled_at_once():
-    clock = FakeClock()
-    backoff = ReconnectBackoff(clock)
-    for _ in range(6):
-        backoff.after(StreamEnd.REFUSED)
-    backoff.note_ready()
-    clock.advance(1.1)
-    backoff.note_ready()
-    assert backoff.after(StreamEnd.BROKEN) <= 0.1
-
-
-def test_time_without_a_connection_is_no_use():
-    clock = FakeClock()
-    backoff = ReconnectBackoff(clock)
-    for _ in range(6):
-        clock.advance(60.0)
-        backoff.after(StreamEnd.REFUSED)
-    assert backoff.after(StreamEnd.REFUSED) >= 0.5
-
-
-def test_an_engine_of_another_version_is_asked_rarely():
-    assert ReconnectBackoff(FakeClock()).after(StreamEnd.INCOMPATIBLE) >= 2.5
 
 
 # When an engine's loop is taken to hang.

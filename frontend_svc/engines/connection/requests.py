@@ -1,0 +1,164 @@
+"""Requests of this frontend in one engine, from their ADD to their end. Knows no state of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from frontend_svc.engines.adoption.orphaned_requests import EngineAdoptions
+from frontend_svc.engines.connection.columns import read_step
+from frontend_svc.engines.connection.connection import EngineConnection
+from frontend_svc.engines.routing.account import EngineAccount
+from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.loss import Loss
+from frontend_svc.output.processor import OutputProcessor, Receiver
+from frontend_svc.tensors.sender import TensorSender
+from frontend_svc.tensors.wire_tensor import WireTensor
+from frontend_svc.text.tokenize.id_column import ID_BYTES
+from service_kit.errors import from_status
+from triptych.engine.v1 import add_pb2, engine_pb2, step_pb2
+
+logger = logging.getLogger(__name__)
+
+# Each row has a reader that writes to its client in the same turn of the event loop, which takes about 50 us.
+_MAX_ROWS_A_TURN = 64
+
+
+class EngineRequests:
+    """Sends requests over a connection, and passes what the engine answers to their receivers.
+
+    If the engine is lost, the receivers get a `Loss`; later outputs of the engine for them are dropped and
+    counted. `on_add` is called with the engine's id after each `add`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        frontend_id: str,
+        connection: EngineConnection,
+        *,
+        on_add: Callable[[str], None],
+    ) -> None:
+        self.account = EngineAccount(address)
+        self.stale_outputs = 0  # rows of requests that had moved to other engines
+        self._connection = connection
+        self._on_add = on_add
+        self._handles = itertools.count(1)
+        self._processor = OutputProcessor(on_end=self._on_end)
+        self.adoptions = EngineAdoptions(connection, self._processor, self._handles, self.abort)
+        self._tensors = TensorSender(frontend_id, send=self._send_adds, fail=self._processor.fail)
+        connection.greet = self._tensors.greet
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that the engine has not ended."""
+        return len(self._processor)
+
+    def has_room(self, num_requests: int) -> bool:
+        """False if the engine would reject so many more requests of this session."""
+        limit = self._connection.ack.max_inflight_adds
+        return limit <= 0 or len(self._processor) + num_requests <= limit
+
+    def add(
+        self,
+        entries: Sequence[add_pb2.AddEntry],
+        states: Sequence[Receiver],
+        tensors: Collection[WireTensor],
+    ) -> list[int]:
+        """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
+
+        The states are registered before anything is sent, so no output arrives without a receiver. Requests
+        added when the stream has just ended are sent on the next one, or are lost with the engine's others.
+        """
+        handles: list[int] = []
+        for entry, state in zip(entries, states, strict=True):
+            handle = next(self._handles) & 0xFFFFFFFF
+            self._processor.register(handle, state)
+            # They have the same prompt, which is computed for the first of them only.
+            self.account.send(handle, 0 if handles else _num_pending_tokens(entry))
+            entry.handle = handle
+            handles.append(handle)
+        self._tensors.send(entries, tensors, self._connection.stub)
+        self._on_add(self._connection.ack.engine_id)
+        return handles
+
+    def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
+        """Abort requests in the engine and forget them here; those that have ended are skipped."""
+        running = [handle for handle in handles if self._processor.forget(handle)]
+        if running:
+            self._send_abort(running, reason)
+
+    def leave(self, handles: Iterable[int]) -> None:
+        """Forget requests here only: the engine continues them, and another frontend may adopt them."""
+        for handle in handles:
+            self._processor.forget(handle)
+
+    def end(self, handles: Iterable[int]) -> None:
+        """Abort requests in the engine and end them for their readers; those that have ended are skipped."""
+        running = [handle for handle in handles if self._processor.end(handle, Ending(EndReason.ABORT))]
+        if running:
+            self._send_abort(running, engine_pb2.ABORT_REASON_CLIENT)
+
+    async def on_step(self, step: step_pb2.Step) -> None:
+        """Pass a step to its readers, a few at a time: all of them at once would block the event loop."""
+        columns = read_step(step)
+        self.stale_outputs += self._connection.session.on_step(columns)
+        for row in columns.cached:
+            self.account.begin(columns.handles[row])
+        for index, rows in enumerate(columns.slices(_MAX_ROWS_A_TURN)):
+            if index:
+                await asyncio.sleep(0)
+            finished_here = self._processor.process(rows)
+            if finished_here:
+                self._send_abort(finished_here, engine_pb2.ABORT_REASON_STOP_STRING)
+
+    def on_rejected(self, rejected: engine_pb2.AddRejected) -> None:
+        status = rejected.status
+        error = from_status(status.code, status.message, status.details, rejected.retry_after_ms or None)
+        self._connection.session.on_finished([rejected.handle])
+        self._processor.fail(rejected.handle, error)
+        self.adoptions.on_rejected(rejected.handle, error)
+
+    def on_adopted(self, adopted: engine_pb2.Adopted) -> None:
+        self.account.send(adopted.handle, 0)
+        self.adoptions.on_adopted(adopted)
+
+    def on_resumed(self) -> None:
+        """The session continues on another stream: send what waits for an upload again."""
+        self._tensors.go_on(self._connection.stub)
+
+    def lose(self, loss: Loss) -> None:
+        """The engine is lost, and with it the requests it has of this frontend."""
+        self.account.reset()
+        self._tensors.stop()
+        self.adoptions.lose(loss.reason)
+        while len(self._processor):
+            try:
+                self._processor.lose_all(loss)
+            except Exception:
+                # A bug in this frontend that concerns one request. It is forgotten; the others get the loss.
+                logger.exception("a request failed to handle a lost engine", extra={"engine": loss.address})
+
+    def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
+        if entries:
+            self._connection.session.add(entries)
+            message = engine_pb2.ConnectRequest()
+            message.add.entries.extend(entries)
+            self._connection.send(message)
+
+    def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
+        # Without a stream only the session records it, and the next stream sends it.
+        abort = self._connection.session.abort(handles, reason)
+        if abort is not None:
+            self._connection.send(engine_pb2.ConnectRequest(abort=abort))
+
+    def _on_end(self, handle: int) -> None:
+        self.account.end(handle)
+        self._tensors.forget(handle)
+
+
+def _num_pending_tokens(entry: add_pb2.AddEntry) -> int:
+    """Prompt and output tokens that the engine has to compute before the request's next token."""
+    return (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // ID_BYTES
