@@ -5,35 +5,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
-
-import grpc.aio
+from collections.abc import Mapping
 
 from engine_svc.config import EngineConfig
-from launcher.engines.core_client import EngineDead
+from frontend_svc.engines.connection.transport import EngineTransport, open_transport
+from launcher.engines.own_engine import EngineDead
 from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
 from launcher.serve.readiness import await_ready
 from launcher.services import command_of
-from service_kit.channel import open_channel
 
 _STOP_S = 10.0
 
 
 class ChildEngine:
-    """One engine process on a free port. `on_death` is called with the reason if it ends by itself."""
+    """One engine process on a free port."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        environment: Mapping[str, str],
-        *,
-        on_death: Callable[[str], None],
-        start_timeout_s: float = 600.0,
+        self, config: EngineConfig, environment: Mapping[str, str], *, start_timeout_s: float = 600.0
     ) -> None:
         self.address = ""
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
         self._environment = environment
-        self._on_death = on_death
         self._start_timeout_s = start_timeout_s
         self._child: ChildProcess | None = None
         self._monitor: asyncio.Task[None] | None = None
@@ -58,8 +51,8 @@ class ChildEngine:
             raise EngineDead(f"it was not ready within {self._start_timeout_s:g} s") from error
         self._monitor = asyncio.ensure_future(self._watch(self._child))
 
-    def connect(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address)
+    def connect(self, address: str) -> EngineTransport:
+        return open_transport(address)
 
     async def close(self) -> None:
         """Stop the process, with SIGKILL after a timeout."""
@@ -84,7 +77,8 @@ class ChildEngine:
 
     async def _watch(self, child: ChildProcess) -> None:
         await child.wait()
-        self._on_death(str(ChildDied(child)))
+        if not self.death.done():
+            self.death.set_result(str(ChildDied(child)))
 
 
 def flags_of(config: EngineConfig) -> list[str]:

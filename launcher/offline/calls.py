@@ -1,4 +1,4 @@
-"""API calls of `LLM`, in its event loop; the same for every transport."""
+"""API calls of `LLM`, in its event loop; the same for every frontend."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc.aio
-
+from launcher.offline.frontend import LLMFrontend, Services
 from launcher.offline.inputs import GivenPrompt, check_ids
-from launcher.offline.run import run_all, translated
+from launcher.offline.run import run_all
 from triptych.api.v1 import (
     chat_message_pb2,
     chat_pb2,
-    chat_pb2_grpc,
     embedding_pb2,
-    embedding_pb2_grpc,
     generate_pb2,
     inference_pb2,
-    inference_pb2_grpc,
     model_pb2,
-    model_pb2_grpc,
     tokenize_pb2,
-    tokenizer_pb2_grpc,
 )
 
 _T = TypeVar("_T")
@@ -35,23 +29,22 @@ _MAX_TOKENIZING = 64
 
 
 class LLMCalls:
-    """The public API over `channel`, for one model; "" means the only one that is served."""
+    """The services of a started frontend, for one model; "" means the only one that is served."""
 
-    def __init__(self, channel: grpc.aio.Channel, model: str, *, timeout_s: float | None) -> None:
+    def __init__(
+        self, frontend: LLMFrontend, services: Services, model: str, *, timeout_s: float | None
+    ) -> None:
+        self._frontend = frontend
+        self._services = services
         self._model = model
         self._timeout_s = timeout_s
-        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        self._chat: Any = chat_pb2_grpc.ChatServiceStub(channel)
-        self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
-        self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
         # Request ids must be unique among all clients of a frontend.
         self._prefix = f"llm-{secrets.token_hex(6)}"
         self._numbers = itertools.count(1)
 
     async def describe(self) -> model_pb2.Model:
         response: model_pb2.GetModelResponse = await self._call(
-            self._models.GetModel, model_pb2.GetModelRequest(model=self._model)
+            self._services.model.GetModel, model_pb2.GetModelRequest(model=self._model)
         )
         return response.model
 
@@ -59,14 +52,16 @@ class LLMCalls:
         request = tokenize_pb2.TokenizeRequest(
             model=self._model, text=text, add_special_tokens=add_special_tokens
         )
-        response: tokenize_pb2.TokenizeResponse = await self._call(self._tokenizer.Tokenize, request)
+        response: tokenize_pb2.TokenizeResponse = await self._call(self._services.tokenizer.Tokenize, request)
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         request = tokenize_pb2.DetokenizeRequest(
             model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        response: tokenize_pb2.DetokenizeResponse = await self._call(self._tokenizer.Detokenize, request)
+        response: tokenize_pb2.DetokenizeResponse = await self._call(
+            self._services.tokenizer.Detokenize, request
+        )
         return response.text
 
     async def prompt_ids(
@@ -102,7 +97,7 @@ class LLMCalls:
             request.model, request.request_id = self._model, self._next_id()
             request.return_prompt_token_ids = True
             unary = inference_pb2.GenerateUnaryRequest(request=request)
-            calls.append(partial(self._call, self._inference.GenerateUnary, unary))
+            calls.append(partial(self._call, self._services.inference.GenerateUnary, unary))
         window = _window(request.sampling.n for request in requests)
         return await run_all(calls, window=window, field="prompts", on_answer=on_answer)
 
@@ -117,28 +112,30 @@ class LLMCalls:
             request.model, request.request_id = self._model, self._next_id()
             request.return_prompt_token_ids = True
             calls.append(
-                partial(self._call, self._chat.ChatUnary, chat_pb2.ChatUnaryRequest(request=request))
+                partial(self._call, self._services.chat.ChatUnary, chat_pb2.ChatUnaryRequest(request=request))
             )
         window = _window(request.sampling.n for request in requests)
         return await run_all(calls, window=window, field="conversations", on_answer=on_answer)
 
     async def embed(self, request: embedding_pb2.EmbedRequest) -> embedding_pb2.EmbedResponse:
         request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.EmbedResponse = await self._call(self._embedding.Embed, request)
+        response: embedding_pb2.EmbedResponse = await self._call(self._services.embedding.Embed, request)
         return response
 
     async def classify(self, request: embedding_pb2.ClassifyRequest) -> embedding_pb2.ClassifyResponse:
         request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.ClassifyResponse = await self._call(self._embedding.Classify, request)
+        response: embedding_pb2.ClassifyResponse = await self._call(
+            self._services.embedding.Classify, request
+        )
         return response
 
     async def score(self, request: embedding_pb2.ScoreRequest) -> embedding_pb2.ScoreResponse:
         request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.ScoreResponse = await self._call(self._embedding.Score, request)
+        response: embedding_pb2.ScoreResponse = await self._call(self._services.embedding.Score, request)
         return response
 
-    async def _call(self, rpc: Callable[..., Awaitable[_T]], request: object) -> _T:
-        return await translated(rpc(request, timeout=self._timeout_s))
+    async def _call(self, method: Callable[..., Awaitable[_T]], request: object) -> _T:
+        return await self._frontend.call(method, request, self._timeout_s)
 
     def _next_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"

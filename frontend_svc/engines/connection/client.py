@@ -7,8 +7,6 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import grpc.aio
-
 from frontend_svc.engines.adoption.orphaned_requests import EngineAdoptions
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.connection.columns import MalformedStep, read_step
@@ -26,6 +24,7 @@ from frontend_svc.engines.connection.health import (
     StepWatch,
 )
 from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
+from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from frontend_svc.engines.load_messages import load_report
 from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.engines.routing.engine_info import EngineInfo
@@ -36,7 +35,6 @@ from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.id_column import ID_BYTES
-from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import InvalidTransition, from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
@@ -72,7 +70,7 @@ class EngineClient:
         on_change: Callable[[EngineClient], None],
         on_add: Callable[[EngineClient], None] = lambda client: None,
         heartbeat_s: float = HEARTBEAT_S,
-        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        connect: Callable[[str], EngineTransport] = open_transport,
     ) -> None:
         self.address = address
         self.account = EngineAccount(address)
