@@ -213,7 +213,7 @@ class LLM:
         given = read_prompts(prompts)
         _check_task(self._described, "classify")
         request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, given))
-        response = self._run(self._calls.classify(request))
+        response: embedding_pb2.ClassifyResponse = self._run(self._calls.pool("Classify", request))
         labels = tuple(response.labels)
         return [
             ClassificationResult(index, values_of(tensor), labels)
@@ -237,7 +237,7 @@ class LLM:
         request = embedding_pb2.ScoreRequest(
             queries=map(pooling_input, given), documents=map(pooling_input, held)
         )
-        response = self._run(self._calls.score(request))
+        response: embedding_pb2.ScoreResponse = self._run(self._calls.pool("Score", request))
         return [ScoreResult(index, score) for index, score in enumerate(response.scores)]
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class LLM:
                 normalize=normalize,
             ),
         )
-        response = self._run(self._calls.embed(request))
+        response: embedding_pb2.EmbedResponse = self._run(self._calls.pool("Embed", request))
         return [EmbeddingResult(index, values_of(tensor)) for index, tensor in enumerate(response.embeddings)]
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from launcher.offline.frontend import LLMFrontend, Services
 from launcher.offline.inputs import GivenPrompt, check_ids
@@ -22,6 +22,8 @@ from triptych.api.v1 import (
 )
 
 _T = TypeVar("_T")
+
+PoolingRequest = embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest
 
 # Enough to keep the largest batches full; the engine queues requests that it cannot run yet.
 MAX_IN_FLIGHT = 1024
@@ -43,9 +45,8 @@ class LLMCalls:
         self._numbers = itertools.count(1)
 
     async def describe(self) -> model_pb2.Model:
-        response: model_pb2.GetModelResponse = await self._call(
-            self._services.model.GetModel, model_pb2.GetModelRequest(model=self._model)
-        )
+        request = model_pb2.GetModelRequest(model=self._model)
+        response: model_pb2.GetModelResponse = await self._call(self._services.model.GetModel, request)
         return response.model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -92,14 +93,8 @@ class LLMCalls:
         on_answer: Callable[[inference_pb2.GenerateUnaryResponse], None],
     ) -> list[inference_pb2.GenerateUnaryResponse]:
         """The responses in order of the requests."""
-        calls: list[Callable[[], Awaitable[inference_pb2.GenerateUnaryResponse]]] = []
-        for request in requests:
-            request.model, request.request_id = self._model, self._next_id()
-            request.return_prompt_token_ids = True
-            unary = inference_pb2.GenerateUnaryRequest(request=request)
-            calls.append(partial(self._call, self._services.inference.GenerateUnary, unary))
-        window = _window(request.sampling.n for request in requests)
-        return await run_all(calls, window=window, field="prompts", on_answer=on_answer)
+        method, wrap = self._services.inference.GenerateUnary, inference_pb2.GenerateUnaryRequest
+        return await self._answer_all(method, wrap, requests, "prompts", on_answer)
 
     async def chat(
         self,
@@ -107,43 +102,36 @@ class LLMCalls:
         on_answer: Callable[[chat_pb2.ChatUnaryResponse], None],
     ) -> list[chat_pb2.ChatUnaryResponse]:
         """The responses in order of the conversations."""
-        calls: list[Callable[[], Awaitable[chat_pb2.ChatUnaryResponse]]] = []
+        method, wrap = self._services.chat.ChatUnary, chat_pb2.ChatUnaryRequest
+        return await self._answer_all(method, wrap, requests, "conversations", on_answer)
+
+    async def pool(self, method: str, request: PoolingRequest) -> Any:
+        """The response of a method of the EmbeddingService."""
+        request.model, request.request_id = self._model, self._next_id()
+        return await self._call(getattr(self._services.embedding, method), request)
+
+    async def _answer_all(
+        self,
+        method: Callable[..., Awaitable[_T]],
+        wrap: Callable[..., object],
+        requests: Sequence[generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest],
+        field: str,
+        on_answer: Callable[[_T], None],
+    ) -> list[_T]:
+        calls = []
         for request in requests:
             request.model, request.request_id = self._model, self._next_id()
             request.return_prompt_token_ids = True
-            calls.append(
-                partial(self._call, self._services.chat.ChatUnary, chat_pb2.ChatUnaryRequest(request=request))
-            )
-        window = _window(request.sampling.n for request in requests)
-        return await run_all(calls, window=window, field="conversations", on_answer=on_answer)
-
-    async def embed(self, request: embedding_pb2.EmbedRequest) -> embedding_pb2.EmbedResponse:
-        request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.EmbedResponse = await self._call(self._services.embedding.Embed, request)
-        return response
-
-    async def classify(self, request: embedding_pb2.ClassifyRequest) -> embedding_pb2.ClassifyResponse:
-        request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.ClassifyResponse = await self._call(
-            self._services.embedding.Classify, request
-        )
-        return response
-
-    async def score(self, request: embedding_pb2.ScoreRequest) -> embedding_pb2.ScoreResponse:
-        request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.ScoreResponse = await self._call(self._services.embedding.Score, request)
-        return response
+            calls.append(partial(self._call, method, wrap(request=request)))
+        widest = max((request.sampling.n for request in requests), default=1)
+        window = max(1, MAX_IN_FLIGHT // max(1, widest))
+        return await run_all(calls, window=window, field=field, on_answer=on_answer)
 
     async def _call(self, method: Callable[..., Awaitable[_T]], request: object) -> _T:
         return await self._frontend.call(method, request, self._timeout_s)
 
     def _next_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
-
-
-def _window(widths: Iterable[int]) -> int:
-    """How many requests may be in flight, given the number of outputs of each."""
-    return max(1, MAX_IN_FLIGHT // max(1, max(widths, default=1)))
 
 
 def _ignore_answer(answer: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
@@ -39,29 +39,8 @@ class Services:
     model: Any
 
 
-class LLMFrontend(Protocol):
-    """A frontend that serves one `LLM`. Used in one event loop."""
-
-    @property
-    def death(self) -> asyncio.Future[str]:
-        """Resolves to the reason when it has failed for good."""
-        ...
-
-    async def start(self) -> Services:
-        """Returns once a model is served."""
-        ...
-
-    async def call(
-        self, method: Callable[..., Awaitable[_T]], request: object, timeout_s: float | None
-    ) -> _T:
-        """The answer of a method of its services; raises ServiceError."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class RemoteFrontend:
-    """A frontend elsewhere. It may come back, so `death` never resolves."""
+    """A frontend elsewhere. It may come back, so `death` never resolves; otherwise as `LocalFrontend`."""
 
     def __init__(self, address: str, *, start_timeout_s: float) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -96,7 +75,10 @@ class RemoteFrontend:
 
 
 class LocalFrontend:
-    """A frontend without servers in this process, and the engine that it uses."""
+    """A frontend without servers in this process, and the engine that it uses.
+
+    `death` resolves to the reason when the engine has ended for good.
+    """
 
     def __init__(
         self, engine: OwnEngine, *, tokenizer: str | None, max_logprobs: int, start_timeout_s: float
@@ -132,7 +114,7 @@ class LocalFrontend:
             async with asyncio.timeout(timeout_s):
                 return await method(request)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from error
+            raise DeadlineExceeded(f"no answer within timeout_s, {timeout_s} s") from error
 
     async def close(self) -> None:
         """End the frontend, then the engine."""
@@ -149,3 +131,6 @@ class LocalFrontend:
                 if client.state is EngineState.DOWN and client.down_reason:
                     raise Unavailable(client.down_reason)
             await asyncio.sleep(_LOOK_S)
+
+
+LLMFrontend = RemoteFrontend | LocalFrontend
