@@ -137,7 +137,6 @@ class Frontend:
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
         )
-        self.pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
         self.api = self._public_api(limits, clock)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
@@ -230,10 +229,11 @@ class Frontend:
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
+        pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
         return PublicAPI(
             InferenceServicer(self.generation, self.resumable),
             ChatServicer(self.generation, takes_templates=config.request_templates),
-            EmbeddingServicer(self.pooling, limits),
+            EmbeddingServicer(pooling, limits),
             TokenizerServicer(self.directory, takes_templates=config.request_templates),
             ModelServicer(
                 self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine_svc.config import EngineConfig
-from launcher.engines.factory import EngineStart, make_engine_client
+from launcher.engines.factory import make_engine_client
 from launcher.engines.loop_thread import LoopThread
 from launcher.engines.own_engine import EngineDead
 from launcher.offline.calls import LLMCalls
@@ -41,7 +41,6 @@ from launcher.offline.results import (
     values_of,
 )
 from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
-from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
 
@@ -51,8 +50,6 @@ _T = TypeVar("_T")
 
 EngineKind = Literal["in-process", "child", "remote"]
 
-# Not passed to a child engine: the environment must not change options that the caller left unset.
-_ENGINE_VARIABLES = "TRIPTYCH_ENGINE_"
 _DEATH_REASON_WAIT_S = 1.0
 
 
@@ -84,8 +81,13 @@ class LLM:
         if address is not None:
             make = partial(RemoteFrontend, address, start_timeout_s=start_timeout_s)
         else:
-            start = EngineStart(_engine_config(str(model), options), _child_environment(), start_timeout_s)
-            make = partial(_local_frontend, start, is_multiprocess=engine == "child", tokenizer=tokenizer)
+            make = partial(
+                _local_frontend,
+                _engine_config(str(model), options),
+                is_multiprocess=engine == "child",
+                tokenizer=tokenizer,
+                start_timeout_s=start_timeout_s,
+            )
         self._thread = LoopThread("llm")
         self._frontend: LLMFrontend | None = None
         self._running: set[asyncio.Future[Any]] = set()
@@ -345,20 +347,15 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         raise InvalidArgument(f"engine options: {error}") from error
 
 
-def _local_frontend(start: EngineStart, *, is_multiprocess: bool, tokenizer: str | None) -> LLMFrontend:
-    engine = make_engine_client(is_async=False, is_multiprocess=is_multiprocess, start=start)
-    return LocalFrontend(
-        engine,
-        tokenizer=tokenizer,
-        max_logprobs=start.config.max_logprobs,
-        start_timeout_s=start.timeout_s,
+def _local_frontend(
+    config: EngineConfig, *, is_multiprocess: bool, tokenizer: str | None, start_timeout_s: float
+) -> LLMFrontend:
+    engine = make_engine_client(
+        is_async=False, is_multiprocess=is_multiprocess, config=config, start_timeout_s=start_timeout_s
     )
-
-
-def _child_environment() -> dict[str, str]:
-    return {
-        name: value for name, value in process_environment().items() if not name.startswith(_ENGINE_VARIABLES)
-    }
+    return LocalFrontend(
+        engine, tokenizer=tokenizer, max_logprobs=config.max_logprobs, start_timeout_s=start_timeout_s
+    )
 
 
 def _check_task(model: model_pb2.Model, task: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Mapping
 
 from engine_svc.config import EngineConfig
 from frontend_svc.engines.connection.transport import EngineTransport, open_transport
@@ -13,6 +12,7 @@ from launcher.engines.own_engine import EngineDead
 from launcher.serve.process import ChildDied, ChildProcess, ProcessPlan, spawn
 from launcher.serve.readiness import await_ready
 from launcher.services import command_of
+from service_kit.process import process_environment
 
 _STOP_S = 10.0
 
@@ -20,13 +20,10 @@ _STOP_S = 10.0
 class ChildEngine:
     """One engine process on a free port."""
 
-    def __init__(
-        self, config: EngineConfig, environment: Mapping[str, str], *, start_timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, start_timeout_s: float = 600.0) -> None:
         self.address = ""
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
-        self._environment = environment
         self._start_timeout_s = start_timeout_s
         self._child: ChildProcess | None = None
         self._monitor: asyncio.Task[None] | None = None
@@ -40,7 +37,7 @@ class ChildEngine:
     async def start(self) -> None:
         """Start it and wait until it is ready. EngineDead, with its last log lines, if it fails."""
         plan = ProcessPlan("engine", 0, command_of("engine", os.getpid()))
-        self._child, pipe_fd = await spawn(plan, flags_of(self._config), self._environment, quiet=True)
+        self._child, pipe_fd = await spawn(plan, flags_of(self._config), _environment(), quiet=True)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 self.address = (await self._child.announced(pipe_fd)).address
@@ -79,6 +76,15 @@ class ChildEngine:
         await child.wait()
         if not self.death.done():
             self.death.set_result(str(ChildDied(child)))
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without variables that would change options that the caller left unset."""
+    return {
+        name: value
+        for name, value in process_environment().items()
+        if not name.startswith("TRIPTYCH_ENGINE_")
+    }
 
 
 def flags_of(config: EngineConfig) -> list[str]:

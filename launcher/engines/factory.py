@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, overload
 
 from engine_svc.config import EngineConfig
@@ -13,18 +11,9 @@ from launcher.engines.own_engine import OwnEngine
 FrontendFlags = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStart:
-    """How a blocking caller starts its engine; `environment` is for a process."""
-
-    config: EngineConfig
-    environment: Mapping[str, str]
-    timeout_s: float
-
-
 @overload
 def make_engine_client(
-    *, is_async: Literal[False], is_multiprocess: bool, start: EngineStart
+    *, is_async: Literal[False], is_multiprocess: bool, config: EngineConfig, start_timeout_s: float
 ) -> OwnEngine: ...
 
 
@@ -42,7 +31,8 @@ def make_engine_client(
     *,
     is_async: bool,
     is_multiprocess: bool,
-    start: EngineStart | None = None,
+    config: EngineConfig | None = None,
+    start_timeout_s: float = 600.0,
     data_parallel_size: int = 1,
     has_external_balancer: bool = False,
 ) -> OwnEngine | list[FrontendFlags]:
@@ -60,22 +50,18 @@ def make_engine_client(
     A blocking caller gets its engine, to be started; an asyncio caller gets the flags of each frontend.
     """
     if not is_async:
-        if start is None:
-            raise ValueError("start is None: a blocking client starts its engine")
-        return _own_engine(start, is_multiprocess=is_multiprocess)
+        if config is None:
+            raise ValueError("config is None: a blocking client starts its engine")
+        # Imported here: a supervisor of processes needs neither torch nor grpc.
+        if is_multiprocess:
+            from launcher.engines.child_engine import ChildEngine
+
+            return ChildEngine(config, start_timeout_s=start_timeout_s)
+        from launcher.engines.in_process import InProcessEngine
+
+        return InProcessEngine(config)
     if not is_multiprocess:
         raise NotImplementedError("an asyncio client needs its engines in other processes")
     if data_parallel_size > 1 and has_external_balancer:
         return [(f"--engine-label=dp_rank={rank}",) for rank in range(data_parallel_size)]
     return [()]
-
-
-def _own_engine(start: EngineStart, *, is_multiprocess: bool) -> OwnEngine:
-    # Imported here: a supervisor of processes needs neither torch nor grpc.
-    if is_multiprocess:
-        from launcher.engines.child_engine import ChildEngine
-
-        return ChildEngine(start.config, start.environment, start_timeout_s=start.timeout_s)
-    from launcher.engines.in_process import InProcessEngine
-
-    return InProcessEngine(start.config)

@@ -14,10 +14,8 @@ from launcher.engines.child_engine import ChildEngine, flags_of
 from launcher.engines.own_engine import EngineDead
 from launcher.services import embedded_model
 from service_kit.config import load_config
-from service_kit.process import process_environment
 
 CONFIG = EngineConfig(model=str(embedded_model()), num_threads=1, num_kv_blocks=64, device="cpu")
-ENVIRONMENT = {**process_environment(), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,7 @@ def test_the_flags_say_what_the_configuration_says(config: EngineConfig) -> None
 @asynccontextmanager
 async def child_engine(config: EngineConfig) -> AsyncIterator[ChildEngine]:
     """One that is closed in the end."""
-    engine = ChildEngine(config, ENVIRONMENT)
+    engine = ChildEngine(config)
     try:
         yield engine
     finally:

@@ -4,15 +4,15 @@ import pytest
 
 from engine_svc.config import EngineConfig
 from launcher.engines.child_engine import ChildEngine
-from launcher.engines.factory import EngineStart, make_engine_client
+from launcher.engines.factory import make_engine_client
 from launcher.engines.in_process import InProcessEngine
 
-START = EngineStart(EngineConfig(model="folder"), {}, 1.0)
+CONFIG = EngineConfig(model="folder")
 
 
 async def test_a_blocking_caller_gets_an_engine_in_its_process_or_in_a_child() -> None:
-    here = make_engine_client(is_async=False, is_multiprocess=False, start=START)
-    child = make_engine_client(is_async=False, is_multiprocess=True, start=START)
+    here = make_engine_client(is_async=False, is_multiprocess=False, config=CONFIG, start_timeout_s=1.0)
+    child = make_engine_client(is_async=False, is_multiprocess=True, config=CONFIG, start_timeout_s=1.0)
     assert isinstance(here, InProcessEngine)
     assert isinstance(child, ChildEngine)
 
@@ -38,6 +38,6 @@ def test_several_ranks_are_balanced_unless_a_balancer_elsewhere_does(size, is_ex
     assert client == frontends
 
 
-def test_a_blocking_caller_says_how_its_engine_is_started() -> None:
-    with pytest.raises(ValueError, match="start is None"):
+def test_a_blocking_caller_gives_the_configuration_of_its_engine() -> None:
+    with pytest.raises(ValueError, match="config is None"):
         make_engine_client(is_async=False, is_multiprocess=True)  # type: ignore[call-overload]
