@@ -10,9 +10,8 @@ import logging
 import random
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-
-import grpc.aio
 
 from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.embedding import EmbeddingServicer
@@ -28,6 +27,7 @@ from frontend_svc.engines.artifacts import ArtifactStore
 from frontend_svc.engines.connection.client import EngineClient, FrontendIdentity
 from frontend_svc.engines.connection.health import EngineState
 from frontend_svc.engines.connection.stream import HEARTBEAT_S
+from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.policies import find_policy, first_turn
@@ -44,7 +44,6 @@ from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
-from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.server import ADMIN, PUBLIC, LimitProfile, Registration, Server
@@ -71,6 +70,18 @@ _MODEL = "triptych.api.v1.ModelService"
 _REQUEST = "triptych.api.v1.RequestService"
 
 
+@dataclass(frozen=True, slots=True)
+class PublicAPI:
+    """The servicers of the public API. A caller in this process may call their unary methods directly."""
+
+    inference: InferenceServicer
+    chat: ChatServicer
+    embedding: EmbeddingServicer
+    tokenizer: TokenizerServicer
+    model: ModelServicer
+    request: RequestServicer
+
+
 class Frontend:
     """The objects of one frontend process: a public and an admin server, and all they use."""
 
@@ -79,7 +90,7 @@ class Frontend:
         config: FrontendConfig,
         *,
         heartbeat_s: float = HEARTBEAT_S,
-        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        connect: Callable[[str], EngineTransport] = open_transport,
     ) -> None:
         clock = MonotonicClock()
         self.loop_lag = LoopLag(clock)
@@ -126,10 +137,10 @@ class Frontend:
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
         )
-        self.pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
+        self.api = self._public_api(limits, clock)
         self.public = Server(
             listen=f"{config.host}:{config.port}",
-            registrations=self._public_services(limits, clock),
+            registrations=_registrations(self.api),
             profile=public_profile(config),
             service="frontend",
             reflection=config.reflection,
@@ -216,54 +227,19 @@ class Frontend:
                 values[f"engine.{client.address}.down_reason"] = client.down_reason
         return values
 
-    def _public_services(self, limits: RequestLimits, clock: MonotonicClock) -> list[Registration]:
+    def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
-        model = ModelServicer(
-            self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests
+        pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
+        return PublicAPI(
+            InferenceServicer(self.generation, self.resumable),
+            ChatServicer(self.generation, takes_templates=config.request_templates),
+            EmbeddingServicer(pooling, limits),
+            TokenizerServicer(self.directory, takes_templates=config.request_templates),
+            ModelServicer(
+                self.directory, limits, self.identity, clock, max_queued_requests=config.max_queued_requests
+            ),
+            RequestServicer(self.requests),
         )
-        return [
-            Registration(
-                _INFERENCE,
-                functools.partial(
-                    inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                    InferenceServicer(self.generation, self.resumable),
-                ),
-            ),
-            Registration(
-                _REQUEST,
-                functools.partial(
-                    request_pb2_grpc.add_RequestServiceServicer_to_server,
-                    RequestServicer(self.requests),
-                ),
-                is_ready=True,
-            ),
-            Registration(
-                _CHAT,
-                functools.partial(
-                    chat_pb2_grpc.add_ChatServiceServicer_to_server,
-                    ChatServicer(self.generation, takes_templates=config.request_templates),
-                ),
-            ),
-            Registration(
-                _EMBEDDING,
-                functools.partial(
-                    embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server,
-                    EmbeddingServicer(self.pooling, limits),
-                ),
-            ),
-            Registration(
-                _TOKENIZER,
-                functools.partial(
-                    tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-                    TokenizerServicer(self.directory, takes_templates=config.request_templates),
-                ),
-            ),
-            Registration(
-                _MODEL,
-                functools.partial(model_pb2_grpc.add_ModelServiceServicer_to_server, model),
-                is_ready=True,
-            ),
-        ]
 
     def _coordinator_session(self, clock: MonotonicClock) -> CoordinatorSession | None:
         if self._config.coordinator is None:
@@ -295,6 +271,28 @@ class Frontend:
         # SERVING only if a model supports pooling, so that clients can find out from the health service.
         can_pool = any(map(supports_pooling, self.directory.models().values()))
         self.public.set_ready(_EMBEDDING, can_pool)
+
+
+def _registrations(api: PublicAPI) -> list[Registration]:
+    add = functools.partial
+    return [
+        Registration(
+            _INFERENCE, add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, api.inference)
+        ),
+        Registration(_CHAT, add(chat_pb2_grpc.add_ChatServiceServicer_to_server, api.chat)),
+        Registration(
+            _EMBEDDING, add(embedding_pb2_grpc.add_EmbeddingServiceServicer_to_server, api.embedding)
+        ),
+        Registration(
+            _TOKENIZER, add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, api.tokenizer)
+        ),
+        Registration(
+            _MODEL, add(model_pb2_grpc.add_ModelServiceServicer_to_server, api.model), is_ready=True
+        ),
+        Registration(
+            _REQUEST, add(request_pb2_grpc.add_RequestServiceServicer_to_server, api.request), is_ready=True
+        ),
+    ]
 
 
 def _resumable_streams(

@@ -22,6 +22,9 @@ class ServeConfig:
     data_parallel_size: int = option(
         1, short="dp", help="engines to start, each with the whole model, or its share of the experts"
     )
+    data_parallel_external_lb: bool = option(
+        False, help="a frontend for each engine, on --port and the ports after it, for a balancer elsewhere"
+    )
     tensor_parallel_size: int = option(1, short="tp", help="1; `triptych engine` takes more")
     ready_file: str | None = option(
         None, help="file for addresses and pids as JSON, from when all is ready until the stop"
@@ -35,6 +38,10 @@ class ServeConfig:
         if not 1 <= self.data_parallel_size <= MAX_ENGINES:
             raise ValueError(
                 f"data_parallel_size is {self.data_parallel_size}, the range is 1..{MAX_ENGINES}"
+            )
+        if self.data_parallel_external_lb and self.port + self.data_parallel_size - 1 > 65535:
+            raise ValueError(
+                f"port is {self.port}, which leaves no port for each of {self.data_parallel_size} frontends"
             )
         if self.tensor_parallel_size != 1:
             raise ValueError(

@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine_svc.config import EngineConfig
-from launcher.engines.core_client import EngineDead
+from launcher.engines.factory import make_engine_client
 from launcher.engines.loop_thread import LoopThread
+from launcher.engines.own_engine import EngineDead
 from launcher.offline.calls import LLMCalls
+from launcher.offline.frontend import LLMFrontend, LocalFrontend, RemoteFrontend
 from launcher.offline.inputs import (
     GivenPrompt,
     Message,
@@ -38,9 +40,7 @@ from launcher.offline.results import (
     to_result,
     values_of,
 )
-from launcher.offline.transport import Transport, death_reason, make_transport
 from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
-from service_kit.process import process_environment
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
 
@@ -50,8 +50,7 @@ _T = TypeVar("_T")
 
 EngineKind = Literal["in-process", "child", "remote"]
 
-# Not passed to a child engine: the environment must not change options that the caller left unset.
-_ENGINE_VARIABLES = "TRIPTYCH_ENGINE_"
+_DEATH_REASON_WAIT_S = 1.0
 
 
 class LLM:
@@ -78,21 +77,23 @@ class LLM:
         `remote`, an empty `model` means the only one that is served.
         """
         _check_kind(engine, address, options, tokenizer)
-        config = None if engine == "remote" else _engine_config(str(model), options)
+        make: Callable[[], LLMFrontend]
+        if address is not None:
+            make = partial(RemoteFrontend, address, start_timeout_s=start_timeout_s)
+        else:
+            make = partial(
+                _local_frontend,
+                _engine_config(str(model), options),
+                is_multiprocess=engine == "child",
+                tokenizer=tokenizer,
+                start_timeout_s=start_timeout_s,
+            )
         self._thread = LoopThread("llm")
-        self._transport: Transport | None = None
-        start = partial(
-            make_transport,
-            engine,
-            config=config,
-            address=address,
-            environment=_child_environment(),
-            tokenizer=tokenizer,
-            start_timeout_s=start_timeout_s,
-        )
+        self._frontend: LLMFrontend | None = None
+        self._running: set[asyncio.Future[Any]] = set()
         served_name = str(model) if engine == "remote" else ""
         try:
-            self._calls: LLMCalls = self._thread.call(self._start(start, served_name, timeout_s))
+            self._calls: LLMCalls = self._thread.call(self._start(make, served_name, timeout_s))
             self._described: model_pb2.Model = self._run(self._calls.describe())
         except BaseException:
             self.close()
@@ -214,7 +215,7 @@ class LLM:
         given = read_prompts(prompts)
         _check_task(self._described, "classify")
         request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, given))
-        response = self._run(self._calls.classify(request))
+        response: embedding_pb2.ClassifyResponse = self._run(self._calls.pool("Classify", request))
         labels = tuple(response.labels)
         return [
             ClassificationResult(index, values_of(tensor), labels)
@@ -238,7 +239,7 @@ class LLM:
         request = embedding_pb2.ScoreRequest(
             queries=map(pooling_input, given), documents=map(pooling_input, held)
         )
-        response = self._run(self._calls.score(request))
+        response: embedding_pb2.ScoreResponse = self._run(self._calls.pool("Score", request))
         return [ScoreResult(index, score) for index, score in enumerate(response.scores)]
 
     def close(self) -> None:
@@ -274,7 +275,7 @@ class LLM:
                 normalize=normalize,
             ),
         )
-        response = self._run(self._calls.embed(request))
+        response: embedding_pb2.EmbedResponse = self._run(self._calls.pool("Embed", request))
         return [EmbeddingResult(index, values_of(tensor)) for index, tensor in enumerate(response.embeddings)]
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -284,40 +285,45 @@ class LLM:
         return self._thread.call(self._while_alive(work))
 
     async def _start(
-        self, make: Callable[[], Transport], served_name: str, timeout_s: float | None
+        self, make: Callable[[], LLMFrontend], served_name: str, timeout_s: float | None
     ) -> LLMCalls:
-        self._transport = make()
-        return LLMCalls(await self._transport.start(), served_name, timeout_s=timeout_s)
+        self._frontend = frontend = make()
+        return LLMCalls(frontend, await frontend.start(), served_name, timeout_s=timeout_s)
 
     async def _while_alive(self, work: Coroutine[Any, Any, _T]) -> _T:
-        transport = self._transport
-        assert transport is not None, "it is started in the constructor"
-        if transport.death.done():
+        frontend = self._frontend
+        assert frontend is not None, "it is made in the constructor"
+        death = frontend.death
+        if death.done():
             work.close()
-            raise EngineDead(transport.death.result())
+            raise EngineDead(death.result())
         running = asyncio.ensure_future(work)
-        death: asyncio.Future[Any] = transport.death
+        self._running.add(running)
         try:
-            await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, death), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                raise EngineDead(transport.death.result())
+                raise EngineDead(death.result())
             return running.result()
         except EngineDead:
             raise
         except Unavailable as error:
-            reason = await death_reason(transport)
-            if reason:
-                raise EngineDead(reason) from error
+            # The end of an engine is seen on its stream first; the reason follows.
+            await asyncio.wait({death}, timeout=_DEATH_REASON_WAIT_S)
+            if death.done():
+                raise EngineDead(death.result()) from error
             raise
         finally:
             running.cancel()
             await asyncio.wait({running})
+            self._running.discard(running)
 
     async def _end(self) -> None:
-        if self._transport is not None:
-            if not self._transport.death.done():
-                self._transport.death.set_result("closed")
-            await self._transport.close()
+        if self._frontend is not None:
+            if not self._frontend.death.done():
+                self._frontend.death.set_result("closed")
+            if self._running:
+                await asyncio.wait(self._running)
+            await self._frontend.close()
 
 
 def _check_kind(
@@ -341,10 +347,15 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         raise InvalidArgument(f"engine options: {error}") from error
 
 
-def _child_environment() -> dict[str, str]:
-    return {
-        name: value for name, value in process_environment().items() if not name.startswith(_ENGINE_VARIABLES)
-    }
+def _local_frontend(
+    config: EngineConfig, *, is_multiprocess: bool, tokenizer: str | None, start_timeout_s: float
+) -> LLMFrontend:
+    engine = make_engine_client(
+        is_async=False, is_multiprocess=is_multiprocess, config=config, start_timeout_s=start_timeout_s
+    )
+    return LocalFrontend(
+        engine, tokenizer=tokenizer, max_logprobs=config.max_logprobs, start_timeout_s=start_timeout_s
+    )
 
 
 def _check_task(model: model_pb2.Model, task: str) -> None:

@@ -137,11 +137,6 @@ class Server:
             self._health.set_ready(registration.full_name, registration.is_ready)
 
     @property
-    def registrations(self) -> Sequence[Registration]:
-        """The services besides health and reflection."""
-        return self._registrations
-
-    @property
     def num_calls(self) -> int:
         """The number of open calls, without those of health and reflection."""
         return len(self._calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
@@ -144,6 +144,18 @@ def artifact_record(artifact: Artifact) -> session_pb2.Artifact:
     return session_pb2.Artifact(
         kind=_ARTIFACT_KINDS[artifact.kind], sha256=artifact.sha256, size_bytes=artifact.size_bytes
     )
+
+
+def artifacts(
+    engine: ServedEngine, request: engine_pb2.GetArtifactsRequest
+) -> Iterator[engine_pb2.GetArtifactsResponse]:
+    """The requested files that the caller does not have yet, in chunks."""
+    for artifact in engine.artifacts:
+        record = artifact_record(artifact)
+        if (request.kinds and record.kind not in request.kinds) or record.sha256 in request.known_sha256:
+            continue
+        for offset, chunk in artifact.chunks():
+            yield engine_pb2.GetArtifactsResponse(artifact=record, offset=offset, chunk=chunk)
 
 
 def heartbeat(engine: ServedEngine, loop_stats: LoopStats) -> session_pb2.Heartbeat:

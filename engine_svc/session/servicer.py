@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import grpc.aio
 
@@ -93,12 +94,19 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
 
         Writes serialized responses, see `add_to`.
         """
-        requests = aiter(request_iterator)
+        await self.connect(aiter(request_iterator), context.write)
+
+    async def connect(
+        self,
+        requests: AsyncIterator[engine_pb2.ConnectRequest],
+        write: Callable[[bytes], Coroutine[Any, Any, object]],
+    ) -> None:
+        """`Connect` without a call. Runs in a task of its own, which is cancelled if the stream must end."""
         call = asyncio.current_task()
-        assert call is not None, "a handler runs in a task"
+        assert call is not None, "a session is served in a task"
         hello = await _read_hello(requests)
         session, is_resumed = self._enter(hello)
-        link = SessionLink(call.cancel, context.write, after=hello.resume.last_seq if is_resumed else 0)
+        link = SessionLink(call.cancel, write, after=hello.resume.last_seq if is_resumed else 0)
         session.attach(link)
         reader = asyncio.create_task(self._feed(session, link, requests))
         reader.add_done_callback(_look_at_error)
@@ -125,13 +133,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         request: engine_pb2.GetArtifactsRequest,
         context: grpc.aio.ServicerContext[engine_pb2.GetArtifactsRequest, engine_pb2.GetArtifactsResponse],
     ) -> AsyncGenerator[engine_pb2.GetArtifactsResponse, None]:
-        """The requested files that the caller does not have yet, in chunks."""
-        for artifact in self._engine.artifacts:
-            record = announce.artifact_record(artifact)
-            if (request.kinds and record.kind not in request.kinds) or record.sha256 in request.known_sha256:
-                continue
-            for offset, chunk in artifact.chunks():
-                yield engine_pb2.GetArtifactsResponse(artifact=record, offset=offset, chunk=chunk)
+        for response in announce.artifacts(self._engine, request):
+            yield response
 
     async def UploadBlob(
         self,

@@ -10,7 +10,10 @@ from frontend_svc.generation.caller import Caller
 from service_kit.logs import log_fields
 
 
-def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+def caller_of(context: grpc.aio.ServicerContext[Any, Any] | None) -> Caller:
+    """The caller of an RPC; without one it is in this process, and cancels what it no longer waits for."""
+    if context is None:
+        return Caller(request_id="", traceparent="", tracestate="", remaining_s=lambda: None)
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Caller(
         # Bound by the interceptor, which takes it from x-request-id or generates it, and echoes it.

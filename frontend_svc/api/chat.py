@@ -41,7 +41,7 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
         return self._stream(request, caller_of(context))
 
     async def ChatUnary(
-        self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext
+        self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext | None = None
     ) -> chat_pb2.ChatUnaryResponse:
         reading = self._read(request.request)
         async with self._open(reading, caller_of(context), OutputKind.FINAL_ONLY) as opened:

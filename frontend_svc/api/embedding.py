@@ -58,7 +58,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         self._limits = limits
 
     async def Embed(
-        self, request: embedding_pb2.EmbedRequest, context: EmbedContext
+        self, request: embedding_pb2.EmbedRequest, context: EmbedContext | None = None
     ) -> embedding_pb2.EmbedResponse:
         """One embedding for each input, or one for each of its tokens."""
         params = sampling_pb2.PoolingParams()
@@ -82,7 +82,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     async def Classify(
-        self, request: embedding_pb2.ClassifyRequest, context: ClassifyContext
+        self, request: embedding_pb2.ClassifyRequest, context: ClassifyContext | None = None
     ) -> embedding_pb2.ClassifyResponse:
         """Class probabilities for each input, or for each of its tokens."""
         task = sampling_pb2.POOLING_TASK_CLASSIFY
@@ -102,7 +102,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     async def Score(
-        self, request: embedding_pb2.ScoreRequest, context: ScoreContext
+        self, request: embedding_pb2.ScoreRequest, context: ScoreContext | None = None
     ) -> embedding_pb2.ScoreResponse:
         """The relevance of each document to the query of the same index, or to the only query."""
         violations = Violations()

@@ -71,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 yield inference_pb2.ResumeResponse(response=response)
 
     async def GenerateUnary(
-        self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext
+        self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext | None = None
     ) -> inference_pb2.GenerateUnaryResponse:
         asked, caller = request.request, caller_of(context)
         if asked.orphan_grace_ms:

@@ -49,7 +49,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         return model_pb2.ListModelsResponse(models=[self._described(models[name]) for name in sorted(models)])
 
     async def GetModel(
-        self, request: model_pb2.GetModelRequest, context: GetContext
+        self, request: model_pb2.GetModelRequest, context: GetContext | None = None
     ) -> model_pb2.GetModelResponse:
         return model_pb2.GetModelResponse(model=self._described(self._directory.model(request.model)))
 

@@ -41,7 +41,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._takes_templates = takes_templates
 
     async def Tokenize(
-        self, request: tokenize_pb2.TokenizeRequest, context: TokenizeContext
+        self, request: tokenize_pb2.TokenizeRequest, context: TokenizeContext | None = None
     ) -> tokenize_pb2.TokenizeResponse:
         model = self._directory.model(request.model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -58,7 +58,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return response
 
     async def Detokenize(
-        self, request: tokenize_pb2.DetokenizeRequest, context: DetokenizeContext
+        self, request: tokenize_pb2.DetokenizeRequest, context: DetokenizeContext | None = None
     ) -> tokenize_pb2.DetokenizeResponse:
         model = self._directory.model(request.model)
         violations = Violations()

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping
-
-import grpc.aio
 
 from engine_svc.config import EngineConfig
-from launcher.engines.core_client import EngineDead
+from frontend_svc.engines.connection.transport import EngineTransport, open_transport
+from launcher.engines.own_engine import EngineDead
 from launcher.serve.readiness import await_ready
 from launcher.services import command_of
-from service_kit.channel import open_channel
 from service_kit.child import Child, ChildDied, Output
+from service_kit.process import process_environment
 from service_kit.supervision import until_ready
 
 _STOP_S = 10.0
 
 
 class ChildEngine:
-    """One engine process on a free port. `on_death` is called with the reason if it ends by itself."""
+    """One engine process on a free port."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        environment: Mapping[str, str],
-        *,
-        on_death: Callable[[str], None],
-        start_timeout_s: float = 600.0,
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, start_timeout_s: float = 600.0) -> None:
         self.address = ""
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
-        self._environment = environment
-        self._on_death = on_death
         self._start_timeout_s = start_timeout_s
         self._child: Child | None = None
         self._monitor: asyncio.Task[None] | None = None
@@ -47,7 +37,7 @@ class ChildEngine:
     async def start(self) -> None:
         """Start it and wait until it is ready. EngineDead, with its last log lines, if it fails."""
         command = (*command_of("engine"), *flags_of(self._config))
-        child = Child("engine-0", command, self._environment, announces=True, output=Output.KEPT)
+        child = Child("engine-0", command, _environment(), announces=True, output=Output.KEPT)
         self._child = child
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -60,8 +50,8 @@ class ChildEngine:
             raise EngineDead(f"it was not ready within {self._start_timeout_s:g} s") from error
         self._monitor = asyncio.ensure_future(self._watch(child))
 
-    def connect(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address)
+    def connect(self, address: str) -> EngineTransport:
+        return open_transport(address)
 
     async def close(self) -> None:
         """Stop the process, with SIGKILL after a timeout."""
@@ -73,7 +63,17 @@ class ChildEngine:
 
     async def _watch(self, child: Child) -> None:
         await child.wait()
-        self._on_death(str(ChildDied(child)))
+        if not self.death.done():
+            self.death.set_result(str(ChildDied(child)))
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without variables that would change options that the caller left unset."""
+    return {
+        name: value
+        for name, value in process_environment().items()
+        if not name.startswith("TRIPTYCH_ENGINE_")
+    }
 
 
 def flags_of(config: EngineConfig) -> list[str]:

@@ -1,33 +1,29 @@
-"""API calls of `LLM`, in its event loop; the same for every transport."""
+"""API calls of `LLM`, in its event loop; the same for every frontend."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import grpc.aio
-
+from launcher.offline.frontend import LLMFrontend, Services
 from launcher.offline.inputs import GivenPrompt, check_ids
-from launcher.offline.run import run_all, translated
+from launcher.offline.run import run_all
 from triptych.api.v1 import (
     chat_message_pb2,
     chat_pb2,
-    chat_pb2_grpc,
     embedding_pb2,
-    embedding_pb2_grpc,
     generate_pb2,
     inference_pb2,
-    inference_pb2_grpc,
     model_pb2,
-    model_pb2_grpc,
     tokenize_pb2,
-    tokenizer_pb2_grpc,
 )
 
 _T = TypeVar("_T")
+
+PoolingRequest = embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest
 
 # Enough to keep the largest batches full; the engine queues requests that it cannot run yet.
 MAX_IN_FLIGHT = 1024
@@ -35,38 +31,38 @@ _MAX_TOKENIZING = 64
 
 
 class LLMCalls:
-    """The public API over `channel`, for one model; "" means the only one that is served."""
+    """The services of a started frontend, for one model; "" means the only one that is served."""
 
-    def __init__(self, channel: grpc.aio.Channel, model: str, *, timeout_s: float | None) -> None:
+    def __init__(
+        self, frontend: LLMFrontend, services: Services, model: str, *, timeout_s: float | None
+    ) -> None:
+        self._frontend = frontend
+        self._services = services
         self._model = model
         self._timeout_s = timeout_s
-        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        self._chat: Any = chat_pb2_grpc.ChatServiceStub(channel)
-        self._embedding: Any = embedding_pb2_grpc.EmbeddingServiceStub(channel)
-        self._tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
         # Request ids must be unique among all clients of a frontend.
         self._prefix = f"llm-{secrets.token_hex(6)}"
         self._numbers = itertools.count(1)
 
     async def describe(self) -> model_pb2.Model:
-        response: model_pb2.GetModelResponse = await self._call(
-            self._models.GetModel, model_pb2.GetModelRequest(model=self._model)
-        )
+        request = model_pb2.GetModelRequest(model=self._model)
+        response: model_pb2.GetModelResponse = await self._call(self._services.model.GetModel, request)
         return response.model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         request = tokenize_pb2.TokenizeRequest(
             model=self._model, text=text, add_special_tokens=add_special_tokens
         )
-        response: tokenize_pb2.TokenizeResponse = await self._call(self._tokenizer.Tokenize, request)
+        response: tokenize_pb2.TokenizeResponse = await self._call(self._services.tokenizer.Tokenize, request)
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         request = tokenize_pb2.DetokenizeRequest(
             model=self._model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        response: tokenize_pb2.DetokenizeResponse = await self._call(self._tokenizer.Detokenize, request)
+        response: tokenize_pb2.DetokenizeResponse = await self._call(
+            self._services.tokenizer.Detokenize, request
+        )
         return response.text
 
     async def prompt_ids(
@@ -97,14 +93,8 @@ class LLMCalls:
         on_answer: Callable[[inference_pb2.GenerateUnaryResponse], None],
     ) -> list[inference_pb2.GenerateUnaryResponse]:
         """The responses in order of the requests."""
-        calls: list[Callable[[], Awaitable[inference_pb2.GenerateUnaryResponse]]] = []
-        for request in requests:
-            request.model, request.request_id = self._model, self._next_id()
-            request.return_prompt_token_ids = True
-            unary = inference_pb2.GenerateUnaryRequest(request=request)
-            calls.append(partial(self._call, self._inference.GenerateUnary, unary))
-        window = _window(request.sampling.n for request in requests)
-        return await run_all(calls, window=window, field="prompts", on_answer=on_answer)
+        method, wrap = self._services.inference.GenerateUnary, inference_pb2.GenerateUnaryRequest
+        return await self._answer_all(method, wrap, requests, "prompts", on_answer)
 
     async def chat(
         self,
@@ -112,41 +102,36 @@ class LLMCalls:
         on_answer: Callable[[chat_pb2.ChatUnaryResponse], None],
     ) -> list[chat_pb2.ChatUnaryResponse]:
         """The responses in order of the conversations."""
-        calls: list[Callable[[], Awaitable[chat_pb2.ChatUnaryResponse]]] = []
+        method, wrap = self._services.chat.ChatUnary, chat_pb2.ChatUnaryRequest
+        return await self._answer_all(method, wrap, requests, "conversations", on_answer)
+
+    async def pool(self, method: str, request: PoolingRequest) -> Any:
+        """The response of a method of the EmbeddingService."""
+        request.model, request.request_id = self._model, self._next_id()
+        return await self._call(getattr(self._services.embedding, method), request)
+
+    async def _answer_all(
+        self,
+        method: Callable[..., Awaitable[_T]],
+        wrap: Callable[..., object],
+        requests: Sequence[generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest],
+        field: str,
+        on_answer: Callable[[_T], None],
+    ) -> list[_T]:
+        calls = []
         for request in requests:
             request.model, request.request_id = self._model, self._next_id()
             request.return_prompt_token_ids = True
-            calls.append(
-                partial(self._call, self._chat.ChatUnary, chat_pb2.ChatUnaryRequest(request=request))
-            )
-        window = _window(request.sampling.n for request in requests)
-        return await run_all(calls, window=window, field="conversations", on_answer=on_answer)
+            calls.append(partial(self._call, method, wrap(request=request)))
+        widest = max((request.sampling.n for request in requests), default=1)
+        window = max(1, MAX_IN_FLIGHT // max(1, widest))
+        return await run_all(calls, window=window, field=field, on_answer=on_answer)
 
-    async def embed(self, request: embedding_pb2.EmbedRequest) -> embedding_pb2.EmbedResponse:
-        request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.EmbedResponse = await self._call(self._embedding.Embed, request)
-        return response
-
-    async def classify(self, request: embedding_pb2.ClassifyRequest) -> embedding_pb2.ClassifyResponse:
-        request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.ClassifyResponse = await self._call(self._embedding.Classify, request)
-        return response
-
-    async def score(self, request: embedding_pb2.ScoreRequest) -> embedding_pb2.ScoreResponse:
-        request.model, request.request_id = self._model, self._next_id()
-        response: embedding_pb2.ScoreResponse = await self._call(self._embedding.Score, request)
-        return response
-
-    async def _call(self, rpc: Callable[..., Awaitable[_T]], request: object) -> _T:
-        return await translated(rpc(request, timeout=self._timeout_s))
+    async def _call(self, method: Callable[..., Awaitable[_T]], request: object) -> _T:
+        return await self._frontend.call(method, request, self._timeout_s)
 
     def _next_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
-
-
-def _window(widths: Iterable[int]) -> int:
-    """How many requests may be in flight, given the number of outputs of each."""
-    return max(1, MAX_IN_FLIGHT // max(1, max(widths, default=1)))
 
 
 def _ignore_answer(answer: object) -> None:

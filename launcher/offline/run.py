@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from service_kit.errors import ResourceExhausted, ServiceError, rpc_errors_translated
+from service_kit.errors import ResourceExhausted, ServiceError
 
 _T = TypeVar("_T")
 
@@ -56,18 +56,12 @@ async def _with_retry(call: Callable[[], Awaitable[_T]]) -> _T:
     """Make a call; retry it while a shared server is at its limits and returns a retry delay."""
     for _ in range(_MAX_REFUSALS):
         try:
-            return await translated(call())
+            return await call()
         except ResourceExhausted as error:
             if error.retry_after_ms is None:
                 raise
             await asyncio.sleep(max(_MIN_RETRY_S, error.retry_after_ms / 1000) * random.uniform(0.5, 1.0))
-    return await translated(call())
-
-
-async def translated(answer: Awaitable[_T]) -> _T:
-    """The answer of an RPC; an RpcError becomes a ServiceError."""
-    with rpc_errors_translated():
-        return await answer
+    return await call()
 
 
 def _at(prefix: str, error: ServiceError) -> ServiceError:

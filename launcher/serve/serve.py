@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launcher.arguments import Serving
 from launcher.config import MAX_ENGINES, ServeConfig
+from launcher.engines.factory import make_engine_client
 from launcher.serve.group_follower import follow_group
 from launcher.serve.loopback import ensure_loopback
 from launcher.serve.port_owner import find_port_owner
@@ -28,28 +29,37 @@ _EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
     """Serve until a signal. Returns 0; 1 if a process keeps dying; 2 if the port cannot be bound."""
     ensure_loopback()
-    config = serving.config
-    try:
-        owner = find_port_owner(config.host, config.port)
-    except OSError as error:
-        print(f"triptych serve: cannot listen on {config.host}: {error.strerror}", file=sys.stderr)
-        return _USAGE_ERROR
-    if owner is not None:
-        print(f"triptych serve: port {config.port} is in use by {owner}", file=sys.stderr)
-        return _USAGE_ERROR
+    config, stack = serving.config, plan_stack(serving)
+    for port in stack.ports.values():
+        try:
+            owner = find_port_owner(config.host, port)
+        except OSError as error:
+            print(f"triptych serve: cannot listen on {config.host}: {error.strerror}", file=sys.stderr)
+            return _USAGE_ERROR
+        if owner is not None:
+            print(f"triptych serve: port {port} is in use by {owner}", file=sys.stderr)
+            return _USAGE_ERROR
     remove_ready_file(config.ready_file)
-    return asyncio.run(_serve(serving, environment))
+    return asyncio.run(_serve(serving, stack, environment))
 
 
 def plan_stack(serving: Serving) -> StackPlan:
     """The processes of a stack and their flags, except those that need the coordinator's address."""
     config = serving.config
+    frontends = make_engine_client(
+        is_async=True,
+        is_multiprocess=True,
+        data_parallel_size=config.data_parallel_size,
+        has_external_balancer=config.data_parallel_external_lb,
+    )
 
     def plan(service: str, index: int = 0) -> ProcessPlan:
         return ProcessPlan(service, index, command_of(service))
 
     def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
         extra = _extra_flags(plan, config, num_engines)
+        if plan.service == "frontend":
+            extra += frontends[plan.index]
         # The other engines' number: no measurement is needed, and the longest sequence fits.
         if plan.service == "engine" and num_kv_blocks and not serving.sizes_cache:
             extra.append(f"--num-kv-blocks={num_kv_blocks}")
@@ -57,9 +67,15 @@ def plan_stack(serving: Serving) -> StackPlan:
 
     return StackPlan(
         coordinator=plan("coordinator"),
-        others=(*(plan("engine", rank) for rank in range(config.data_parallel_size)), plan("frontend")),
+        others=(
+            *(plan("engine", rank) for rank in range(config.data_parallel_size)),
+            *(plan("frontend", index) for index in range(len(frontends))),
+        ),
         flags=flags,
-        ports={_FRONTEND: config.port},
+        ports={
+            plan("frontend", index).name: config.port + index if config.port else 0
+            for index in range(len(frontends))
+        },
         engine=lambda rank: plan("engine", rank),
         max_engines=MAX_ENGINES,
     )
@@ -81,10 +97,10 @@ def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> li
     return flags
 
 
-async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
+async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> int:
     config = serving.config
     supervisor = Supervisor(
-        plan_stack(serving),
+        stack,
         environment,
         await_ready=await_ready,
         report=_report,
@@ -98,7 +114,7 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
         await supervisor.stop()
 
     return await run_until_signal(
-        _run(serving, supervisor),
+        _run(serving, stack, supervisor),
         stop=stop,
         hurry=supervisor.hurry,
         failures=(ChildDied, StartTimeout),
@@ -106,10 +122,10 @@ async def _serve(serving: Serving, environment: Mapping[str, str]) -> int:
     )
 
 
-async def _run(serving: Serving, supervisor: Supervisor) -> None:
+async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> None:
     await supervisor.start()
     _write_ready_file(serving.config, supervisor)
-    print(banner(serving.model, supervisor.address_of(_FRONTEND)), flush=True)
+    print(banner(serving.model, list(map(supervisor.address_of, stack.ports))), flush=True)
     following = asyncio.ensure_future(
         follow_group(
             serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want, _report
@@ -140,12 +156,13 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
     write_ready_file(config.ready_file, record)
 
 
-def banner(model: str, address: str) -> str:
+def banner(model: str, addresses: Sequence[str]) -> str:
     """The text printed once everything is ready."""
+    address = addresses[0]
     return "\n".join(
         (
             f"triptych {installed_version()} serves {model}",
-            f"  gRPC    grpc://{address}",
+            *(f"  gRPC    grpc://{one}" for one in addresses),
             "  try     buf curl --protocol grpc --http2-prior-knowledge"
             f" -d '{_EXAMPLE}' http://{address}/triptych.api.v1.InferenceService/Generate",
             f"  or      triptych complete --url grpc://{address} --prompt 'Once upon a time'",

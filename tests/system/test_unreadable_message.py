@@ -7,6 +7,7 @@ import asyncio
 import grpc.aio
 
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
+from frontend_svc.engines.connection.transport import GrpcTransport
 from frontend_svc.output.loss import LossKind
 from service_kit.clock import MonotonicClock
 from tests.engine_svc.fakes import expected_tokens
@@ -19,13 +20,13 @@ _MAX_RECEIVE_BYTES = 900
 _NUM_ROWS = 120
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel that takes small messages alone."""
+def connect(address: str) -> GrpcTransport:
+    """A transport that takes small messages alone."""
     options = [
         ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    return GrpcTransport(grpc.aio.insecure_channel(address, options=options))
 
 
 async def test_a_session_that_no_stream_can_go_on_with_is_given_up_and_a_new_one_works():

@@ -19,6 +19,7 @@ import uvloop  # noqa: E402
 
 from benchmarks.rig.lines import Line, answer_lines, send_line  # noqa: E402
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity  # noqa: E402
+from frontend_svc.engines.connection.transport import GrpcTransport  # noqa: E402
 from frontend_svc.output.processor import OutputProcessor, StepColumns  # noqa: E402
 from frontend_svc.text.model import GenerationDefaults, ServedModel  # noqa: E402
 from service_kit.channel import open_channel  # noqa: E402
@@ -121,7 +122,7 @@ class ClientConnection:
             _NoModels(),  # type: ignore[arg-type]
             MonotonicClock(),
             on_change=lambda client: self._changed.set(),
-            connect=lambda address: _CountingChannel(open_channel(address), self),  # type: ignore[arg-type, return-value]
+            connect=lambda address: GrpcTransport(_CountingChannel(open_channel(address), self)),  # type: ignore[arg-type]
         )
 
     async def open(self) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import grpc.aio
-
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.connection.columns import MalformedStep
 from frontend_svc.engines.connection.connection import (
@@ -24,12 +22,12 @@ from frontend_svc.engines.connection.health import (
 )
 from frontend_svc.engines.connection.requests import EngineRequests
 from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
+from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from frontend_svc.engines.load_messages import load_report
 from frontend_svc.output.processor import Receiver
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
 from service_kit.backoff import Backoff
-from service_kit.channel import open_channel
 from service_kit.clock import Clock
 from service_kit.errors import InvalidTransition
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
@@ -66,7 +64,7 @@ class EngineClient:
         on_change: Callable[[EngineClient], None],
         on_add: Callable[[str], None] = lambda engine_id: None,
         heartbeat_s: float = HEARTBEAT_S,
-        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        connect: Callable[[str], EngineTransport] = open_transport,
     ) -> None:
         self.address = address
         self.state = EngineState.CONNECTING

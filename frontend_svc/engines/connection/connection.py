@@ -10,10 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import grpc.aio
-
 from frontend_svc.engines.connection.session import EngineSession
-from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
+from frontend_svc.engines.connection.stream import StreamEnd, StreamLost
+from frontend_svc.engines.connection.transport import EngineTransport, MessageStream
 from frontend_svc.output.loss import Loss, LossKind
 from service_kit.clock import Clock
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
@@ -70,7 +69,7 @@ class EngineConnection:
         clock: Clock,
         *,
         heartbeat_s: float,
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[str], EngineTransport],
     ) -> None:
         self.ack = session_pb2.HelloAck()  # the engine's newest
         self.session = EngineSession()
@@ -80,17 +79,16 @@ class EngineConnection:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._connect = connect
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: engine_pb2_grpc.EngineCoreServiceStub | None = None
-        self._stream: EngineStream | None = None
+        self._transport: EngineTransport | None = None
+        self._stream: MessageStream | None = None
         self._num_empty_streams = 0
         self._reopened_at_seq = 0
 
     @property
     def stub(self) -> engine_pb2_grpc.EngineCoreServiceStub:
-        """For calls beside the stream, over the same channel."""
-        assert self._stub is not None, "there is a channel"
-        return self._stub
+        """For calls beside the stream, over the same transport."""
+        assert self._transport is not None, "there is a transport"
+        return self._transport.stub
 
     @property
     def has_stream(self) -> bool:
@@ -104,8 +102,9 @@ class EngineConnection:
 
     async def open(self) -> bool:
         """Open a stream as soon as the engine listens; returns whether it resumes the session."""
-        await self._open_channel().channel_ready()
-        stream, is_resumed = await self._shake_hands(limit_s=_HANDSHAKE_S)
+        transport = self._transport = self._connect(self._address)
+        await transport.ready()
+        stream, is_resumed = await self._shake_hands(transport, limit_s=_HANDSHAKE_S)
         if is_resumed:
             self._resend(stream)
         else:
@@ -129,10 +128,10 @@ class EngineConnection:
         give_up_at = self._clock.now() + _MAX_REOPENING_S
         while True:
             await self.close()
-            # A new channel each time: an older one may keep a dead connection, or wait for its own backoff.
-            self._open_channel()
+            # A new one each time: an older one may keep a dead connection, or wait for its own backoff.
+            transport = self._transport = self._connect(self._address)
             try:
-                stream, is_resumed = await self._shake_hands(limit_s=_RESUME_S)
+                stream, is_resumed = await self._shake_hands(transport, limit_s=_RESUME_S)
                 break
             except StreamLost as again:
                 if again.end is not StreamEnd.BROKEN or self._clock.now() + _RESUME_RETRY_S > give_up_at:
@@ -180,22 +179,14 @@ class EngineConnection:
         self._stream.close(goodbye)
 
     async def close(self) -> None:
-        """Close the channel; harmless without one."""
-        channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
-            await channel.close(None)
+        """Close the transport; harmless without one."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.close()
 
-    def _open_channel(self) -> grpc.aio.Channel:
-        channel = self._channel = self._connect(self._address)
-        # Made once: making a stub costs as much as all else that sends an ADD.
-        self._stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
-        return channel
-
-    async def _shake_hands(self, *, limit_s: float) -> tuple[EngineStream, bool]:
+    async def _shake_hands(self, transport: EngineTransport, *, limit_s: float) -> tuple[MessageStream, bool]:
         session = self.session
-        stream = EngineStream(
-            self.stub, self._clock, heartbeat_s=self._heartbeat_s, last_seq=session.last_seq, waits=False
-        )
+        stream = transport.open_stream(self._clock, heartbeat_s=self._heartbeat_s, last_seq=session.last_seq)
         ack = await stream.open(self._hello(), limit_s=limit_s)
         reason = _incompatibility(ack)
         if reason is not None:
@@ -220,7 +211,7 @@ class EngineConnection:
             resume=self.session.resume_point(),
         )
 
-    def _resend(self, stream: EngineStream) -> None:
+    def _resend(self, stream: MessageStream) -> None:
         logger.info("engine session resumed", extra={"engine": self._address})
         for message in self.session.unanswered():
             stream.send(message)

@@ -199,10 +199,11 @@ class EngineStream:
         trailers = dict(await self._call.trailing_metadata() or ())
         packed = trailers.get("grpc-status-details-bin", b"")
         reason = from_status(code.value[0], details, packed).reason if isinstance(packed, bytes) else ""
-        return StreamLost(f"{code.name}: {details}", _end_of(code, details, reason if packed else ""))
+        return StreamLost(f"{code.name}: {details}", end_of(code, details, reason if packed else ""))
 
 
-def _end_of(code: grpc.StatusCode, details: str, reason: str) -> StreamEnd:
+def end_of(code: grpc.StatusCode, details: str, reason: str) -> StreamEnd:
+    """Why a stream ended with this status; `reason` is empty if the engine sent none."""
     if code is grpc.StatusCode.OK or reason == "ENGINE_DRAINED":
         return StreamEnd.LEFT
     if reason == "ENGINE_DEAD":

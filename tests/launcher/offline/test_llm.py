@@ -16,7 +16,14 @@ from rich.console import Console
 from launcher.llm import LLM, Bar, EngineDead, SamplingParams
 from launcher.offline.params import RepetitionDetection, StructuredOutput, from_proto
 from launcher.services import embedded_model
-from service_kit.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable, Unimplemented
+from service_kit.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+)
 from tests.launcher.offline.llm_rig import VOCAB_SIZE, fake_frontend, frontend_process
 from tests.system.checkpoints import make_checkpoint
 from triptych.common.v1 import sampling_pb2
@@ -281,6 +288,15 @@ def test_closing_leaves_no_thread_no_process_and_no_descriptor(checkpoint: Path,
     while _descriptors() > descriptors and time.monotonic() < ended_by:
         time.sleep(0.01)
     assert _descriptors() <= descriptors
+
+
+def test_a_request_that_takes_too_long_is_ended(checkpoint: Path) -> None:
+    # Nothing is awaited for the facts of the model, which are read first.
+    with (
+        LLM(checkpoint, timeout_s=1e-6, **OPTIONS) as llm,
+        pytest.raises(DeadlineExceeded, match="timeout_s"),
+    ):
+        llm.generate([5, 6], SamplingParams(max_tokens=50), progress=False)
 
 
 def test_an_engine_in_this_process_needs_no_sockets(checkpoint: Path) -> None:

@@ -23,10 +23,13 @@ from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
 from launcher.serve.serve import plan_stack
 from launcher.services import READINESS
+from service_kit.channel import open_channel
+from service_kit.config import ConfigError
 from service_kit.limits import INTERNAL
 from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
 from tests.processes import START_LIMIT_S, running_async
+from triptych.api.v1 import model_pb2, model_pb2_grpc
 
 
 @dataclass(slots=True)
@@ -81,6 +84,49 @@ def test_an_engine_that_joins_others_has_their_memory_unless_its_flags_say_anoth
     engine, alone = stack.engine(2), stack.flags(stack.engine(2), 3, 0)
     assert [flag for flag in stack.flags(engine, 3, 640) if flag not in alone] == added
     assert stack.flags(stack.coordinator, 3, 640) == stack.flags(stack.coordinator, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "frontends"),
+    [
+        ((), [(7000, None)]),
+        (("--data-parallel-size=3",), [(7000, None)]),
+        (("--data-parallel-external-lb",), [(7000, None)]),
+        (
+            ("--data-parallel-size=2", "--data-parallel-external-lb"),
+            [(7000, "--engine-label=dp_rank=0"), (7001, "--engine-label=dp_rank=1")],
+        ),
+    ],
+)
+def test_a_frontend_balances_all_ranks_or_there_is_one_for_each(flags, frontends) -> None:
+    stack = plan_stack(parse_serve(["--port=7000", *flags]))
+    planned = []
+    for plan in stack.others:
+        if plan.service == "frontend":
+            labels = [flag for flag in stack.flags(plan, 1, 0) if flag.startswith("--engine-label")]
+            planned.append((stack.ports[plan.name], labels[0] if labels else None))
+    assert planned == frontends
+
+
+def test_every_frontend_needs_a_port() -> None:
+    flags = ["--port=65535", "--data-parallel-size=2", "--data-parallel-external-lb"]
+    with pytest.raises(ConfigError, match="no port for each of 2 frontends"):
+        parse_serve(flags)
+
+
+async def test_behind_an_external_balancer_each_frontend_has_the_engine_of_its_rank(tmp_path: Path) -> None:
+    flags = ("--data-parallel-size=2", "--data-parallel-external-lb")
+    async with serving(tmp_path / "ready.json", *flags) as stack:
+        addresses: dict[str, list[str]] = {"engine": [], "frontend": []}
+        for process in sorted(stack.ready["processes"], key=lambda process: process["index"]):
+            addresses.get(process["service"], []).append(process["address"])
+        assert stack.ready["grpc"] == addresses["frontend"][0]
+        for engine, frontend in zip(addresses["engine"], addresses["frontend"], strict=True):
+            assert f"grpc://{frontend}" in stack.banner
+            async with open_channel(frontend) as channel:
+                models = model_pb2_grpc.ModelServiceStub(channel)
+                info = await models.GetServerInfo(model_pb2.GetServerInfoRequest())
+            assert [one.endpoint for one in info.engines] == [engine]
 
 
 async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) -> None:
