@@ -10,40 +10,37 @@ import asyncio
 import functools
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 
 from tests.composition.generator import Coverage, conditions_of, possible_pairs, rig_of
 from tests.composition.runner import Report, run_rig
 
 _LISTS = Path(__file__).with_name("seeds.txt")
-_PROGRESS_EVERY = 50
+_PROGRESS_EVERY = 25
 
 
 def run_seeds(seeds: Sequence[int], *, num_jobs: int = 1) -> Report:
-    """Run seeds, those of one rig after one another; rigs side by side if there are several jobs."""
-    by_rig = groupby(sorted(seeds, key=rig_of), key=rig_of)
-    parts = [(rig, list(of_rig)) for rig, of_rig in by_rig]
+    """Run seeds, those of one rig after one another, so many rigs at a time."""
+    parts = {rig: list(of_rig) for rig, of_rig in groupby(sorted(seeds, key=rig_of), key=rig_of)}
     report = Report()
-    with tempfile.TemporaryDirectory(prefix="composition-") as root:
-        run = functools.partial(_run_part, folder=Path(root))
-        if num_jobs == 1:
-            for part in parts:
-                report.add(run(part))
-        else:
-            with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
-                for each in pool.map(run, parts):
-                    report.add(each)
+    with tempfile.TemporaryDirectory(prefix="composition-") as folder:
+        for each in asyncio.run(_run_parts(parts, Path(folder), num_jobs)):
+            report.add(each)
     return report
 
 
-def _run_part(part: tuple[int, Sequence[int]], *, folder: Path) -> Report:
-    rig, seeds = part
-    print_progress = functools.partial(_print_progress, rig)
-    return asyncio.run(run_rig(rig, seeds, folder / f"rig-{rig}", print_progress))
+async def _run_parts(parts: Mapping[int, Sequence[int]], folder: Path, num_jobs: int) -> list[Report]:
+    slots = asyncio.Semaphore(num_jobs)
+
+    async def run(rig: int, seeds: Sequence[int]) -> Report:
+        async with slots:
+            return await run_rig(rig, seeds, folder / f"rig-{rig}", functools.partial(_print_progress, rig))
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(run(rig, seeds)) for rig, seeds in parts.items()]
+    return [task.result() for task in running]
 
 
 def _print_progress(rig: int, report: Report) -> None:

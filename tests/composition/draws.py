@@ -25,8 +25,8 @@ _NUM_PREFIXES = 3
 _PREFIX_TOKENS = 24
 _EMBEDDING_DEVIATION = 0.05
 
+# Returns a value for the field of the option's name, or None where it has changed the request itself.
 Choose = Callable[["Draw"], Any]
-Change = Callable[["Draw"], None]
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,6 @@ class TinyModel:
         ]
         config = json.loads((folder / "config.json").read_text())
         return cls(tokenizer, config["hidden_size"], tuple(plain))
-
-    def encode(self, text: str) -> list[int]:
-        return _encode(self.tokenizer, text)
 
     @functools.cached_property
     def embeddings(self) -> np.ndarray:
@@ -80,21 +77,17 @@ class Draw:
         self.sampling.max_tokens = self.rng.choice(_OUTPUT_LENGTHS)
         self.sampling.seed = self.rng.getrandbits(64)
 
+    def set(self, name: str, value: Any) -> None:
+        """Set a field of the request or of its sampling, or extend it with a list."""
+        message: Any = self.sampling if name in self.sampling.DESCRIPTOR.fields_by_name else self.request
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+
     def end(self) -> None:
         if self.request.WhichOneof("input") is None:
             self.request.token_ids.ids.extend(self.prompt)
-
-
-def request_field(name: str, choose: Choose) -> Change:
-    return lambda draw: setattr(draw.request, name, choose(draw))
-
-
-def sampling_field(name: str, choose: Choose) -> Change:
-    return lambda draw: setattr(draw.sampling, name, choose(draw))
-
-
-def sampling_list(name: str, choose: Choose) -> Change:
-    return lambda draw: getattr(draw.sampling, name).extend(choose(draw))
 
 
 def among(*values: object) -> Choose:
@@ -140,13 +133,14 @@ def shared_prefix(draw: Draw) -> None:
     draw.prompt[:0] = prefix.choices(draw.model.plain_ids, k=_PREFIX_TOKENS)
 
 
-def thinking(draw: Draw) -> None:
-    draw.prompt += draw.model.encode(THINK.opening)
-    draw.sampling.thinking_token_budget = draw.rng.randint(0, 6)
+def thinking_budget(draw: Draw) -> int:
+    draw.prompt += _encode(draw.model.tokenizer, THINK.opening)
+    return draw.rng.randint(0, 6)
 
 
-def text_prompt(draw: Draw) -> None:
-    draw.request.prompt = draw.model.tokenizer.decode(draw.prompt, skip_special_tokens=False)
+def text_prompt(draw: Draw) -> str:
+    text: str = draw.model.tokenizer.decode(draw.prompt, skip_special_tokens=False)
+    return text
 
 
 def embeds_prompt(draw: Draw) -> None:
@@ -159,10 +153,6 @@ def embeds_prompt(draw: Draw) -> None:
     ids = draw.prompt if any(is_token) else ()
     embeds = prompt_embeds(memoryview(rows), rows.shape, "float32", token_ids=ids, is_token=is_token)
     draw.request.embeds.CopyFrom(embeds)
-
-
-def media(draw: Draw) -> None:
-    draw.request.media.add(mime_type="image/png", data=b"no image")
 
 
 def structured_output(draw: Draw) -> None:

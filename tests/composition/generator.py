@@ -80,7 +80,9 @@ def _draw_request(rng: random.Random, model: TinyModel, conditions: frozenset[st
     draw = Draw(rng, model)
     draw.begin()
     for option in options:
-        option.change(draw)
+        value = option.choose(draw)
+        if value is not None:
+            draw.set(option.name.split()[0], value)
     draw.end()
     names = frozenset(option.name for option in options)
     return Drawn(draw.request, names, tuple(refusals_of(names | conditions)))

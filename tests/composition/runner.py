@@ -14,19 +14,18 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from launcher.services import embedded_model
-from tests.chaos.stacks import Stack, StackPlan
+from tests.chaos.stacks import Stack, StackPlan, keep_logs
 from tests.composition.answers import Answer, Refused, Stub, Whole, ask, ask_alone, is_expected
 from tests.composition.draws import TinyModel
 from tests.composition.faults import Scene
 from tests.composition.generator import Case, Drawn, conditions_of, draw_case
-from tests.composition.table import MIXTURE, Condition
+from tests.composition.table import ENGINE_FLAGS, MIXTURE, Condition
 from triptych.api.v1 import generate_pb2
 
 # What engines and frontends count of disturbances.
 EVIDENCE = ("num_preemptions", "num_chunked_prefills", "prefix_hits", "num_moved_requests")
 _ONE_STEP = ("--steps-in-flight=1",)
 _NO_CACHE = ("--no-enable-prefix-caching",)
-_EMBEDS = ("--enable-prompt-embeds",)
 _FRONTEND_FLAGS = ("--drain-lag-s=0", "--reasoning-parser=think")
 
 
@@ -59,10 +58,16 @@ async def run_rig(rig: int, seeds: Sequence[int], folder: Path, on_case: Callabl
         model = TinyModel.of(stack.plan.model)
         runner = _Runner(stack, alone, report)
         for seed in seeds:
-            await runner.run(draw_case(seed, model))
+            try:
+                await runner.run(draw_case(seed, model))
+            except Exception as error:
+                error.add_note(f"seed {seed}, logs: {keep_logs(folder, folder.name)}")
+                raise
             report.run_s = time.monotonic() - began_at - report.start_s
             on_case(report)
         report.evidence[rig] = await runner.end()
+    if report.differences:
+        report.differences[0] += f"logs: {keep_logs(folder, folder.name)}"
     return report
 
 
@@ -154,18 +159,21 @@ def _shown(message: Answer | generate_pb2.GenerateRequest) -> str:
 
 def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan, StackPlan]:
     """Two engines under these conditions, and one that has of them only what answers depend on."""
-    num_ranks = max((condition.tensor_parallel_size for condition in conditions), default=1)
-    has_mixture = any(condition.model == MIXTURE for condition in conditions)
-    alone = StackPlan(
-        tensor_parallel_size=num_ranks,
-        engine_flags=(*_ONE_STEP, *_NO_CACHE, *(_EMBEDS if num_ranks == 1 else ())),
+    kept = [condition for condition in conditions if condition.is_kept]
+    has_mixture = any(condition.model == MIXTURE for condition in kept)
+    disturbed = StackPlan(
+        tensor_parallel_size=max((condition.tensor_parallel_size for condition in kept), default=1),
+        engine_flags=(*_ONE_STEP, *_engine_flags(conditions)),
         frontend_flags=_FRONTEND_FLAGS,
         model=_make_mixture(folder / MIXTURE) if has_mixture else embedded_model(),
-        num_engines=1,
     )
-    flags = [flag for condition in conditions for flag in condition.flags]
-    kept = [flag for flag in alone.engine_flags if flag not in _NO_CACHE]
-    return replace(alone, engine_flags=(*kept, *flags), num_engines=2), alone
+    alone_flags = (*_ONE_STEP, *_NO_CACHE, *_engine_flags(kept))
+    return disturbed, replace(disturbed, engine_flags=alone_flags, num_engines=1)
+
+
+def _engine_flags(conditions: Sequence[Condition]) -> list[str]:
+    # The last one of a kind counts.
+    return [*ENGINE_FLAGS, *(flag for condition in conditions for flag in condition.flags)]
 
 
 def _make_mixture(folder: Path) -> Path:
