@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
@@ -38,6 +38,8 @@ class StackPlan:
     has_plugin: bool = False
     tensor_parallel_size: int = 1
     engine_flags: tuple[str, ...] = ()
+    frontend_flags: tuple[str, ...] = ()
+    model: Path = field(default_factory=embedded_model)
     num_engines: int = 2
     num_streams: int = 64  # of the loads it gets
 
@@ -98,7 +100,7 @@ class Stack:
                 self.proxies[engine.name] = await TcpProxy(engine.address).__aenter__()
         known += tuple(f"--engine={proxy.address}" for proxy in self.proxies.values())
         for index in range(self.plan.num_frontends):
-            flags = (*known, "--text-workers=1", "--drain-lag-s=1")
+            flags = (*known, "--text-workers=1", "--drain-lag-s=1", *self.plan.frontend_flags)
             self.fleet.add(ServicePlan("frontend", index, flags))
         await self.fleet.start()
         await self.fleet.until_routed()
@@ -122,7 +124,7 @@ class Stack:
             await proxy.__aexit__(None, None, None)
 
     def _engine_flags(self, index: int) -> tuple[str, ...]:
-        flags = [str(embedded_model()), "--num-threads=1", *self.plan.engine_flags]
+        flags = [str(self.plan.model), "--num-threads=1", *self.plan.engine_flags]
         if self.plan.tensor_parallel_size > 1:
             flags.append(f"--tensor-parallel-size={self.plan.tensor_parallel_size}")
         if self.plan.needs_ranks:

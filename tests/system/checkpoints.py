@@ -25,6 +25,7 @@ from transformers import (
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 512
+WINDOW = 32
 ARCHITECTURES = ("llama", "qwen2", "gpt2")
 _MIXTURES = {"mixtral": (MixtralForCausalLM, MixtralConfig), "gpt_oss": (GptOssForCausalLM, GptOssConfig)}
 MIN_MARGIN = 1e-4
@@ -76,6 +77,12 @@ def make_thinking_llama(folder: Path) -> Path:
     return folder
 
 
+def make_windowed_mixture(folder: Path) -> Path:
+    """Write a Mixtral whose layers see the last `WINDOW` positions alone; it has the markers of reasoning."""
+    torch.manual_seed(22)
+    return _write(_new_model("mixtral", sliding_window=WINDOW), folder, special=(OPENING, CLOSING))
+
+
 def _write(model: PreTrainedModel, folder: Path, *, special: tuple[str, ...] = ()) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -87,7 +94,7 @@ def _write(model: PreTrainedModel, folder: Path, *, special: tuple[str, ...] = (
     return folder
 
 
-def _new_model(architecture: str) -> PreTrainedModel:
+def _new_model(architecture: str, **changes: object) -> PreTrainedModel:
     shared = {"vocab_size": VOCAB_SIZE, "eos_token_id": 0, "bos_token_id": 0, "dtype": torch.float32}
     block = {
         "hidden_size": 64,
@@ -105,7 +112,7 @@ def _new_model(architecture: str) -> PreTrainedModel:
         model_class, config_class = _MIXTURES[architecture]
         experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
         layers = {"layer_types": ["full_attention"] * 3}
-        return model_class(config_class(**experts, **layers, **block, **shared)).eval()
+        return model_class(config_class(**experts, **layers, **block, **shared, **changes)).eval()
     if architecture == "gpt2":
         config = GPT2Config(n_positions=MAX_POSITIONS, n_embd=64, n_layer=3, n_head=4, **shared)
         return GPT2LMHeadModel(config).eval()

@@ -1,0 +1,196 @@
+"""Runs cases on real processes, and each of their requests alone; every difference is reported in full."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from launcher.services import embedded_model
+from tests.chaos.stacks import Stack, StackPlan, keep_logs
+from tests.composition.answers import Answer, Refused, Stub, Whole, ask, ask_alone, is_expected
+from tests.composition.draws import TinyModel
+from tests.composition.faults import Scene
+from tests.composition.generator import Case, Drawn, conditions_of, draw_case
+from tests.composition.table import ENGINE_FLAGS, MIXTURE, Condition
+from triptych.api.v1 import generate_pb2
+
+# What engines and frontends count of disturbances.
+EVIDENCE = ("num_preemptions", "num_chunked_prefills", "prefix_hits", "num_moved_requests")
+_ONE_STEP = ("--steps-in-flight=1",)
+_NO_CACHE = ("--no-enable-prefix-caching",)
+_FRONTEND_FLAGS = ("--drain-lag-s=0", "--reasoning-parser=think")
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of some cases."""
+
+    cases: list[Case] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    evidence: dict[int, Counter[str]] = field(default_factory=dict)  # by rig
+    distinct_ids: set[int] = field(default_factory=set)
+    start_s: float = 0.0
+    run_s: float = 0.0
+
+    def add(self, other: Report) -> None:
+        self.cases += other.cases
+        self.differences += other.differences
+        self.evidence |= other.evidence
+        self.distinct_ids |= other.distinct_ids
+        self.start_s += other.start_s
+        self.run_s += other.run_s
+
+
+async def run_rig(rig: int, seeds: Sequence[int], folder: Path, on_case: Callable[[Report], None]) -> Report:
+    """Run seeds of one rig on stacks that are started once."""
+    report = Report()
+    began_at = time.monotonic()
+    async with _started(folder, *_plans_of(conditions_of(rig), folder)) as (stack, alone):
+        report.start_s = time.monotonic() - began_at
+        model = TinyModel.of(stack.plan.model)
+        runner = _Runner(stack, alone, report)
+        for seed in seeds:
+            try:
+                await runner.run(draw_case(seed, model))
+            except Exception as error:
+                error.add_note(f"seed {seed}, logs: {keep_logs(folder, folder.name)}")
+                raise
+            report.run_s = time.monotonic() - began_at - report.start_s
+            on_case(report)
+        report.evidence[rig] = await runner.end()
+    if report.differences:
+        report.differences[0] += f"logs: {keep_logs(folder, folder.name)}"
+    return report
+
+
+class _Runner:
+    """The two stacks of a rig, and what is found on them."""
+
+    def __init__(self, stack: Stack, alone: Stack, report: Report) -> None:
+        self._stack = stack
+        self._stub = Stub(stack.channel())
+        self._alone = Stub(alone.channel())
+        self._report = report
+        self._mending: asyncio.Task[None] | None = None
+        # The newest of each life of a process.
+        self._counts: dict[tuple[str, int], Counter[str]] = {}
+
+    async def run(self, case: Case) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            seen = tasks.create_task(self._disturbed(case))
+            expected = tasks.create_task(self._undisturbed(case))
+        self._report.cases.append(case)
+        for index, drawn in enumerate(case.drawn):
+            self._compare(case, index, drawn, seen.result()[index], expected.result()[index])
+
+    async def end(self) -> Counter[str]:
+        """What has been counted."""
+        await self._mended()
+        await self._note_counts()
+        return sum(self._counts.values(), Counter())
+
+    async def _disturbed(self, case: Case) -> list[Answer]:
+        is_deadly = any(fault.ends_engine for fault in case.faults)
+        if is_deadly:
+            await self._mended()
+            # Its counters end with it.
+            await self._note_counts()
+        requests = [drawn.request for drawn in case.drawn]
+        scene = Scene(self._stack, requests, random.Random(case.seed))
+        async with asyncio.TaskGroup() as strikes:
+            for fault in case.faults:
+                strikes.create_task(fault.strike(scene))
+            answers = await asyncio.gather(
+                *(ask(self._stub, request, scene.progress.note) for request in requests)
+            )
+            scene.progress.end()
+        if is_deadly:
+            # Meanwhile the other engine has the next seeds for itself.
+            self._mending = asyncio.create_task(self._stack.mend())
+        return answers
+
+    async def _undisturbed(self, case: Case) -> list[Answer | None]:
+        """Each request that is served, one after the other."""
+        return [
+            None if drawn.refusals else await ask_alone(self._alone, drawn.request) for drawn in case.drawn
+        ]
+
+    async def _mended(self) -> None:
+        mending, self._mending = self._mending, None
+        if mending is not None:
+            await mending
+
+    async def _note_counts(self) -> None:
+        for process in (*self._stack.engines, *self._stack.frontends):
+            status = await process.status()
+            counts = Counter({name: int(status.get(name, 0)) for name in EVIDENCE})
+            self._counts[process.name, process.num_starts] = counts
+
+    def _compare(self, case: Case, index: int, drawn: Drawn, seen: Answer, expected: Answer | None) -> None:
+        if isinstance(seen, Whole):
+            self._report.distinct_ids.update(*(output.token_ids for output in seen.outputs))
+        if is_expected(drawn, seen, expected):
+            return
+        names = ", ".join(sorted(drawn.options | case.surroundings))
+        self._report.differences.append(
+            f"seed {case.seed}, request {index}: {names}\n"
+            f"request:\n{_shown(drawn.request)}seen:\n{_shown(seen)}"
+            f"expected:\n{_shown(expected) if expected else drawn.refusals}"
+        )
+
+
+def _shown(message: Answer | generate_pb2.GenerateRequest) -> str:
+    if isinstance(message, Refused):
+        return f"{message}\n"
+    shown = type(message)()
+    shown.CopyFrom(message)
+    if isinstance(shown, generate_pb2.GenerateRequest):
+        shown.embeds.embeds.ClearField("inline")
+    return text_format.MessageToString(shown, use_short_repeated_primitives=True)
+
+
+def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan, StackPlan]:
+    """Two engines under these conditions, and one that has of them only what answers depend on."""
+    kept = [condition for condition in conditions if condition.is_kept]
+    has_mixture = any(condition.model == MIXTURE for condition in kept)
+    disturbed = StackPlan(
+        tensor_parallel_size=max((condition.tensor_parallel_size for condition in kept), default=1),
+        engine_flags=(*_ONE_STEP, *_engine_flags(conditions)),
+        frontend_flags=_FRONTEND_FLAGS,
+        model=_make_mixture(folder / MIXTURE) if has_mixture else embedded_model(),
+    )
+    alone_flags = (*_ONE_STEP, *_NO_CACHE, *_engine_flags(kept))
+    return disturbed, replace(disturbed, engine_flags=alone_flags, num_engines=1)
+
+
+def _engine_flags(conditions: Sequence[Condition]) -> list[str]:
+    # The last one of a kind counts.
+    return [*ENGINE_FLAGS, *(flag for condition in conditions for flag in condition.flags)]
+
+
+def _make_mixture(folder: Path) -> Path:
+    # Imported here: it takes long, and most rigs do not need it.
+    from tests.system.checkpoints import make_windowed_mixture
+
+    return make_windowed_mixture(folder)
+
+
+@asynccontextmanager
+async def _started(folder: Path, *plans: StackPlan) -> AsyncIterator[list[Stack]]:
+    """Stacks that start and stop side by side."""
+    stacks = [Stack(plan, folder / str(number)) for number, plan in enumerate(plans)]
+    for stack in stacks:
+        stack.folder.mkdir(parents=True)
+    try:
+        await asyncio.gather(*(stack.start() for stack in stacks))
+        yield stacks
+    finally:
+        await asyncio.gather(*(stack.stop() for stack in stacks))
