@@ -62,7 +62,8 @@ class OneOwner:
         self.refused: list[str] = []
         # By the id of their loop, which they hold.
         self._controls: WeakValueDictionary[int, EngineControls] = WeakValueDictionary()
-        self._classes: dict[tuple[type, int], type] = {}
+        self._owners: dict[int, int] = {}  # of guarded objects, by their ids: the threads that run them
+        self._classes: dict[type, type] = {}
 
     def install(self) -> None:
         """Guard every engine of this process that begins to run from now on."""
@@ -75,8 +76,7 @@ class OneOwner:
             try:
                 run(engine)
             finally:
-                for one in guarded:
-                    one.__class__ = type(one).__bases__[0]
+                self.release(guarded)
 
         def noted_init(controls: EngineControls, **options: Any) -> None:
             init(controls, **options)
@@ -87,15 +87,21 @@ class OneOwner:
         patches.setattr(EngineControls, "__init__", noted_init)
 
     def guard(self, engine: Engine) -> list[object]:
-        """Give an engine to the present thread; returns the objects whose classes were replaced."""
+        """Give an engine to the present thread; returns its objects, for `release`."""
         guarded = list(_state_of([engine, self._controls.get(id(engine))]))
         for one in guarded:
-            one.__class__ = self._guarded_class(type(one), threading.get_ident())
+            self._owners[id(one)] = threading.get_ident()
+            one.__class__ = self._guarded_class(type(one))
         return guarded
 
-    def _guarded_class(self, cls: type, owner: int) -> type:
-        if (cls, owner) in self._classes:
-            return self._classes[cls, owner]
+    def release(self, guarded: Iterable[object]) -> None:
+        for one in guarded:
+            one.__class__ = type(one).__bases__[0]
+            del self._owners[id(one)]
+
+    def _guarded_class(self, cls: type) -> type:
+        if cls in self._classes:
+            return self._classes[cls]
         members: dict[str, object] = {"__slots__": (), "__module__": cls.__module__, "is_guarded": True}
         for base in reversed(cls.__mro__[:-1]):
             for name, member in vars(base).items():
@@ -103,23 +109,23 @@ class OneOwner:
                 if name in _UNCHECKED or where in _ALLOWED:
                     continue
                 if isinstance(member, FunctionType):
-                    members[name] = self._checked(member, owner, where)
+                    members[name] = self._checked(member, where)
                 elif isinstance(member, property) and member.fget is not None:
-                    members[name] = member.getter(self._checked(member.fget, owner, where))
-        members["__setattr__"] = self._checked(cls.__setattr__, owner, f"a write to {cls.__name__}")
-        guarded = self._classes[cls, owner] = type(cls.__name__, (cls,), members)
+                    members[name] = member.getter(self._checked(member.fget, where))
+        members["__setattr__"] = self._checked(cls.__setattr__, f"a write to {cls.__name__}")
+        guarded = self._classes[cls] = type(cls.__name__, (cls,), members)
         return guarded
 
-    def _checked(self, call: Callable[..., Any], owner: int, where: str) -> Callable[..., Any]:
+    def _checked(self, call: Callable[..., Any], where: str) -> Callable[..., Any]:
+        owners, get_ident = self._owners, threading.get_ident
+
         @functools.wraps(call)
-        def checked(*arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != owner:
-                refused = (
-                    f"{where} in thread {threading.current_thread().name}, which does not run the engine"
-                )
-                self.refused.append(refused)
-                raise ForeignAccess(refused)
-            return call(*arguments, **options)
+        def checked(one: object, *arguments: Any, **options: Any) -> Any:
+            if owners.get(id(one)) != get_ident():
+                thread = threading.current_thread().name
+                self.refused.append(f"{where} in thread {thread}, which does not run the engine")
+                raise ForeignAccess(self.refused[-1])
+            return call(one, *arguments, **options)
 
         return checked
 
