@@ -8,16 +8,19 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from engine_svc.config import EngineConfig
-from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.extras import Extra
 from engine_svc.features import packages
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 if TYPE_CHECKING:
+    from engine_svc.convert.feature import WireFeatures
     from engine_svc.runner.feature import RunnerContext, RunnerFeature
 
 
 def wire_features(config: EngineConfig) -> WireFeatures:
+    # Imported here: a rank, and a machine that only runs models, has no gRPC.
+    from engine_svc.convert.feature import WireFeatures
+
     return WireFeatures(_make("wire", config))
 
 
