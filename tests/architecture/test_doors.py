@@ -27,6 +27,7 @@ MAY_CATCH_EVERYTHING = {
     "frontend_svc/text/detokenizer.py",
     "frontend_svc/engines/artifacts.py",
     "frontend_svc/engines/connection/client.py",
+    "frontend_svc/engines/connection/requests.py",
     "frontend_svc/engines/coordinator.py",
     "frontend_svc/text/workers/process.py",
     "launcher/serve/group_follower.py",

@@ -94,7 +94,7 @@ def test_a_log_may_begin_after_messages_that_another_sender_has_sent():
 
 
 def taken(stream: ResumableStream[str, Link], link: Link, num_messages: int = 100) -> list[str]:
-    messages = []
+    messages: list[str] = []
     while len(messages) < num_messages and (message := stream.take(link)) is not None:
         messages.append(message)
     return messages
