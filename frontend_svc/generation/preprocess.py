@@ -41,11 +41,11 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
 
     Lengths in tokens are checked by `prepare`.
     """
-    violations = Violations()
+    violations = Violations(limits)
     prompt.check(model, violations)
     for option in OPTIONS:
-        option.check(request, model, limits, violations)
-    _check_placement(request, limits, violations)
+        option.check(request, model, violations)
+    _check_placement(request, violations)
     violations.raise_if_any()
     # No field without an option is ever ignored.
     for field in (prompt.field, *(f"sampling.{field.name}" for field, _ in request.sampling.ListFields())):
@@ -143,8 +143,8 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _check_placement(request: AnyRequest, limits: RequestLimits, violations: Violations) -> None:
-    top, longest = limits.max_priority, limits.max_id_chars
+def _check_placement(request: AnyRequest, violations: Violations) -> None:
+    top, longest = violations.limits.max_priority, violations.limits.max_id_chars
     violations.need(abs(request.priority) <= top, "priority", request.priority, f"must be in -{top}..{top}")
     for name, value in (
         ("request_id", request.request_id),

@@ -10,7 +10,7 @@ from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.output.logprobs import LogprobReader
 from frontend_svc.output.request_state import OutputReader
 from frontend_svc.tensors.wire_tensor import WireTensor
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.token_text import TokenTexts
 from triptych.api.v1 import chat_message_pb2, generate_pb2
@@ -55,9 +55,7 @@ class RequestOption(Protocol):
 
     fields: Sequence[str]
 
-    def check(
-        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
-    ) -> None:
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         return
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, check_set
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.engine.v1 import add_pb2
 
@@ -17,9 +17,7 @@ _WITHIN = f"must be in -{_MAX_PENALTY:g}..{_MAX_PENALTY:g}"
 class Penalties(RequestOption):
     fields = ("sampling.presence_penalty", "sampling.frequency_penalty", "sampling.repetition_penalty")
 
-    def check(
-        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
-    ) -> None:
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         sampling = request.sampling
         for name in ("presence_penalty", "frequency_penalty"):
             is_fine = abs(getattr(sampling, name)) <= _MAX_PENALTY

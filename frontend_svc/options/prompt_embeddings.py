@@ -12,7 +12,7 @@ from typing import TypeGuard
 from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
 from frontend_svc.tensors.wire_tensor import WireTensor, num_bytes
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.id_column import id_column
 from service_kit.errors import Unimplemented
@@ -37,9 +37,7 @@ class PromptEmbeddings(RequestOption):
 
     fields = ("embeds",)
 
-    def check(
-        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
-    ) -> None:
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         if not _has_embeds(request):
             return
         if not model.ready.takes_prompt_embeds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, check_set
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.prompt import too_long
 from service_kit.errors import InvalidArgument
@@ -33,15 +33,13 @@ class SamplingLimits(RequestOption):
         "sampling.skip_reading_prefix_cache",
     )  # fmt: skip
 
-    def check(
-        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
-    ) -> None:
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         sampling = request.sampling
         _check_draw(sampling, violations)
         _check_counts(sampling, violations)
-        _check_group(sampling, model.defaults, limits, violations)
+        _check_group(sampling, model.defaults, violations)
         if sampling.stop:
-            _check_stop(sampling, limits, violations)
+            _check_stop(sampling, violations)
         if sampling.HasField("repetition_detection"):
             _check_repetition(sampling.repetition_detection, violations)
         field, ids = "sampling.stop_token_ids", sampling.stop_token_ids
@@ -149,19 +147,20 @@ def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations)
 def _check_group(
     sampling: sampling_pb2.SamplingParams,
     defaults: GenerationDefaults,
-    limits: RequestLimits,
     violations: Violations,
 ) -> None:
     if not sampling.HasField("n"):
         return
-    check_set(sampling, "n", 1 <= sampling.n <= limits.max_n, f"must be in 1..{limits.max_n}", violations)
+    most = violations.limits.max_n
+    check_set(sampling, "n", 1 <= sampling.n <= most, f"must be in 1..{most}", violations)
     temperature = defaults.chosen(sampling, "temperature", 1.0)
     if sampling.n > 1 and 0 <= temperature < _GREEDY_TEMPERATURE:
         rule = f"must be 1 where temperature is {temperature:g}: greedy outputs are all the same"
         violations.add("sampling.n", sampling.n, rule)
 
 
-def _check_stop(sampling: sampling_pb2.SamplingParams, limits: RequestLimits, violations: Violations) -> None:
+def _check_stop(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
+    limits = violations.limits
     most, most_chars = limits.max_stop_strings, limits.max_stop_string_chars
     violations.need_texts("sampling.stop", sampling.stop, "strings", most, max_chars=most_chars)
     if sampling.HasField("detokenize") and not sampling.detokenize:

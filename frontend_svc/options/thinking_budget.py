@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, check_set
 from frontend_svc.parsers.registry import reasoning_parser
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from service_kit.errors import Unimplemented
 from triptych.engine.v1 import add_pb2
@@ -13,9 +13,7 @@ from triptych.engine.v1 import add_pb2
 class ThinkingBudget(RequestOption):
     fields = ("sampling.thinking_token_budget",)
 
-    def check(
-        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
-    ) -> None:
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         is_fine = request.sampling.thinking_token_budget >= -1
         rule = "must be -1 (no budget), 0 or more"
         check_set(request.sampling, "thinking_token_budget", is_fine, rule, violations)

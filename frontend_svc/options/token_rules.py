@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.engine.v1 import add_pb2
@@ -22,14 +22,11 @@ _MAX_SEQUENCE_IDS = 64
 class TokenRules(RequestOption):
     fields = (_BAD_WORDS, _BIAS, _ALLOWED)
 
-    def check(
-        self, request: AnyRequest, model: ServedModel, limits: RequestLimits, violations: Violations
-    ) -> None:
-        sampling = request.sampling
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
+        sampling, limits = request.sampling, violations.limits
         if sampling.bad_words:
-            violations.need_texts(
-                _BAD_WORDS, sampling.bad_words, "words", limits.max_bad_words, max_chars=_MAX_WORD_CHARS
-            )
+            most = limits.max_bad_words
+            violations.need_texts(_BAD_WORDS, sampling.bad_words, "words", most, max_chars=_MAX_WORD_CHARS)
         if sampling.logit_bias and violations.need_count(
             _BIAS, len(sampling.logit_bias), "entries", 0, limits.max_logit_bias
         ):

@@ -123,14 +123,16 @@ def _add_top(read: Logprobs, columns: LogprobColumns) -> None:
 
 
 def check_num_logprobs(
-    sampling: sampling_pb2.SamplingParams, name: str, most: int, vocab_size: int, violations: Violations
+    sampling: sampling_pb2.SamplingParams, name: str, vocab_size: int, violations: Violations
 ) -> None:
-    """Add a violation for a number of alternatives above `most`; -1 is the vocabulary."""
+    """Add a violation for too many alternatives; -1 is the vocabulary, as a value and as a limit."""
     if not sampling.HasField(name):
         return
-    least, most, note = (-1, vocab_size, " (-1: the vocabulary)") if most == -1 else (0, most, "")
-    value = getattr(sampling, name)
-    violations.need(least <= value <= most, f"sampling.{name}", value, f"must be in {least}..{most}{note}")
+    value, least, most, note = getattr(sampling, name), 0, violations.limits.max_logprobs, ""
+    if most == -1:
+        least, most, note = -1, vocab_size, " (-1: the vocabulary)"
+    rule = f"must be in {least}..{most}{note}"
+    violations.need(least <= value <= most, f"sampling.{name}", value, rule)
 
 
 def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:

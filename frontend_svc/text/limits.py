@@ -33,10 +33,14 @@ class RequestLimits:
     max_dimensions: int = 65_536
 
 
-class Violations:
-    """Violations of limits in one request, reported together. Only the first 64 are kept."""
+_DEFAULTS = RequestLimits()
 
-    def __init__(self) -> None:
+
+class Violations:
+    """Violations of `limits` in one request, reported together. Only the first 64 are kept."""
+
+    def __init__(self, limits: RequestLimits = _DEFAULTS) -> None:
+        self.limits = limits
         self._found: list[tuple[str, str]] = []
 
     @property
