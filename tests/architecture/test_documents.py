@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import re
@@ -10,13 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
+from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
+from engine_svc.convert.feature import AddContext
 from engine_svc.scheduler.policies import POLICIES
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from service_kit.errors import InvalidArgument, Unimplemented
 from tests.architecture.sources import ROOT
+from tests.engine_svc.session.service_rig import make_facts
 from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
 
 GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = (
@@ -122,7 +127,7 @@ def test_the_page_about_sessions_names_what_the_engine_refuses() -> None:
         r"triptych's engine refuses:\n\s*(.*?)\n-", text_of("protos/engine-session.md"), re.DOTALL
     )
     named = {name.removeprefix("sampling.") for name in re.findall(r"`([a-z_.]+)`", paragraph)}
-    assert named == {*refused_by_the_engine(), "pooling", "prompt_embeds"}
+    assert named == {*refused_by_the_engine(), "pooling"}
 
 
 @pytest.mark.parametrize(
@@ -193,10 +198,10 @@ def known_flags() -> frozenset[str]:
     """Every flag that a configuration, a verb of the command line or a benchmark has."""
     flags = {"--help", "--version"}
     for path, text in sources(
-        "engine_svc/config.py", "*_svc/config.py", "launcher/**/*.py", "service_kit/config.py"
+        "*_svc/config.py", "engine_svc/features/*/options.py", "launcher/**/*.py", "service_kit/config.py"
     ):
         flags |= set(FLAG.findall(text))
-        if path.endswith(("config.py", "cli.py", "verbs.py")):
+        if path.endswith(("config.py", "options.py", "cli.py", "verbs.py")):
             # Fields of configurations and parameters of verbs are flags by their names.
             names = {name.replace("_", "-") for name in re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)}
             flags |= {f"--{prefix}{name}" for name in names for prefix in ("", "no-")}
@@ -261,8 +266,26 @@ def refused_by_the_frontend() -> set[str]:
 
 
 def refused_by_the_engine() -> set[str]:
-    """Fields of an ADD and of its sampling parameters; frontends send words in another form."""
-    (sampling,) = matches(r"^_UNSERVED = (\(.*\))$", "engine_svc/convert/sampling.py")
-    fields = matches(r'^ {8}\("(\w+)", entry\.', "engine_svc/convert/messages.py")
-    assert len(fields) > 3
-    return fields | set(ast.literal_eval(sampling)) - {"bad_words"}
+    """Fields of an ADD and of its sampling parameters that an engine without options refuses by name."""
+    features = wire_features(EngineConfig(model="unused"))
+    refused = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
+    refused -= features.sampling_fields
+    for field in add_pb2.AddEntry.DESCRIPTOR.fields:
+        try:
+            features.parse(entry_with(field), AddContext(make_facts(), None, []))
+        except Unimplemented:
+            refused.add(field.name)
+        except InvalidArgument:
+            continue
+    return refused
+
+
+def entry_with(field: FieldDescriptor) -> add_pb2.AddEntry:
+    """An ADD in which this field alone is set."""
+    entry = add_pb2.AddEntry()
+    value = getattr(entry, field.name)
+    if field.type == FieldDescriptor.TYPE_MESSAGE:
+        value.add() if field.is_repeated else value.SetInParent()
+    else:
+        setattr(entry, field.name, type(value)(b"1") if isinstance(value, bytes) else type(value)(1))
+    return entry

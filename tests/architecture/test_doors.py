@@ -20,6 +20,9 @@ MAY_CATCH_EVERYTHING = {
     "engine_svc/loop/recovery.py",
     "engine_svc/loop/requests.py",
     "engine_svc/runner/executor.py",
+    # What a feature raises ends the requests that use it.
+    "engine_svc/runner/feature.py",
+    "engine_svc/runner/running_step.py",
     "engine_svc/ranks/loop.py",
     "engine_svc/ranks/watch.py",
     "engine_svc/session/session.py",

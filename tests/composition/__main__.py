@@ -44,6 +44,10 @@ async def _run_parts(parts: Mapping[int, Sequence[int]], folder: Path, num_jobs:
 
 
 def _print_progress(rig: int, report: Report) -> None:
+    newest = f"seed {report.cases[-1].seed},"
+    for difference in report.differences:
+        if difference.startswith(newest):
+            print(f"differs: {difference.partition(chr(10))[0]}", file=sys.stderr, flush=True)
     if len(report.cases) % _PROGRESS_EVERY == 0:
         print(
             f"rig {rig}: {len(report.cases)} seeds, {report.run_s / len(report.cases):.2f} s each, "
@@ -92,8 +96,6 @@ def _print(report: Report) -> None:
         f"{num_seeds} seeds, {num_requests} requests, {len(report.distinct_ids)} distinct ids, "
         f"{report.run_s:.0f} s and {report.start_s:.0f} s of starts, {report.run_s / num_seeds:.2f} s a seed"
     )
-    for difference in report.differences[1:]:
-        print(difference.partition("\n")[0])
     print(*report.differences[:1], sep="\n")
     print(f"{len(report.differences)} differences")
 
