@@ -198,7 +198,7 @@ def test_every_panel_asks_for_what_the_collector_makes() -> None:
     names = {expr.split('span_name="')[1].split('"')[0] for expr in asked}
     code = "".join(
         (ROOT / name).read_text()
-        for name in ("frontend_svc/generation/tracing.py", "engine_svc/features/observe.py")
+        for name in ("frontend_svc/generation/tracing.py", "engine_svc/features/request_spans/scheduler.py")
     )
     assert [name for name in names if f'"{name}"' not in code] == []
     dimensions = {dimension["name"] for dimension in spans["dimensions"]} | {"service.name", "span.name"}

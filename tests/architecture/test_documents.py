@@ -15,6 +15,8 @@ from engine_svc.config import EngineConfig
 from engine_svc.scheduler.policies import POLICIES
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from tests.architecture.sources import ROOT
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2
 
 GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = (
@@ -191,10 +193,10 @@ def known_flags() -> frozenset[str]:
     """Every flag that a configuration, a verb of the command line or a benchmark has."""
     flags = {"--help", "--version"}
     for path, text in sources(
-        "engine_svc/config.py", "*_svc/config.py", "launcher/**/*.py", "service_kit/config.py"
+        "*_svc/config.py", "engine_svc/features/*/options.py", "launcher/**/*.py", "service_kit/config.py"
     ):
         flags |= set(FLAG.findall(text))
-        if path.endswith(("config.py", "cli.py", "verbs.py")):
+        if path.endswith(("config.py", "options.py", "cli.py", "verbs.py")):
             # Fields of configurations and parameters of verbs are flags by their names.
             names = {name.replace("_", "-") for name in re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)}
             flags |= {f"--{prefix}{name}" for name in names for prefix in ("", "no-")}
@@ -256,8 +258,14 @@ def refused_by_the_frontend() -> set[str]:
 
 
 def refused_by_the_engine() -> set[str]:
-    """Fields of an ADD and of its sampling parameters; frontends send words in another form."""
-    (sampling,) = matches(r"^_UNSERVED = (\(.*\))$", "engine_svc/convert/sampling.py")
-    fields = matches(r'^ {8}\("(\w+)", entry\.', "engine_svc/convert/messages.py")
-    assert len(fields) > 3
-    return fields | set(ast.literal_eval(sampling)) - {"bad_words"}
+    """Fields of an ADD and of its sampling parameters that neither the core nor a feature reads."""
+    (core,) = matches(r"^_CORE_FIELDS = frozenset\(\{([^}]*)\}\)", "engine_svc/convert/feature.py")
+    (sampling,) = matches(r"^_CORE_SAMPLING = frozenset\(\{([^}]*)\}\)", "engine_svc/convert/feature.py")
+    claims = matches(r"^ {4}fields = \(([^)]*)\)", "engine_svc/features/*/wire.py")
+    read = {name for names in (core, *claims) for name in re.findall(r'"([\w.]+)"', names)}
+    read |= {f"sampling.{name}" for name in re.findall(r'"(\w+)"', sampling)}
+    fields = {field.name for field in add_pb2.AddEntry.DESCRIPTOR.fields}
+    fields |= {f"sampling.{field.name}" for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert read - fields == set()
+    # Frontends send words in another form.
+    return {name.removeprefix("sampling.") for name in fields - read} - {"bad_words"}

@@ -19,6 +19,8 @@ MAY_CATCH_EVERYTHING = {
     "engine_svc/process/engine_thread.py",
     "engine_svc/loop/failure_dump.py",
     "engine_svc/runner/executor.py",
+    "engine_svc/runner/feature.py",
+    "engine_svc/runner/running_step.py",
     "engine_svc/ranks/loop.py",
     "engine_svc/ranks/watch.py",
     "engine_svc/session/session.py",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from engine_svc.build.features import runner_features, scheduler_features, wire_features
 from engine_svc.config import EngineConfig
-from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobSpec
 from engine_svc.features.token_rules.extras import TokenRules
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
-from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
-from service_kit.clock import FakeClock
 
+if TYPE_CHECKING:
+    from engine_svc.convert.feature import WireFeatures
+    from engine_svc.scheduler.feature import SchedulerFeature
+
+# In the order of application.
+_ON_THE_DEVICE = ("prompt_embeds", "prompt_logprobs", "token_rules", "penalties", "thinking_budget")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _RULES = {"allowed_token_ids": "allowed", "logit_bias": "bias", "bad_words": "bad_words"}
 
@@ -40,15 +44,23 @@ def split_options(**options: object) -> tuple[SamplingParams, Extras]:
 
 def make_wire_features(*, enable_prompt_embeds: bool = False) -> WireFeatures:
     """The wire halves of all features."""
+    from engine_svc.build.features import wire_features
+
     return wire_features(EngineConfig(model="none", enable_prompt_embeds=enable_prompt_embeds))
 
 
 def make_scheduler_features() -> Sequence[SchedulerFeature]:
     """The scheduler halves of features that need no configuration."""
+    from engine_svc.build.features import scheduler_features
+    from engine_svc.scheduler.feature import SchedulerContext
+    from service_kit.clock import FakeClock
+
     context = SchedulerContext(FakeClock(), defer=lambda work: work())
     return scheduler_features(EngineConfig(model="none"), context)
 
 
 def make_runner_features(context: RunnerContext, *, takes_embeds: bool = False) -> Sequence[RunnerFeature]:
-    """The runner halves of all features."""
-    return runner_features(EngineConfig(model="none", enable_prompt_embeds=takes_embeds), context)
+    """The runner halves of all features, without what the stubs of the wire are needed for."""
+    config = EngineConfig(model="none", enable_prompt_embeds=takes_embeds)
+    halves = [import_module(f"engine_svc.features.{name}.runner") for name in _ON_THE_DEVICE]
+    return [feature for half in halves if (feature := half.make(config, context)) is not None]
