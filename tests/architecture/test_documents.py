@@ -266,10 +266,13 @@ def refused_by_the_frontend() -> set[str]:
 
 
 def refused_by_the_engine() -> set[str]:
-    """Fields of an ADD and of its sampling parameters that an engine without options refuses by name."""
+    """Fields of an ADD and of its sampling parameters that an engine without options refuses by name.
+
+    Frontends send words in another form.
+    """
     features = wire_features(EngineConfig(model="unused"))
     refused = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
-    refused -= features.sampling_fields
+    refused -= features.sampling_fields | {"bad_words"}
     for field in add_pb2.AddEntry.DESCRIPTOR.fields:
         try:
             features.parse(entry_with(field), AddContext(make_facts(), None, []))

@@ -237,6 +237,20 @@ def test_a_kind_of_request_that_cannot_be_served_is_refused(entry):
         read_add(whole)
 
 
+def test_what_concerns_text_alone_is_the_frontends_and_is_ignored():
+    entry = make_entry(
+        1,
+        stop=["x"],
+        include_stop_in_output=True,
+        detokenize=False,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        output_kind=sampling_pb2.OUTPUT_KIND_FINAL_ONLY,
+        stream_interval=3,
+    )
+    assert read_add(entry).sampling == read_add(make_entry(1)).sampling
+
+
 def test_one_output_of_a_sampling_group_is_accepted():
     read_add(make_entry(1, n=1))
 
