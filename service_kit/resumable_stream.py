@@ -120,6 +120,11 @@ class ResumableStream(Generic[MessageT, LinkT]):
             self.log.acknowledge(link.seq)
         return message
 
+    def acknowledge(self, seq: int) -> None:
+        """The other end has received the messages up to `seq`, which is clipped to the last one sent."""
+        if self.link is not None:
+            self.log.acknowledge(min(seq, self.link.seq))
+
     def end(self, error: ServiceError | None = None) -> bool:
         """Append no more messages; returns False if it had ended before: the first end counts."""
         if self.is_over:

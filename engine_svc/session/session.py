@@ -148,7 +148,7 @@ class Session:
         replaced = self.stream.attach(link)
         if replaced is not None:
             asyncio.get_running_loop().call_later(_MAX_TAKEOVER_S, replaced.abandon)
-        self.stream.log.acknowledge(link.seq)
+        self.stream.acknowledge(link.seq)
 
     async def take(self, message: engine_pb2.ConnectRequest) -> None:
         """Handle one message of the frontend. Ignores unknown messages, and all messages after the end."""
@@ -325,7 +325,7 @@ class Session:
     def _acknowledge(self, last_seq: int) -> None:
         log, link = self.stream.log, self.stream.link
         was_full, before = log.is_full, log.first_seq
-        log.acknowledge(last_seq)
+        self.stream.acknowledge(last_seq)
         if link is not None and log.first_seq > before:
             link.num_unacknowledged_beats = 0
         if was_full:

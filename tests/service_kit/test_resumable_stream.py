@@ -112,6 +112,16 @@ def test_another_link_continues_after_what_was_received_over_the_one_before():
     assert taken(stream, second) == ["6"]
 
 
+def test_an_acknowledgement_of_what_was_not_sent_over_the_link_drops_only_what_was():
+    stream: ResumableStream[str, Link] = ResumableStream(filled(5))
+    link = Link(after=1)
+    stream.attach(link)
+    assert taken(stream, link, 2) == ["2", "3"]
+    stream.acknowledge(99)
+    assert kept(stream.log) == ["4", "5"]
+    assert taken(stream, link) == ["4", "5"]
+
+
 def test_only_the_link_that_is_attached_can_be_detached():
     stream: ResumableStream[str, Link] = ResumableStream(filled(1))
     first, second = Link(), Link()
