@@ -16,8 +16,6 @@ from service_kit.clock import Clock
 
 # While requests wait and none can run, at most a thousand steps are tried per second.
 _BLOCKED_WAIT_S = 0.001
-# Upper limit of one wait: clients may set deadlines further away than a wait can last.
-_MAX_PARK_S = 3600.0
 # Up to this, no budget of a step is announced.
 DEFAULT_STEP_LIMIT_S = 5.0
 
@@ -73,7 +71,9 @@ class Engine:
             while not self._is_stopping:
                 if not self.turn() and not self._is_stopping:
                     self._stats.post()
-                    self._inbox.wait(_BLOCKED_WAIT_S if self._has_work() else self._until_deadline())
+                    # Without work, paused requests end at their deadlines as well.
+                    wait_s = _BLOCKED_WAIT_S if self._has_work() else self._requests.until_deadline()
+                    self._inbox.wait(wait_s)
         except Exception:
             log_failure(self._steps.plans, self._scheduler.stats)
             raise
@@ -197,11 +197,6 @@ class Engine:
     def _is_busy(self) -> bool:
         """Whether anything is or can be computed for requests of this engine."""
         return self._scheduler.has_work or any(plan.request_ids for plan in self._steps.plans)
-
-    def _until_deadline(self) -> float | None:
-        """How long a loop without work may wait: paused requests end at their deadlines as well."""
-        left_s = self._requests.until_deadline()
-        return None if left_s is None else min(left_s, _MAX_PARK_S)
 
 
 class CallQueue:

@@ -21,6 +21,9 @@ from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 
+# Upper limit of one wait: clients may set deadlines further away than a wait can last.
+_MAX_WAIT_S = 3600.0
+
 
 class EngineRequests:
     """Applies commands to requests and publishes outputs, those of requests ended from outside first."""
@@ -75,8 +78,9 @@ class EngineRequests:
             self.abort([request_id], "deadline")
 
     def until_deadline(self) -> float | None:
-        """The time until the next deadline; None: there is none."""
-        return self._deadlines.left_s(self._clock.now())
+        """How long the loop may wait for the next deadline; None: there is none."""
+        left_s = self._deadlines.left_s(self._clock.now())
+        return None if left_s is None else min(left_s, _MAX_WAIT_S)
 
     def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Send each session its rows of a finished step."""
