@@ -169,4 +169,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None  # set in the first output of the request only
     message: str = ""  # for people, if it ended by an error
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
-    extras: Extras = field(default_factory=dict)  # of features, for the client
+    extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew

@@ -441,4 +441,4 @@ def _attach_extras(result: StepResult, rows: Sequence[Request], outputs: list[Re
                     continue
                 output = by_id[request.request_id] = RequestOutput(request.request_id, [])
                 outputs.append(output)
-            output.extras[kind] = extra
+            output.extras = (output.extras or {}) | {kind: extra}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine_svc.features import FEATURES
-from tests.architecture.feature_trees import check_without
 from tests.architecture.sources import ROOT
 
 # Words that name a feature, all of which an identifier has to have. The model computes embeddings.
@@ -31,6 +34,22 @@ ALLOWED = {
 }
 
 
+FEW = ("tests/engine_svc/scheduler/test_update.py", "tests/engine_svc/runner/test_input_batch.py")
+ALL = (
+    "tests/engine_svc/scheduler/test_update.py",
+    "tests/engine_svc/loop/test_engine.py",
+    "tests/engine_svc/runner/test_input_batch.py",
+)
+CHECK = """
+import importlib, pkgutil, sys, pytest
+exit_code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{tests}])
+import engine_svc
+for module in pkgutil.walk_packages(engine_svc.__path__, "engine_svc."):
+    importlib.import_module(module.name)
+sys.exit(exit_code)
+"""
+
+
 @pytest.mark.parametrize("feature", NAMES)
 def test_no_file_outside_of_its_folder_names_a_feature(feature: str) -> None:
     folders = (ROOT / "engine_svc" / "features" / feature, ROOT / "engine_svc" / "model")
@@ -45,8 +64,14 @@ def test_no_file_outside_of_its_folder_names_a_feature(feature: str) -> None:
     assert {(path, name) for path, name in naming if path not in ALLOWED.get(feature, {})} == set()
 
 
-def test_without_a_feature_the_rest_works(tmp_path: Path) -> None:
-    check_without("penalties", tmp_path, tests=("tests/engine_svc/scheduler/test_update.py",))
+def test_without_a_feature_the_rest_works(tree: Path) -> None:
+    check_without("prompt_logprobs", tree, FEW)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_any_feature_the_rest_works(tree: Path, feature: str) -> None:
+    check_without(feature, tree, ALL)
 
 
 def test_every_feature_is_in_the_list() -> None:
@@ -68,3 +93,37 @@ def identifiers(path: Path) -> Iterator[str]:
                 yield from (module, *(alias.name for alias in names))
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The checkout, of which the engine and its tests may be changed."""
+    for copied in (tmp_path, tmp_path / "tests"):
+        copied.mkdir(exist_ok=True)
+        for entry in (ROOT / copied.relative_to(tmp_path)).iterdir():
+            if entry.name == "engine_svc":
+                shutil.copytree(entry, copied / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif entry.name != "tests" and not entry.name.startswith("."):
+                (copied / entry.name).symlink_to(entry)
+    return tmp_path
+
+
+def check_without(feature: str, tree: Path, tests: tuple[str, ...]) -> None:
+    """Without the folder of a feature and its line in the list everything imports, and `tests` pass."""
+    shutil.rmtree(tree / "engine_svc" / "features" / feature)
+    shutil.rmtree(tree / "tests" / "engine_svc" / "features" / feature)
+    listing = tree / "engine_svc" / "features" / "__init__.py"
+    text, num_lines = re.subn(rf'^    "{feature}",\n', "", listing.read_text(), flags=re.MULTILINE)
+    assert num_lines == 1, f"the list has one line for {feature}"
+    listing.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK.format(tests=tests)],
+        cwd=tree,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(tree / name) for name in (".", "protos", "kernels")),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

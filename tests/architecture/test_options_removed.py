@@ -33,7 +33,6 @@ FEW = (
 ALL = (
     "tests/frontend_svc/output",
     "tests/frontend_svc/generation/test_admission.py",
-    "tests/frontend_svc/generation/test_generation.py",
     "tests/frontend_svc/generation/test_preprocess.py",
     OPTION_TESTS,
 )

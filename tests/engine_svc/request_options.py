@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.features.penalties.extras import Penalties
-from engine_svc.features.prompt_logprobs.extras import PromptLogprobSpec
-from engine_svc.features.token_rules.extras import TokenRules
+from engine_svc.features import FEATURES
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
 
 if TYPE_CHECKING:
@@ -24,20 +22,27 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _RULES = {"allowed_token_ids": "allowed", "logit_bias": "bias", "bad_words": "bad_words"}
 
 
+def _extra(feature: str, name: str) -> type:
+    """Imported when it is used: a tree without the feature runs the other tests."""
+    kind: type = getattr(import_module(f"engine_svc.features.{feature}.extras"), name)
+    return kind
+
+
 def split_options(**options: object) -> tuple[SamplingParams, Extras]:
     """What the core and what features know of these options; greedy with much room unless they say more."""
     extras: list[Extra] = []
     penalties = {name.removesuffix("_penalty"): options.pop(name) for name in _PENALTIES if name in options}
     if penalties:
-        extras.append(Penalties(**penalties))
+        extras.append(_extra("penalties", "Penalties")(**penalties))
     rules = {field: options.pop(name) for name, field in _RULES.items() if name in options}
     if rules:
-        extras.append(TokenRules(**rules))
+        extras.append(_extra("token_rules", "TokenRules")(**rules))
     if "thinking" in options:
         extras.append(options.pop("thinking"))
     if "prompt_logprobs" in options:
         wanted = options.get("logprob_token_ids", ())
-        extras.append(PromptLogprobSpec(options.pop("prompt_logprobs"), wanted))
+        spec = _extra("prompt_logprobs", "PromptLogprobSpec")
+        extras.append(spec(options.pop("prompt_logprobs"), wanted))
     sampling = SamplingParams(**{"max_tokens": 99, "temperature": 0.0, **options})
     return sampling, {type(extra): extra for extra in extras}
 
@@ -62,5 +67,7 @@ def make_scheduler_features() -> Sequence[SchedulerFeature]:
 def make_runner_features(context: RunnerContext, *, takes_embeds: bool = False) -> Sequence[RunnerFeature]:
     """The runner halves of all features, without what the stubs of the wire are needed for."""
     config = EngineConfig(model="none", enable_prompt_embeds=takes_embeds)
-    halves = [import_module(f"engine_svc.features.{name}.runner") for name in _ON_THE_DEVICE]
+    halves = [
+        import_module(f"engine_svc.features.{name}.runner") for name in _ON_THE_DEVICE if name in FEATURES
+    ]
     return [feature for half in halves if (feature := half.make(config, context)) is not None]

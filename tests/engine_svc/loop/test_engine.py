@@ -23,7 +23,6 @@ from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
 from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
-from tests.engine_svc.request_options import split_options
 
 
 class Frontend:
@@ -820,10 +819,8 @@ def test_a_failure_is_logged_by_ids_and_counts_and_never_by_content(caplog):
     caplog.set_level(logging.DEBUG)
     rig = Rig(executor=FailingExecutor(lambda plan: DeviceLost("gone")))
     canary = [987_001, 987_002, 987_003]
-    sampling, extras = split_options(
-        max_tokens=5, stop_token_ids=frozenset({987_004}), bad_words=((987_005,),)
-    )
-    request = Request("the-request", canary, 3, sampling, extras=extras)
+    sampling = SamplingParams(max_tokens=5, stop_token_ids=frozenset({987_004}))
+    request = Request("the-request", canary, 3, sampling, extras={tuple: (987_005,)})
     rig.inbox.put(Add(request, rig.frontend.outbox, 1))
     rig.start()
     rig.join()

@@ -9,13 +9,16 @@ import random
 
 import pytest
 
+from engine_svc.convert.feature import AddContext
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
+from engine_svc.core.sampling_params import SamplingParams
 from frontend_svc.generation.preprocess import check_request, prepare
 from frontend_svc.options import OPTIONS
 from frontend_svc.text.model import GenerationDefaults
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument, Unimplemented
+from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.options.asking import LIMITS, breaches, model_of
@@ -23,6 +26,7 @@ from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 
+WIRE_FEATURES = make_wire_features()
 FIELDS = [name for option in OPTIONS for name in option.fields]
 
 
@@ -116,6 +120,18 @@ def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams
     return sampling_pb2.SamplingParams(**{name: options[name] for name in chosen})
 
 
+def taken_by_an_engine(entry: add_pb2.AddEntry) -> SamplingParams:
+    """What an engine makes of the sampling parameters; its features read theirs, too."""
+    WIRE_FEATURES.parse(entry, AddContext(FACTS, None, [1] * NUM_PROMPT_TOKENS))
+    return to_sampling(
+        entry,
+        FACTS,
+        num_prompt_tokens=NUM_PROMPT_TOKENS,
+        fields=WIRE_FEATURES.sampling_fields,
+        skips_reading_prefix_cache=False,
+    )
+
+
 @pytest.mark.parametrize("defaults", [GenerationDefaults(), MODEL_DEFAULTS], ids=["plain", "the model's"])
 async def test_an_engine_takes_every_request_that_a_frontend_sends(defaults):
     rng = random.Random(1)
@@ -124,7 +140,7 @@ async def test_an_engine_takes_every_request_that_a_frontend_sends(defaults):
         sampling = drawn(rng, FACTS)
         entry = await sent(sampling, defaults)
         if entry is not None:
-            taken = to_sampling(entry, FACTS, num_prompt_tokens=NUM_PROMPT_TOKENS)
+            taken = taken_by_an_engine(entry)
             assert taken.max_tokens >= taken.min_tokens >= sampling.min_tokens
             num_sent += 1
     assert num_sent > 800
@@ -133,11 +149,9 @@ async def test_an_engine_takes_every_request_that_a_frontend_sends(defaults):
 async def test_96_of_several_end_of_sequence_ids_the_first_is_the_main_one_and_the_others_stop_as_well():
     first, second = FACTS.eos_token_ids
     plain = sampling_pb2.SamplingParams(stop_token_ids=[3])
-    taken = to_sampling(await sent(plain, GenerationDefaults()), FACTS, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    taken = taken_by_an_engine(await sent(plain, GenerationDefaults()))
     assert (taken.eos_token_id, taken.stop_token_ids) == (first, {3, second})
     going_on = sampling_pb2.SamplingParams(stop_token_ids=[3], ignore_eos=True, min_tokens=4)
-    taken = to_sampling(
-        await sent(going_on, GenerationDefaults()), FACTS, num_prompt_tokens=NUM_PROMPT_TOKENS
-    )
+    taken = taken_by_an_engine(await sent(going_on, GenerationDefaults()))
     assert taken.end_token_ids == {3}
     assert taken.min_tokens == 4
