@@ -208,7 +208,7 @@ class Driver:
             oldest, pending = self._in_flight.popleft()
             for output in self._scheduler.update(oldest, pending.result(), 0.0):
                 self.outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
-                self.extras.setdefault(output.request_id, []).extend(output.extras.values())
+                self.extras.setdefault(output.request_id, []).extend((output.extras or {}).values())
                 if output.finish_reason is FinishReason.ERROR:
                     self.errors[output.request_id] = output.message
 

@@ -74,7 +74,7 @@ VALUES: dict[type, st.SearchStrategy[Any]] = {
 }
 
 
-def fields_of(extra: Extra) -> Any:
+def fields_of(extra: Any) -> Any:
     """What two extras are compared by: a tensor is otherwise equal to itself alone."""
     if isinstance(extra, PromptEmbeds):
         tensor = extra.embeds

@@ -217,7 +217,7 @@ def one(logprob: float) -> TokenLogprobs:
     return TokenLogprobs([logprob], [1], 1, [5], [logprob])
 
 
-def sampled_logprobs(routes: dict[str, tuple[str, int]]) -> dict[str, LogprobDeltas]:
+def sampled_logprobs(routes):
     """The logprobs of a step with the requests a, b and c, by session."""
     router = OutputRouter()
     router.by_id.update(routes)

@@ -88,7 +88,7 @@ def failing_runner(
         failing.plan = plan
         return execute(plan)
 
-    runner.execute = execute_noted
+    runner.execute = execute_noted  # type: ignore[method-assign]
     return runner, failing
 
 

@@ -130,7 +130,7 @@ def inputs_of(rows: list[int], counts: list[int], starts: list[int]) -> StepInpu
     return StepInputs(none, none, [], [], none, *columns)
 
 
-def looked_up(vocab_size: int, prompt: list[int], logits: torch.Tensor, **options: object) -> TokenLogprobs:
+def looked_up(vocab_size, prompt, logits, **options):
     """What a row of this prompt gets from the logits [T - 1, V] of its positions but the last."""
     token_ids = torch.tensor([[0] * len(prompt), prompt], dtype=torch.int32)
     feature = PromptLogprobRows(vocab_size, token_ids)

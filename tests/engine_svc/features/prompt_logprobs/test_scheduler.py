@@ -93,7 +93,7 @@ def positions_of(outputs: list[RequestOutput], request_id: str) -> list[int]:
     return [
         position
         for output in outputs
-        if output.request_id == request_id and PromptLogprobs in output.extras
+        if output.request_id == request_id and output.extras is not None and PromptLogprobs in output.extras
         for part in output.extras[PromptLogprobs].runs
         for position in range(part.first_position, part.end_position)
     ]
