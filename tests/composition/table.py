@@ -109,7 +109,7 @@ ENGINE_FLAGS = ("--enable-prompt-embeds",)
 CONDITIONS = (
     Condition("chunked prefill", ("--max-num-batched-tokens=24",)),
     Condition("preemption", ("--block-size=4", "--num-kv-blocks=29")),
-    Condition("tensor parallelism 2", ("--no-enable-prompt-embeds",), tensor_parallel_size=2, is_kept=True),
+    Condition("tensor parallelism 2", tensor_parallel_size=2, is_kept=True),
     Condition("two steps in flight", ("--steps-in-flight=2",)),
     Condition("policy priority", ("--scheduling-policy=priority",)),
     Condition("few rows", ("--max-num-seqs=3",)),
@@ -138,10 +138,6 @@ REFUSALS = (
     _refused("embeds", "prompt_logprobs", field="sampling.prompt_logprobs", reason=_NEEDS_TOKENS),
     _refused("embeds", "return_prompt_token_ids", field="return_prompt_token_ids", reason=_NEEDS_TOKENS),
     _refused("embeds", "truncate_prompt_tokens", field="truncate_prompt_tokens", reason=_NEEDS_TOKENS),
-    _refused(
-        "embeds", "tensor parallelism 2",
-        status="UNIMPLEMENTED", field="embeds", reason="only a model in one process takes embeddings",
-    ),
     _refused("structured_output", field="sampling.structured_output", **_SERVED_LATER),
     _refused("adapter", field="adapter", **_SERVED_LATER),
     _refused("media", field="media", **_SERVED_LATER),
