@@ -182,7 +182,10 @@ def work(num_rows: int, num_tokens: int, depth: int, num_waiting: int = 0, num_b
 def test_the_work_grows_with_the_rows_and_a_row_costs_little(depth: int):
     few, some, many = (work(num_rows, SHORT, depth) for num_rows in NUM_ROWS)
     per_row = (some.bytecodes - few.bytecodes) / (NUM_ROWS[1] - NUM_ROWS[0])
-    assert (many.bytecodes - some.bytecodes) / (NUM_ROWS[2] - NUM_ROWS[1]) == per_row <= MAX_BYTECODES[depth]
+    assert per_row <= MAX_BYTECODES[depth]
+    # Another library of the process may run a callback in one of the steps.
+    per_further_row = (many.bytecodes - some.bytecodes) / (NUM_ROWS[2] - NUM_ROWS[1])
+    assert per_further_row == pytest.approx(per_row, abs=0.5)
     assert (many.num_bytes - some.num_bytes) / (NUM_ROWS[2] - NUM_ROWS[1]) <= MAX_BYTES
     # What is paid once for a step is less than what 20 rows cost.
     assert few.bytecodes - NUM_ROWS[0] * per_row < 20 * per_row
