@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from pathlib import Path
 
@@ -14,3 +15,9 @@ def resident_mib() -> float:
     gc.collect()
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) / _KIB_PER_MIB
+
+
+def return_heap() -> None:
+    """Give freed memory of the C library's heap back: what a test allocates next would otherwise reuse it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
