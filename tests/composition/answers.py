@@ -17,6 +17,8 @@ _CALL_LIMIT_S = 120.0
 # Messages that a client reads before its connection breaks.
 _READ_BEFORE_BREAK = 4
 
+_OUTPUT_FIELDS = generate_pb2.Output.DESCRIPTOR.fields_by_name
+
 Whole = inference_pb2.GenerateUnaryResponse
 Stub: TypeAlias = inference_pb2_grpc.InferenceServiceStub
 
@@ -118,12 +120,9 @@ def _add(output: generate_pb2.Output, delta: generate_pb2.Delta, *, is_delta: bo
 
 
 def _finish(output: generate_pb2.Output, finished: generate_pb2.Finished, whole: Whole) -> None:
-    output.reason = finished.reason
-    output.error_message = finished.error_message
-    if finished.HasField("stop_match"):
-        output.stop_match.CopyFrom(finished.stop_match)
-    if finished.HasField("cumulative_logprob"):
-        output.cumulative_logprob = finished.cumulative_logprob
+    # What an answer in one message has of an output's end is named as in its stream.
+    ending = {field.name: value for field, value in finished.ListFields() if field.name in _OUTPUT_FIELDS}
+    output.MergeFrom(generate_pb2.Output(**ending))
     whole.usage.num_prompt_tokens = finished.usage.num_prompt_tokens
     whole.usage.num_completion_tokens += finished.usage.num_completion_tokens
 

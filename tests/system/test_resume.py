@@ -338,6 +338,7 @@ async def test_a_refused_connection_is_a_death_at_once():
         assert "refused" in takers[0].losses[0].reason
 
 
+@pytest.mark.usefixtures("any_speed")
 async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another_one_begins():
     engine = large_engine()
     engine.engine.replay_window_s = 0.0
@@ -348,11 +349,13 @@ async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
         assert {taker.losses[0].kind for taker in takers} == {LossKind.DISMISSAL}
+        engine.engine.replay_window_s = _PATIENCE_S
         # A step that is held for long looks hung to the session that begins.
         engine.executor.gate.set()
         await rig.until_state(EngineState.READY)
         (after,) = rig.add(range(9, 10))
         await rig.until(lambda: after.is_over)
+        assert (after.losses, after.errors) == ([], [])
         assert len(after.token_ids) == _NUM_TOKENS
         assert rig.client.requests.stale_outputs == 0
 
