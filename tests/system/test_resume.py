@@ -125,6 +125,13 @@ class Rig:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def until_held(self, takers: list[Taker]) -> None:
+        """Wait until the executor holds its step, and some of `takers` have tokens of the steps before it."""
+        executor = self.engine.executor
+        # A gate that is opened before that step is launched would be closed by it after all.
+        await asyncio.to_thread(executor.wait_for_launches, executor.hold_at)
+        await self.until(lambda: any(taker.token_ids for taker in takers))
+
     async def until_state(self, state: EngineState) -> None:
         await self.until(lambda: self.client.state is state)
 
@@ -279,7 +286,7 @@ async def test_aborts_that_a_break_has_swallowed_are_sent_again():
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(8))
-        await rig.until(lambda: any(taker.token_ids for taker in takers))
+        await rig.until_held(takers)
         rig.proxy.gate.clear()
         rig.client.abort(range(1, 5), engine_pb2.ABORT_REASON_CLIENT)
         rig.proxy.cut()
@@ -300,7 +307,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(_NUM_STREAMS))
-        await rig.until(lambda: any(taker.token_ids for taker in takers))
+        await rig.until_held(takers)
         rig.proxy.gate.clear()
         await rig.until_state(EngineState.DOWN)
         assert {taker.losses[0].kind for taker in takers} == {LossKind.SILENCE}
@@ -330,7 +337,7 @@ async def test_a_refused_connection_is_a_death_at_once():
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(4))
-        await rig.until(lambda: any(taker.token_ids for taker in takers))
+        await rig.until_held(takers)
         rig.proxy.refuse()
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
@@ -338,18 +345,16 @@ async def test_a_refused_connection_is_a_death_at_once():
         assert "refused" in takers[0].losses[0].reason
 
 
-@pytest.mark.usefixtures("any_speed")
 async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another_one_begins():
     engine = large_engine()
     engine.engine.replay_window_s = 0.0
     engine.executor.hold_at = 3
     async with connected(engine) as rig:
         takers = rig.add(range(4))
-        await rig.until(lambda: any(taker.token_ids for taker in takers))
+        await rig.until_held(takers)
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
         assert {taker.losses[0].kind for taker in takers} == {LossKind.DISMISSAL}
-        engine.engine.replay_window_s = _PATIENCE_S
         # A step that is held for long looks hung to the session that begins.
         engine.executor.gate.set()
         await rig.until_state(EngineState.READY)
