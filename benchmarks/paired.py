@@ -253,7 +253,11 @@ def _benchmark(turn: Turn, name: str) -> list[str]:
 
 
 def _engine_command(turn: Turn) -> list[str]:
-    return _probe("engine", str(turn.model), str(turn.core), "1", "8", "64")
+    return _probe("engine", str(turn.model), str(turn.core), "1", "8", "64", "64+")
+
+
+def _host_overhead_command(turn: Turn) -> list[str]:
+    return _probe("host_overhead", str(turn.model), str(turn.core))
 
 
 def _first_token_command(turn: Turn) -> list[str]:
@@ -285,6 +289,7 @@ SCENARIOS = {
         _scheduler_command, higher_is_better=False, read_report=_read_scheduler, is_pinned=True
     ),
     "frontend": Scenario(_frontend_command, higher_is_better=False, read_report=_read_frontend),
+    "host-overhead": Scenario(_host_overhead_command, higher_is_better=False),
     "first-token": Scenario(_first_token_command, higher_is_better=False),
 }
 
