@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from service_kit.clock import FakeClock
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
-from tests.engine_svc.runner.fakes import PlanDriver
+from tests.engine_svc.runner.fakes import LogitsOfAllRows, PlanDriver
 from tests.engine_svc.runner.test_model_runner import prompt_of
 from triptych.engine.v1 import step_pb2
 
@@ -255,6 +256,21 @@ def test_a_failure_in_a_prompts_chunk_ends_the_row_before_it_samples(tiny_model)
     result = driver.step({"marked": 4, "plain": 5})
     assert result.failed == {0: "Staged failed: ValueError: no luck"}
     assert [len(tokens) for tokens in result.sampled] == [0, 1]
+
+
+@pytest.mark.parametrize("logit", [math.nan, -math.inf])
+def test_nothing_comes_of_a_row_that_ends_without_a_token(tiny_model, logit):
+    def spoil(logits: Tensor, rows: Ints) -> None:
+        logits[1] = logit
+
+    driver = tiny_model("llama", "native").driver(features=(LogitsOfAllRows(spoil), Staged()))
+    add_marked(driver, "sound", 1, logprobs=1)
+    add_marked(driver, "spoiled", 2, logprobs=1)
+    result = step_all(driver)
+    assert [row for row, _ in result.faults()] == [1]
+    assert [len(tokens) for tokens in result.sampled] == [1, 0]
+    assert result.extras == {Count: {0: Count(1)}}
+    assert list(result.logprobs) == [0]
 
 
 def test_two_features_fail_apart(tiny_model):
