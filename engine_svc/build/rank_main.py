@@ -137,7 +137,12 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
         sizes["num_kv_blocks"], rank.config.block_size, bytes_per_block(loaded.facts, rank.config.block_size)
     )
     runner = make_runner(
-        rank.config, loaded, max_model_len=sizes["max_model_len"], sizing=sizing, parallel=parallel
+        rank.config,
+        loaded,
+        max_model_len=sizes["max_model_len"],
+        sizing=sizing,
+        parallel=parallel,
+        on_failed=None if rank.position.reports else partial(_send_failed_rows, rank),
     )
     runner.warm_up(rank.config.max_num_batched_tokens)
     return _make_loop(rank, runner, sizes, on_gpu=loaded.device.type == "cuda")
@@ -215,6 +220,12 @@ def _part_of(rank: _Rank, runner: ModelRunner, *, on_gpu: bool) -> AfterStep:
     if rank.position.is_last_stage:
         return Silent()
     return EarlyStage(ChannelReader(reader_end(rank.spec["tokens_in"])), runner.batch)
+
+
+def _send_failed_rows(rank: _Rank, step_number: int, failed: Mapping[int, str]) -> None:
+    rank.connection.send({"failed_rows": [step_number, list(failed.items())]})
+    # After the message, which the engine then waits for.
+    rank.heartbeats.count_failure(rank.position.rank)
 
 
 def _end_rank(connection: RankConnection, error: Exception) -> NoReturn:

@@ -26,7 +26,7 @@ from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
 from engine_svc.runner.memory.kv_sizing import FreeMemory, KVCacheOptions, fit_max_model_len, size_kv_cache
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
-from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sleep import WeightSource
 from service_kit.config import ConfigError
@@ -120,6 +120,7 @@ def make_runner(
     sizing: KVSizing,
     parallel: Parallel | None = None,
     experts: HeldExperts | None = None,
+    on_failed: OnFailed | None = None,
 ) -> ModelRunner:
     """The runner of this rank, with its cache. sizing: without the placeholder block."""
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
@@ -154,6 +155,7 @@ def make_runner(
         graphs=record(loaded.model),
         source=WeightSource(Checkpoint(Path(config.model)), load, record),
         exchange=None if experts is None else experts.exchange,
+        on_failed=on_failed,
     )
 
 

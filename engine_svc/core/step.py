@@ -148,3 +148,10 @@ class StepResult:
             return []
         faults = dict.fromkeys(self.barred, _BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)
         return sorted((faults | self.failed).items())
+
+    def clear_faulty(self) -> None:
+        """Remove all else that the step produced for rows that end with an error."""
+        for row, _ in self.faults():
+            self.sampled[row] = []
+            for of_rows in (self.logprobs, *self.extras.values()):
+                of_rows.pop(row, None)

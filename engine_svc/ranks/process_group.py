@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from engine_svc.core.extras import NO_EXTRAS, Extra, ExtraCodec
 from engine_svc.core.step import StepPlan, StepResult
@@ -188,6 +189,9 @@ class ProcessGroup:
         # While a rank waits for room for a result it reads no plan.
         self._plans = ChannelWriter(plans.writer, interrupt_fd=watch.lost_fd, replies=self._results)
         self._is_open = True
+        # Rows of steps whose results were not taken, for which a feature raised in a rank that reports none.
+        self._failed_rows: dict[int, dict[int, str]] = {}
+        self._num_failures = 0  # reports of such rows that were read
         self.num_plan_bytes = 0
 
     @property
@@ -241,9 +245,29 @@ class ProcessGroup:
             except ChannelInterrupted:
                 raise self._lost() from None
             if message is not None:
-                return decode_result(message, self._extras)
+                result = decode_result(message, self._extras)
+                self._add_failed_rows(result)
+                return result
             left_s -= look_s
         raise self._give_up(f"did not finish a step in {self._limits.step_s:g} s")
+
+    def _add_failed_rows(self, result: StepResult) -> None:
+        """Add what other ranks reported: each before its part of the forward, and so before the result."""
+        while self._num_failures < self._heartbeats.num_failures:
+            try:
+                _, message = self._watch.next_message(self._limits.step_s)
+            except TimeoutError:
+                raise self._give_up(f"did not send failed rows in {self._limits.step_s:g} s") from None
+            self._keep_failed_rows(message)
+        failed = self._failed_rows.pop(result.step_number, None)
+        if failed is not None:
+            result.failed = failed | result.failed
+            result.clear_faulty()
+
+    def _keep_failed_rows(self, message: RankMessage) -> None:
+        step_number, rows = cast("tuple[int, list[tuple[int, str]]]", message["failed_rows"])
+        self._num_failures += 1
+        self._failed_rows.setdefault(step_number, {}).update(rows)
 
     def _answers_to(self, name: str, arguments: Mapping[str, object]) -> list[RankMessage]:
         self._send(CALL + json.dumps({"name": name, "arguments": arguments}).encode())
@@ -255,7 +279,10 @@ class ProcessGroup:
                 rank, message = self._watch.next_message(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise self._give_up(f"did not answer {name} in {self._limits.start_s:g} s") from None
-            answers[rank] = _object_in(message, "answer")
+            if "failed_rows" in message:
+                self._keep_failed_rows(message)
+            else:
+                answers[rank] = _object_in(message, "answer")
         return [answers[rank] for rank in sorted(answers)]
 
     def _send(self, message: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Heartbeats and step counts of every rank, in anonymous shared memory. Knows no processes."""
+"""Counters of every rank: heartbeats, steps, reported failures; in anonymous shared memory.
+
+Knows no processes.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import mmap
 import os
 import threading
 
-# Two counters per rank, each rank in a cache line of its own.
+# Three counters per rank, each rank in a cache line of its own.
 _WORDS_PER_RANK = 8
-_BEATS, _STEPS = 0, 1
+_BEATS, _STEPS, _FAILURES = 0, 1, 2
 
 
 class RankHeartbeats:
-    """Counts each rank's heartbeats and handled messages. Each rank writes its own counters."""
+    """Counts each rank's heartbeats, handled messages and reports of failed rows.
+
+    Each rank writes its own counters.
+    """
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         self.fd = fd
@@ -40,11 +46,19 @@ class RankHeartbeats:
     def steps(self, rank: int) -> int:
         return self._words[rank * _WORDS_PER_RANK + _STEPS]
 
+    @property
+    def num_failures(self) -> int:
+        """Reports of failed rows by all ranks."""
+        return sum(self._words[_FAILURES::_WORDS_PER_RANK])
+
     def beat(self, rank: int) -> None:
         self._words[rank * _WORDS_PER_RANK + _BEATS] += 1
 
     def finish_step(self, rank: int) -> None:
         self._words[rank * _WORDS_PER_RANK + _STEPS] += 1
+
+    def count_failure(self, rank: int) -> None:
+        self._words[rank * _WORDS_PER_RANK + _FAILURES] += 1
 
 
 def start_heart(heartbeats: RankHeartbeats, rank: int, interval_s: float) -> None:

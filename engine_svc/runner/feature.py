@@ -80,7 +80,11 @@ class RunnerFeature:
         """May change what the forward reads."""
 
     def extra_positions(self, inputs: StepInputs) -> Ints | None:
-        """Indices of the step's tokens whose logits it needs besides those of rows that sample, if any."""
+        """Indices of the step's tokens whose logits it needs besides those of rows that sample, if any.
+
+        Tensor-parallel ranks exchange these logits: where a stage so far has raised in one rank alone, that
+        fails, and the engine loses its ranks.
+        """
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
         """The model's own logits [M, V] of its extra positions."""
@@ -119,7 +123,7 @@ class RunnerFeatures:
             for stage in _STAGES
         }
         readers = {*self._with_stage["apply"], *self._with_stage["after_sampling"]}
-        self._reads = np.array([index in readers for index in range(len(features))], dtype=bool)
+        self._readers = [self._features[index] for index in readers]
         self._uses = np.zeros((len(features), max_num_seqs), dtype=bool)
         self._num_rows = [0] * len(features)
         self._failed: dict[int, str] = {}  # by row, with what a stage raised
@@ -147,9 +151,12 @@ class RunnerFeatures:
         examples = [feature.example() for feature in self._features]
         return {type(extra): extra for extra in examples if extra is not None}
 
-    def reads_logits(self, row: int) -> bool:
-        """Whether more than the largest logit of the row is needed."""
-        return bool((self._uses[:, row] & self._reads).any())
+    def reads_logits(self, admitted: AdmittedRequest) -> bool:
+        """Whether more than the largest logit of its row is needed.
+
+        Also if a stage raised for it: ranks in which none did exchange as many logits.
+        """
+        return any(feature.uses(admitted) for feature in self._readers)
 
     def failed(self, rows: Ints) -> dict[int, str]:
         """Those of `rows` for which a stage raised, by index, with what it raised."""

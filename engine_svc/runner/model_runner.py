@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ class RunnerConfig:
 
 
 MakeFeatures = Callable[[RunnerContext], Sequence[RunnerFeature]]
+# Called with the number of a step, and its rows for which a feature raised, with what it raised.
+OnFailed = Callable[[int, Mapping[int, str]], object]
 
 
 class ModelRunner:
@@ -59,12 +61,17 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
+        on_failed: OnFailed | None = None,
     ) -> None:
-        """exchange: for a model whose experts are divided over engines, which run steps together."""
+        """exchange: for a model whose experts are divided over engines, which run steps together.
+
+        on_failed: for a rank whose results are not read; called before a step's forward.
+        """
         self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
         self._ops = ops
         self._exchange = exchange
+        self._on_failed = on_failed
         self._profiler = Profiler()
         self._max_model_len = config.max_model_len
         # On a CPU the reference ops compute half precision, even if `ops` are others.
@@ -135,6 +142,10 @@ class ModelRunner:
         features.before_forward(inputs, context)
         num_sampling = len(inputs.sampling_rows)
         extra = features.extra_positions(inputs)
+        if self._on_failed is not None and (failed := features.failed(inputs.rows)):
+            # What raises behind the forward is reported before that of the next step, which is the first that
+            # reads the tokens of this one.
+            self._on_failed(plan.step_number, failed)
         if extra:
             inputs = inputs.with_logits_of([positions for _, positions in extra])
         with self._profiler.range("forward"):

@@ -64,23 +64,24 @@ class RunningStep:
         result = StepResult(plan.step_number, sampled=self._columns())
         if self._parts or self._failed:
             self._add_of_features(result)
-        if self._sampled is None:
-            return result
+        if self._sampled is not None:
+            self._add_of_sampler(result, self._sampled)
+        result.clear_faulty()
+        return result
+
+    def _add_of_sampler(self, result: StepResult, sampled: Sampled) -> None:
         # Done here and not when tokens are chosen: the next step does not wait for it.
         is_finite_of = self._highest.isfinite()
-        if self._sampled.logprobs is None and is_finite_of.all():
-            return result
-        indices = [index for index, samples in enumerate(plan.samples) if samples]
+        if sampled.logprobs is None and is_finite_of.all():
+            return
+        indices = [index for index, samples in enumerate(self._plan.samples) if samples]
         for entry in is_finite_of.logical_not().nonzero().flatten().tolist():
-            index = indices[entry]
-            result.sampled[index] = []
             # Token rules exclude a token by minus infinity; a model's own logits are never minus infinity.
             is_barred = self._highest[entry].item() == -math.inf
-            (result.barred if is_barred else result.non_finite).append(index)
-        if self._sampled.logprobs is not None:
-            for entry, token_logprobs in self._sampled.logprobs.by_index().items():
+            (result.barred if is_barred else result.non_finite).append(indices[entry])
+        if sampled.logprobs is not None:
+            for entry, token_logprobs in sampled.logprobs.by_index().items():
                 result.logprobs[indices[entry]] = token_logprobs
-        return result
 
     def _add_of_features(self, result: StepResult) -> None:
         assert self._rows is not None, "a step with features has rows"
@@ -97,10 +98,6 @@ class RunningStep:
                 continue
             for row, extra in extras.items():
                 result.extras.setdefault(type(extra), {})[index_of[row]] = extra
-        for index in result.failed:
-            result.sampled[index] = []
-            for extras_of_kind in result.extras.values():
-                extras_of_kind.pop(index, None)
 
     def _columns(self) -> list[list[int]]:
         """The token of each row that samples, valid or not."""

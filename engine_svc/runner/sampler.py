@@ -114,7 +114,7 @@ class Sampler:
         self._parameters.enter(row, sampling)
         self._logprob_specs.enter(row, sampling)
         self._reads[row] = (
-            sampling.temperature > 0.0 or sampling.wants_logprobs or self._features.reads_logits(row)
+            sampling.temperature > 0.0 or sampling.wants_logprobs or self._features.reads_logits(admitted)
         )
 
     def leave(self, row: int) -> None:

@@ -122,7 +122,7 @@ def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders,
     assert max(excess) <= 256
 
 
-# A feature of another package, whose requests name the stage in which it raises.
+# A feature of another package, whose requests name the stage in which it raises, in all ranks or in one.
 MARKS = """
 from dataclasses import dataclass
 
@@ -140,6 +140,8 @@ class Mark:
 EXTRAS = (Mark,)
 """
 RAISING = """
+import torch.distributed as dist
+
 from engine_svc.runner.feature import RunnerFeature
 from feature_raising.extras import Mark
 
@@ -168,23 +170,38 @@ class Raising(RunnerFeature):
 
     def after_sampling(self, logits, token_ids, some):
         rows = some.rows.tolist()
+        self._raise_in("after_sampling", rows)
         return lambda: self._raise_in("part", rows) or {row: Mark("seen") for row in rows}
 
     def _raise_in(self, stage, rows):
-        if any(self._stage_of.get(row) == stage for row in rows):
+        if any(self._stage_of.get(row) in (stage, f"{stage} in {dist.get_rank()}") for row in rows):
             raise ValueError("no luck")
 """
 
 
-@pytest.mark.parametrize("division", [TP_2, PP_2], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("division", "early", "late"),
+    [
+        # Where the rank that reports knows no better, the request has its valid token of the step.
+        (TP_2, ["add_row in 1", "before_forward in 1"], ["apply in 1", "after_sampling in 1"]),
+        (PP_2, ["add_row in 0", "before_forward in 0"], []),
+    ],
+    ids=["tp2", "pp2"],
+)
 def test_a_feature_that_raises_in_ranks_ends_its_rows_alone(
-    division: dict[str, int], folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    division: dict[str, int],
+    early: list[str],
+    late: list[str],
+    folders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The ranks are given what this process finds.
     monkeypatch.syspath_prepend(write_feature(tmp_path, "raising", extras=MARKS, runner=RAISING))
     mark = importlib.import_module("feature_raising.extras").Mark
     rng = random.Random(8)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(5 + 20 * index)] for index in range(4)]
+    marked = [rng.randrange(VOCAB_SIZE) for _ in range(30)]
     with ranks_of(config_of(folders["llama"], **division)) as ranked:
         driver = Driver(ranked.side)
 
@@ -192,16 +209,18 @@ def test_a_feature_that_raises_in_ranks_ends_its_rows_alone(
             """The tokens of requests without the feature, while there is one that raises in this stage."""
             for index, prompt in enumerate(prompts):
                 driver.add_prompt(f"{stage}-{index}", prompt, mixed_sampling(index, max_tokens=8))
-            driver.add(stage, greedy(max_tokens=8), mark(stage))
+            driver.add_prompt(stage, marked, greedy(max_tokens=8), mark(stage))
             driver.run()
             return [driver.outputs[f"{stage}-{index}"] for index in range(len(prompts))]
 
         expected = plain_of("none")
         assert (driver.errors, driver.extras["none"]) == ({}, [mark("seen")] * 8)
-        for stage in ("add_row", "before_forward", "apply", "part"):
+        for stage in ("add_row", "before_forward", "apply", "after_sampling", "part", *early, *late):
             assert plain_of(stage) == expected, stage
             assert driver.errors.pop(stage) == "Raising failed: ValueError: no luck"
-            assert (driver.errors, driver.outputs[stage], driver.extras[stage]) == ({}, [], [])
+            num_valid = stage in late
+            assert driver.outputs[stage] == driver.outputs["none"][:num_valid], stage
+            assert (driver.errors, driver.extras[stage]) == ({}, [mark("seen")] * num_valid), stage
         # A step later the ranks have released the rows of all.
         assert plain_of("none again") == expected
         answers = ranked.group.call("digest")

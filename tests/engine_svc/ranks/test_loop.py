@@ -396,7 +396,7 @@ def test_a_step_is_waited_for_as_long_as_it_may_take(group_with):
 
 
 class FakeWatch:
-    """Two ranks that answer a call, unless one is lost."""
+    """Two ranks that answer a call, after the messages that were sent before, unless one is lost."""
 
     def __init__(self) -> None:
         self.lost_fd = os.eventfd(0)
@@ -404,12 +404,15 @@ class FakeWatch:
         self.process_ids = [11, 12]
         self.may_be_busy = False
         self.was_busy: list[bool] = []  # at each answer
+        self.sent: list[RankMessage] = []
         self._num_answers = 0
 
     def next_message(self, timeout_s: float) -> tuple[int, RankMessage]:
         self.was_busy.append(self.may_be_busy)
         if self.lost is not None:
             raise self.lost
+        if self.sent:
+            return 1, self.sent.pop(0)
         self._num_answers += 1
         return self._num_answers - 1, {"answer": {"number": self._num_answers}}
 
@@ -423,12 +426,22 @@ def watch() -> FakeWatch:
 
 
 @pytest.fixture
-def group(watch: FakeWatch) -> Iterator[ProcessGroup]:
+def results() -> Channel:
+    return create_channel(1)
+
+
+@pytest.fixture
+def heartbeats() -> RankHeartbeats:
+    return RankHeartbeats.create(2)
+
+
+@pytest.fixture
+def group(watch: FakeWatch, results: Channel, heartbeats: RankHeartbeats) -> Iterator[ProcessGroup]:
     made = ProcessGroup(
         cast(RankWatch, watch),
-        RankHeartbeats.create(2),
+        heartbeats,
         create_channel(2),
-        create_channel(1),
+        results,
         PlanEncoder(max_num_seqs=1, num_groups=1),
         GroupLimits(),
     )
@@ -447,3 +460,39 @@ def test_a_rank_lost_during_a_call_is_reported(watch: FakeWatch, group: ProcessG
     with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):
         group.call("stop_profile")
     assert not watch.may_be_busy
+
+
+# Rows for which a feature raised in a rank that reports no results.
+
+
+def test_rows_that_failed_in_another_rank_end_with_the_result_of_their_step(
+    watch: FakeWatch, group: ProcessGroup, results: Channel, heartbeats: RankHeartbeats
+) -> None:
+    writer = ChannelWriter(results.writer)
+    failed: RankMessage = {"failed_rows": [2, [[0, "theirs"], [2, "both"]]]}
+    watch.sent.append(failed)
+    heartbeats.count_failure(1)
+    # The rank has begun step 2. That a call takes the message makes no difference.
+    assert len(group.call("digest")) == 2
+    for number in (1, 2, 3):
+        result = StepResult(number, [[7], [8], []], failed={2: "ours"} if number == 2 else {})
+        writer.send(encode_result(result), timeout_s=1)
+    taken = [group.take_result() for _ in range(3)]
+    assert [result.failed for result in taken] == [{}, {0: "theirs", 2: "ours"}, {}]
+    assert [result.sampled for result in taken] == [[[7], [8], []], [[], [8], []], [[7], [8], []]]
+
+
+def test_a_result_waits_for_the_rows_that_were_counted_before_it(
+    watch: FakeWatch, group: ProcessGroup, results: Channel, heartbeats: RankHeartbeats
+) -> None:
+    watch.sent += [{"failed_rows": [1, [[row, f"row {row}"]]]} for row in range(2)]
+    for rank in range(2):
+        heartbeats.count_failure(rank)
+    writer = ChannelWriter(results.writer)
+    for number in (1, 2):
+        writer.send(encode_result(StepResult(number, [[7], [8]])), timeout_s=1)
+    assert group.take_result().failed == {0: "row 0", 1: "row 1"}
+    heartbeats.count_failure(1)
+    watch.lost = RankLost(1, "was killed by SIGKILL")
+    with pytest.raises(RankLost, match="was killed"):
+        group.take_result()

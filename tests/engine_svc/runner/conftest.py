@@ -13,7 +13,7 @@ from engine_svc.model.decoder import Model
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
-from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
+from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
 from tests.engine_svc.request_options import make_runner_features
 from tests.engine_svc.runner.fakes import PlanDriver
@@ -35,6 +35,7 @@ class TinyModel:
         features: Sequence[RunnerFeature] = (),
         takes_embeds: bool = False,
         model: Model | None = None,
+        on_failed: OnFailed | None = None,
     ) -> ModelRunner:
         """A runner with all features of an engine, then `features`; of `model` if it is not the own one."""
         sizing = KVSizing(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, bytes_per_block=0)
@@ -53,11 +54,18 @@ class TinyModel:
                 *make_runner_features(context, takes_embeds=takes_embeds),
                 *features,
             ],
+            on_failed=on_failed,
         )
 
-    def driver(self, *, features: Sequence[RunnerFeature] = (), takes_embeds: bool = False) -> PlanDriver:
+    def driver(
+        self,
+        *,
+        features: Sequence[RunnerFeature] = (),
+        takes_embeds: bool = False,
+        on_failed: OnFailed | None = None,
+    ) -> PlanDriver:
         return PlanDriver(
-            self.runner(features=features, takes_embeds=takes_embeds),
+            self.runner(features=features, takes_embeds=takes_embeds, on_failed=on_failed),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             num_groups=len(self.ours.facts.groups),

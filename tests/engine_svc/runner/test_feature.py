@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from service_kit.clock import FakeClock
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
-from tests.engine_svc.runner.fakes import PlanDriver
+from tests.engine_svc.runner.fakes import LogitsOfAllRows, PlanDriver
 from tests.engine_svc.runner.test_model_runner import prompt_of
 from triptych.engine.v1 import step_pb2
 
@@ -248,6 +249,23 @@ def test_a_step_launched_before_the_failure_was_read_reports_it_again(tiny_model
     assert feature.calls == []
 
 
+@pytest.mark.parametrize("stage", LAUNCH_STAGES)
+def test_a_rank_that_reports_no_results_reports_failed_rows_before_a_forward(tiny_model, stage):
+    events: list[object] = []
+    seen = LogitsOfAllRows(lambda logits, rows: events.append("forward"))
+    driver = tiny_model("llama", "native").driver(
+        features=(seen, Staged()), on_failed=lambda number, failed: events.append((number, failed))
+    )
+    driver.add("plain", prompt_of(5, seed=1))
+    add_marked(driver, "marked", 2, stage)
+    step_all(driver)
+    driver.step({"marked": 1, "plain": 1})
+    first, second = [(number, {1 - number: "Staged failed: ValueError: no luck"}) for number in range(2)]
+    # In the same step if the forward could have used what is missing, else before the next one.
+    is_early = stage in LAUNCH_STAGES[:3]
+    assert events == [*([first] if is_early else []), "forward", second, "forward"]
+
+
 def test_a_failure_in_a_prompts_chunk_ends_the_row_before_it_samples(tiny_model):
     driver = tiny_model("llama", "native").driver(features=(Staged(),))
     driver.add("plain", prompt_of(5, seed=1))
@@ -255,6 +273,21 @@ def test_a_failure_in_a_prompts_chunk_ends_the_row_before_it_samples(tiny_model)
     result = driver.step({"marked": 4, "plain": 5})
     assert result.failed == {0: "Staged failed: ValueError: no luck"}
     assert [len(tokens) for tokens in result.sampled] == [0, 1]
+
+
+@pytest.mark.parametrize("logit", [math.nan, -math.inf])
+def test_nothing_comes_of_a_row_that_ends_without_a_token(tiny_model, logit):
+    def spoil(logits: Tensor, rows: Ints) -> None:
+        logits[1] = logit
+
+    driver = tiny_model("llama", "native").driver(features=(LogitsOfAllRows(spoil), Staged()))
+    add_marked(driver, "sound", 1, logprobs=1)
+    add_marked(driver, "spoiled", 2, logprobs=1)
+    result = step_all(driver)
+    assert [row for row, _ in result.faults()] == [1]
+    assert [len(tokens) for tokens in result.sampled] == [1, 0]
+    assert result.extras == {Count: {0: Count(1)}}
+    assert list(result.logprobs) == [0]
 
 
 def test_two_features_fail_apart(tiny_model):
@@ -321,11 +354,13 @@ def test_only_features_that_read_logits_keep_a_greedy_row_from_the_fast_path():
     sampling, _ = split_options()
     for features, expected in (((Early(),), False), ((Early(), Staged()), True)):
         found = RunnerFeatures(features, max_num_seqs=4)
-        found.add_row(2, AdmittedRequest("a", [1], 1, sampling, [[]], {Mark: Mark()}))
-        assert found.reads_logits(2) == expected
-        assert not found.reads_logits(1)
-        found.remove_row(2)
-        assert not found.reads_logits(2)
+        for stage in ("", "add_row"):
+            admitted = AdmittedRequest("a", [1], 1, sampling, [[]], {Mark: Mark(stage)})
+            found.add_row(2, admitted)
+            # Whether a stage raised makes no difference: ranks exchange as many logits as their neighbours.
+            assert found.reads_logits(admitted) == expected
+            found.remove_row(2)
+        assert not found.reads_logits(AdmittedRequest("b", [1], 1, sampling, [[]]))
 
 
 def test_logits_of_rows_are_given_by_their_entries():

@@ -13,7 +13,8 @@ from engine_svc.convert.feature import AddContext
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.sampling_params import SamplingParams
-from frontend_svc.generation.preprocess import check_request, prepare
+from frontend_svc.api.chat_reading import ChatReading
+from frontend_svc.generation.preprocess import CORE_FIELDS, check_request, prepare
 from frontend_svc.options import OPTIONS
 from frontend_svc.text.model import GenerationDefaults
 from frontend_svc.text.prompt import RequestPrompt
@@ -22,7 +23,7 @@ from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.options.asking import LIMITS, breaches, model_of
-from triptych.api.v1 import generate_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 
@@ -36,11 +37,35 @@ def test_each_field_is_of_one_option_and_each_parameter_but_the_unserved_of_some
     assert parameters - set(FIELDS) == {"sampling.structured_output"}
 
 
-def test_a_parameter_without_an_option_is_refused_by_name():
-    request = make_request([5], structured_output={"regex": "a"})
-    with pytest.raises(Unimplemented) as caught:
+def test_each_field_of_a_request_is_the_cores_or_of_an_option_but_for_the_unserved():
+    messages = (generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)
+    asked = {name for message in messages for name in message.DESCRIPTOR.fields_by_name}
+    assert asked >= CORE_FIELDS
+    assert CORE_FIELDS.isdisjoint(FIELDS)
+    assert asked - CORE_FIELDS - set(FIELDS) == {"adapter", "media"}
+
+
+UNOWNED = {
+    "sampling.structured_output": make_request([5], structured_output={"regex": "a"}),
+    "adapter": make_request([5], adapter="a"),
+    "media": make_request([5], media=[generate_pb2.Media(mime_type="image/png")]),
+}
+
+
+@pytest.mark.parametrize("field", UNOWNED)
+def test_a_field_that_neither_the_core_nor_an_option_has_is_refused_by_name(field):
+    request = UNOWNED[field]
+    with pytest.raises(Unimplemented, match=f"not served yet: {field}") as caught:
         check_request(request, RequestPrompt(request), model_of(), LIMITS)
-    assert caught.value.metadata == {"fields": "sampling.structured_output"}
+    assert caught.value.metadata == {"fields": field}
+
+
+def test_a_field_of_a_chat_that_neither_the_core_nor_an_option_has_is_refused_by_name():
+    message = {"role": chat_message_pb2.CHAT_ROLE_USER, "parts": [{"text": "x"}]}
+    request = chat_message_pb2.ChatRequest(messages=[message], adapter="a")
+    prompt = ChatReading(request, model_of(), takes_templates=False).prompt
+    with pytest.raises(Unimplemented, match="not served yet: adapter"):
+        check_request(request, prompt, model_of(), LIMITS)
 
 
 def test_all_violations_of_a_request_are_reported_at_once():
