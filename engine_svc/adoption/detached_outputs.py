@@ -20,32 +20,20 @@ class DetachedOutput:
     num_cached_tokens: int | None = None
     final: RequestOutput | None = None
     extras: Extras = field(default_factory=dict)
-    _sampled: TokenLogprobs | None = None  # of its newest tokens
+    sampled: TokenLogprobs | None = None  # logprobs of its newest tokens
 
-    def add(self, output: RequestOutput, sampled: TokenLogprobs | None) -> None:
-        """Add the output of a step, with the logprobs of its tokens."""
-        num_tokens = len(output.new_token_ids)
-        if num_tokens:
-            self.counts.append(num_tokens)
-        if num_tokens and sampled is not None:
-            sampled = sampled.part(0, num_tokens)
-            if self._sampled is None:
-                self._sampled = sampled
-            else:
-                self._sampled.extend(sampled)
-        if output.extras:
-            self.extras = merge_extras(self.extras, output.extras)
-        if output.num_cached_tokens is not None:
-            self.num_cached_tokens = output.num_cached_tokens
-        if output.finish_reason is not None and not output.continues:
-            self.final = output
+    def add_logprobs(self, newest: TokenLogprobs) -> None:
+        if self.sampled is None:
+            self.sampled = newest
+        else:
+            self.sampled.extend(newest)
 
     def token_logprobs(self) -> TokenLogprobs | None:
         """The logprobs of all its tokens; None if it has no tokens or asked for no logprobs.
 
         NaN stands for tokens of an earlier engine, whose logprobs are not known here.
         """
-        num_tokens, sampled, sampling = self.request.num_output_tokens, self._sampled, self.request.sampling
+        num_tokens, sampled, sampling = self.request.num_output_tokens, self.sampled, self.request.sampling
         if not num_tokens or (sampled is None and not sampling.wants_logprobs):
             return None
         if sampled is None:
@@ -87,5 +75,16 @@ class DetachedOutputs:
             return
         for output in outputs:
             detached = self._by_id.get(output.request_id)
-            if detached is not None:
-                detached.add(output, sampled.get(output.request_id))
+            if detached is None:
+                continue
+            num_tokens = len(output.new_token_ids)
+            if num_tokens:
+                detached.counts.append(num_tokens)
+                if sampled and output.request_id in sampled:
+                    detached.add_logprobs(sampled[output.request_id].part(0, num_tokens))
+            if output.extras:
+                detached.extras = merge_extras(detached.extras, output.extras)
+            if output.num_cached_tokens is not None:
+                detached.num_cached_tokens = output.num_cached_tokens
+            if output.finish_reason is not None and not output.continues:
+                detached.final = output
