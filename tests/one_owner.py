@@ -1,8 +1,8 @@
 """A guard for tests: no thread touches the state of an engine that another one runs.
 
-While a loop runs, each object of `engine_svc/loop`, `scheduler` and `cache` that can be reached from it has a
-subclass of its class, whose methods and attribute writes raise in another thread. Nothing of this is there
-outside tests, and it costs an engine that does not run nothing.
+While a loop runs, each object of `engine_svc/loop`, `adoption`, `scheduler` and `cache` that can be reached
+from it has a subclass of its class, whose methods and attribute writes raise in another thread. Nothing of
+this is there outside tests, and it costs an engine that does not run nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Inbox, KVEventLog, Outbox, StatsSnapshot
 
 # Of these packages state is guarded; recorders and hooks of the last one are passed through to find it.
-_GUARDED = ("engine_svc.loop.", "engine_svc.scheduler.", "engine_svc.cache.")
+_GUARDED = ("engine_svc.loop.", "engine_svc.adoption.", "engine_svc.scheduler.", "engine_svc.cache.")
 _SEARCHED = (*_GUARDED, "engine_svc.features.")
 
 # What is made for several threads: the doors, and a hasher without state, which fills in a new request.

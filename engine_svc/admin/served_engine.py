@@ -14,13 +14,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
-from engine_svc.admin.orphaned_requests import OrphanedRequests, Timer
 from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
 from engine_svc.core.request import Request
 from engine_svc.loop.answer import give
-from engine_svc.loop.mailbox import Abort, Call, Forget, Inbox, KVEventLog, StatsSnapshot
+from engine_svc.loop.mailbox import Call, Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.pause import RunState
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.clock import Clock
@@ -116,10 +115,6 @@ class ServedEngine:
     num_fenced_commands: int = 0  # commands refused because a newer coordinator has replaced the sender
     on_rank_status: list[Callable[[RankStatus], None]] = field(default_factory=list)
     on_member: list[Callable[[bool], None]] = field(default_factory=list)  # called when `is_member` changes
-    orphaned_requests: OrphanedRequests = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.orphaned_requests = OrphanedRequests(give_up=self._give_up, call_later=_call_later)
 
     @property
     def run_state(self) -> RunState:
@@ -178,10 +173,6 @@ class ServedEngine:
         if not self.lifecycle.has_ended:
             self.failure = failure
             self.lifecycle.move_to(EngineState.FAILED)
-
-    def _give_up(self, request_id: str) -> None:
-        self.inbox.put(Abort(request_id, "session_lost"))
-        self.inbox.put(Forget(request_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +239,3 @@ class CallContext:
             raise error
         logger.error("utility call failed", exc_info=error)
         raise Internal("internal error, see the engine's log")
-
-
-def _call_later(delay_s: float, call: Callable[[], None]) -> Timer:
-    return asyncio.get_running_loop().call_later(delay_s, call)

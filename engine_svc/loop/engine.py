@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine_svc.core.step import StepPlan
-from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Fail, Forget, Inbox, StatsSnapshot, Stop
+from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Fail, GiveUp, Inbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
 from engine_svc.loop.recovery import StepRecovery, log_failure
 from engine_svc.loop.requests import EngineRequests
@@ -181,8 +181,8 @@ class Engine:
                     self._requests.abort([request_id], cause)
                 case Adopt():
                     self._requests.adopt(command)
-                case Forget(request_id):
-                    self._requests.forget(request_id)
+                case GiveUp(request_id):
+                    self._requests.give_up(request_id)
                 case Call(work):
                     self._calls.put(work)
                 case Stop():

@@ -23,7 +23,7 @@ from engine_svc.scheduler.stats import SchedulerStats
 class Add:
     """Run `request`; its outputs go to `outbox` under `handle`. `deadline_at` is on the engine's clock.
 
-    keeps_outputs: its outputs are kept for a session that may adopt it, until it is forgotten.
+    keeps_outputs: its outputs are kept for a session that may adopt it, until it is given up.
     """
 
     request: Request
@@ -43,8 +43,8 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop the kept outputs of a request that will not be adopted. Ignored if there are none."""
+class GiveUp:
+    """End a request that will not be adopted, if it still runs, and drop its kept outputs."""
 
     request_id: str
 
@@ -76,7 +76,7 @@ class Call:
     work: Callable[[], None]
 
 
-Command = Add | Abort | Adopt | Forget | Stop | Fail | Call
+Command = Add | Abort | Adopt | GiveUp | Stop | Fail | Call
 
 
 class Inbox:

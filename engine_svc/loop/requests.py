@@ -10,13 +10,13 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from engine_svc.core.request import FinishReason, RequestOutput
-from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.failure_bisection import UNREADY
 from engine_svc.loop.mailbox import Add, Adopt, Outbox
 from engine_svc.loop.output_router import OutputRouter
 from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.loop.statistics import StatsRecorder
-from engine_svc.loop.step_output import LogprobDeltas, StepOutput
+from engine_svc.loop.step_output import StepOutput
 from service_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,9 @@ class EngineRequests:
     def adopt(self, command: Adopt) -> None:
         self._deliver(self._router.adopt(command, self._stats.step_number))
 
-    def forget(self, request_id: str) -> None:
-        """Keep no outputs of this request any more."""
+    def give_up(self, request_id: str) -> None:
+        """End a request that will not be adopted, and keep its outputs no longer."""
+        self.abort([request_id], "session_lost")
         self._router.forget(request_id)
 
     def expire(self) -> None:
@@ -84,18 +85,19 @@ class EngineRequests:
 
     def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Send each session its rows of a finished step."""
-        self._publish(outputs, self._router.token_logprobs(plan, result))
+        sampled = {plan.request_ids[row]: logprobs for row, logprobs in result.logprobs.items()}
+        self._publish(outputs, sampled)
 
     def publish_ended(self) -> None:
         """Send the final outputs of requests that were ended from outside."""
         if self._ended:
             self._publish([], {})
 
-    def _publish(self, outputs: list[RequestOutput], token_logprobs: Mapping[Outbox, LogprobDeltas]) -> None:
+    def _publish(self, outputs: list[RequestOutput], sampled: Mapping[str, TokenLogprobs]) -> None:
         if self._ended:
             outputs = self._ended + outputs
             self._ended = []
-        steps = self._router.rows(outputs, token_logprobs, self._stats.step_number)
+        steps = self._router.rows(outputs, sampled, self._stats.step_number)
         # Statistics first: a client that receives the end of a request then finds its blocks free.
         self._stats.count_outputs(steps.values())
         self._stats.post()

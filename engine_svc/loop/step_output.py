@@ -54,11 +54,9 @@ class LogprobDeltas:
             else:
                 self.sampled[handle] = token_logprobs.part(0, len(token_logprobs.ranks))
 
-    def row(self, handle: int, as_handle: int | None = None) -> LogprobDeltas:
-        """The logprobs of one handle, under another one if `as_handle` is set; the lists are shared."""
-        if handle not in self.sampled:
-            return LogprobDeltas()
-        return LogprobDeltas({handle if as_handle is None else as_handle: self.sampled[handle]})
+    def row(self, handle: int) -> LogprobDeltas:
+        """The logprobs of one handle; the lists are shared."""
+        return LogprobDeltas({handle: self.sampled[handle]} if handle in self.sampled else {})
 
     def slice(self, handle: int, start: int, end: int) -> LogprobDeltas | None:
         """The logprobs of the handle's new tokens from `start` to `end`; None if it has none."""

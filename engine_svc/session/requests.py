@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from engine_svc.admin.lifecycle import EngineState
-from engine_svc.admin.orphaned_requests import MAX_GRACE_S, OrphanedRequest
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
+from engine_svc.adoption.orphaned_requests import OrphanedRequest, OrphanedRequests
 from engine_svc.convert import messages
-from engine_svc.core.request import Request
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Outbox
 from engine_svc.tensors.source import TensorSource
 from service_kit.errors import (
     AlreadyExists,
-    FailedPrecondition,
     Internal,
     InvalidArgument,
-    NotFound,
     ResourceExhausted,
     ServiceError,
     Unavailable,
@@ -32,7 +29,6 @@ from triptych.engine.v1 import add_pb2, engine_pb2
 logger = logging.getLogger(__name__)
 
 MAX_INFLIGHT_ADDS = 4096
-SESSION_LIVES = "SESSION_LIVES"
 _RETRY_AFTER_MS = 1000
 _MAX_LOGGED_CHARACTERS = 64
 _MAX_SETTLED = 8192
@@ -44,6 +40,7 @@ class SessionRequests:
     def __init__(
         self,
         engine: ServedEngine,
+        orphaned_requests: OrphanedRequests,
         *,
         number: int,
         is_resumable: bool,
@@ -53,6 +50,7 @@ class SessionRequests:
     ) -> None:
         self._handles = Handles()
         self._engine = engine
+        self._orphaned_requests = orphaned_requests
         self._number = number
         self._is_resumable = is_resumable
         self._outbox = outbox
@@ -92,20 +90,16 @@ class SessionRequests:
         if self._is_resumable and self._handles.has_seen_request(entry.handle, entry.request_id):
             return
         try:
-            orphan = self._take_over(entry)
+            self._check_handle(entry.handle)
+            orphan = self._orphaned_requests.adopt(entry.request_id, self._number)
         except ServiceError as error:
             self._reject(entry.handle, (entry.request_id, 0), error)
             return
         entry_id = (orphan.wire_id, orphan.attempt)
-        self._handles.begin(entry.handle, InFlight(orphan.request_id, entry_id, orphan.stop_token_ids))
+        in_flight = InFlight(orphan.request_id, entry_id, orphan.stop_token_ids, orphan)
+        self._handles.begin(entry.handle, in_flight)
         # Queued before the engine thread gets the command, so that it is sent before any output.
-        adopted = engine_pb2.Adopted(
-            handle=entry.handle,
-            attempt=orphan.attempt,
-            prompt_token_ids=orphan.prompt_token_ids,
-            resume_state=orphan.resume_state,
-        )
-        self._send(engine_pb2.ConnectResponse(adopted=adopted))
+        self._send(engine_pb2.ConnectResponse(adopted=orphan.adopted(entry.handle)))
         self._engine.inbox.put(Adopt(orphan.request_id, self._outbox, entry.handle))
 
     async def abort(self, abort: engine_pb2.Abort) -> None:
@@ -119,10 +113,9 @@ class SessionRequests:
     def end(self, handles: Iterable[int]) -> None:
         """Record that the requests of `handles` have finished."""
         for handle in handles:
-            entry = self._handles[handle]
-            orphan = self._find_orphan(entry)
+            orphan = self._handles[handle].orphan
             if orphan is not None and orphan.owner == self._number:
-                self._engine.orphaned_requests.end(orphan.wire_id)
+                self._orphaned_requests.end(orphan)
             self._handles.end([handle])
 
     def close(self) -> int:
@@ -132,7 +125,7 @@ class SessionRequests:
         """
         num_aborted = 0
         for entry in self._handles.clear():
-            if self._find_orphan(entry) is None:
+            if entry.orphan not in self._orphaned_requests:
                 self._engine.inbox.put(Abort(entry.request_id, "session_lost"))
                 num_aborted += 1
         # `send` belongs to the session that owns this object: only a full collection would free the cycle.
@@ -156,16 +149,22 @@ class SessionRequests:
             raise InvalidArgument(refusal, reason="NEVER_FITS")
         core.prepare(request)
         deadline_at = messages.to_deadline(entry, now)
-        keeps_outputs = bool(entry.resume_state) and self._engine.orphaned_requests.has_room_for(
-            entry.request_id
-        )
+        keeps_outputs = self._orphaned_requests.can_keep(entry)
         if not self._engine.inbox.put(Add(request, self._outbox, entry.handle, deadline_at, keeps_outputs)):
             raise ResourceExhausted("engine's inbox is full", retry_after_ms=_RETRY_AFTER_MS)
-        stop_token_ids = frozenset(entry.sampling.stop_token_ids)
-        entry_id = (entry.request_id, entry.attempt)
-        self._handles.begin(entry.handle, InFlight(request.request_id, entry_id, stop_token_ids))
+        in_flight = InFlight(
+            request.request_id,
+            (entry.request_id, entry.attempt),
+            frozenset(entry.sampling.stop_token_ids),
+        )
         if keeps_outputs:
-            self._engine.orphaned_requests.add(self._orphaned_request(entry, request, stop_token_ids))
+            in_flight.orphan = self._orphaned_requests.keep(
+                entry,
+                request.request_id,
+                owner=self._number,
+                default_grace_s=self._engine.replay_window_s,
+            )
+        self._handles.begin(entry.handle, in_flight)
 
     def _abort_from(self, abort: engine_pb2.Abort, first: int) -> None:
         late, cause = [], messages.to_abort_cause(abort.reason)
@@ -178,44 +177,15 @@ class SessionRequests:
                 index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
             ):
                 entry.is_aborted = True
-                if not self._is_elsewhere(entry):
-                    self._engine.inbox.put(Abort(entry.request_id, cause))
-                    if cause == messages.MIGRATED and self._find_orphan(entry) is not None:
-                        self._engine.orphaned_requests.discard(entry.entry_id[0])
+                orphan = entry.orphan
+                if orphan is not None and orphan.owner != self._number:
+                    continue  # Another session has adopted it.
+                self._engine.inbox.put(Abort(entry.request_id, cause))
+                if orphan is not None and cause == messages.MIGRATED:
+                    # It may come back under the same id: its old state must not be adopted.
+                    self._orphaned_requests.discard(orphan)
         if late:
             self._send(engine_pb2.ConnectResponse(already_finished=engine_pb2.AlreadyFinished(handles=late)))
-
-    def _orphaned_request(
-        self, entry: add_pb2.AddEntry, request: Request, stop_token_ids: frozenset[int]
-    ) -> OrphanedRequest:
-        grace_s = self._engine.replay_window_s
-        if entry.HasField("orphan_grace_ms"):
-            grace_s = entry.orphan_grace_ms / 1000
-        return OrphanedRequest(
-            wire_id=entry.request_id,
-            request_id=request.request_id,
-            attempt=entry.attempt,
-            group_id=entry.group_id or entry.request_id,
-            prompt_token_ids=entry.prompt_token_ids,
-            resume_state=entry.resume_state,
-            stop_token_ids=stop_token_ids,
-            grace_s=min(grace_s, MAX_GRACE_S),
-            owner=self._number,
-        )
-
-    def _take_over(self, entry: engine_pb2.AdoptEntry) -> OrphanedRequest:
-        self._check_handle(entry.handle)
-        orphaned_requests = self._engine.orphaned_requests
-        orphan = orphaned_requests.adopt(entry.request_id, self._number)
-        if orphan is not None:
-            return orphan
-        if entry.request_id in orphaned_requests:
-            raise FailedPrecondition("the session that has the request lives", reason=SESSION_LIVES)
-        raise NotFound(
-            "no request of this id is kept: it never was, or its grace is over",
-            resource_type="request",
-            resource_name=entry.request_id,
-        )
 
     def _check_handle(self, handle: int) -> None:
         if handle in self._handles:
@@ -245,16 +215,6 @@ class SessionRequests:
         )
         self._send(engine_pb2.ConnectResponse(add_rejected=rejected))
 
-    def _find_orphan(self, entry: InFlight) -> OrphanedRequest | None:
-        """The request's orphan record, if another session may adopt it or has adopted it."""
-        orphan = self._engine.orphaned_requests.get(entry.entry_id[0])
-        return orphan if orphan is not None and orphan.request_id == entry.request_id else None
-
-    def _is_elsewhere(self, entry: InFlight) -> bool:
-        """Whether another session has adopted the request, so that this session's aborts no longer apply."""
-        orphan = self._find_orphan(entry)
-        return orphan is not None and orphan.owner != self._number
-
 
 @dataclass(slots=True)
 class InFlight:
@@ -263,6 +223,7 @@ class InFlight:
     request_id: str
     entry_id: tuple[str, int]
     stop_token_ids: frozenset[int]
+    orphan: OrphanedRequest | None = None  # if other sessions may adopt it
     is_aborted: bool = False
 
     @property

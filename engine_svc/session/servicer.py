@@ -13,7 +13,9 @@ import grpc.aio
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.adoption.orphaned_requests import OrphanedRequests
 from engine_svc.core.facts import SCHEMA_REVISION
+from engine_svc.loop.mailbox import GiveUp
 from engine_svc.loop.pause import RunState
 from engine_svc.session.kv_subscription import KVSubscription
 from engine_svc.session.session import MAX_OUTBOX_BYTES, Session, SessionLink
@@ -53,6 +55,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._engine = engine
         self._max_outbox_bytes = max_outbox_bytes
         self._max_replay_bytes = max_replay_bytes
+        self._orphaned_requests = OrphanedRequests(
+            give_up=lambda request_id: engine.inbox.put(GiveUp(request_id))
+        )
         self._sessions: set[Session] = set()
         self._kv_subscriptions: set[KVSubscription] = set()
         self._windows: dict[Session, asyncio.TimerHandle] = {}  # replay windows of sessions without a stream
@@ -69,6 +74,11 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     def num_parked_sessions(self) -> int:
         """Sessions whose stream broke and that may be resumed."""
         return len(self._windows)
+
+    @property
+    def num_orphaned_requests(self) -> int:
+        """Requests that are kept for adoption, those of living sessions included."""
+        return len(self._orphaned_requests)
 
     @property
     def num_kv_subscriptions(self) -> int:
@@ -246,18 +256,19 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             # A hello that names another frontend's session ends nothing.
             is_left = is_same_frontend and (session.is_parked or session.hello.session_id == hello.session_id)
             if session is not resumed and (is_older or is_left):
-                self._engine.orphaned_requests.drop(session.number)
+                self._orphaned_requests.drop(session.number)
                 session.end(Aborted("a newer session of this frontend has begun", reason="SUPERSEDED"))
                 session.close()
         if resumed is not None:
             window = self._windows.pop(resumed, None)
             if window is not None:
                 window.cancel()
-            self._engine.orphaned_requests.mark_found(resumed.number)
+            self._orphaned_requests.mark_found(resumed.number)
             self._log(resumed, "session resumed")
             return resumed, True
         session = Session(
             self._engine,
+            self._orphaned_requests,
             hello,
             number=next(self._numbers),
             on_finished=self._progressed.set,
@@ -304,13 +315,13 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         if session.stream.is_over or has_successor:
             # A session that ends on purpose leaves orphaned requests only if its goodbye says so.
             if session.leaves_orphans:
-                self._engine.orphaned_requests.mark_lost(session.number)
+                self._orphaned_requests.mark_lost(session.number)
             else:
-                self._engine.orphaned_requests.drop(session.number)
+                self._orphaned_requests.drop(session.number)
             self._close(session)
             return
         if not session.stream.is_resumable or window_s <= 0:
-            self._engine.orphaned_requests.mark_lost(session.number)
+            self._orphaned_requests.mark_lost(session.number)
             self._close(session)
             return
         if len(self._windows) >= _MAX_PARKED_SESSIONS:
@@ -318,7 +329,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         loop = asyncio.get_running_loop()
         self._windows[session] = loop.call_later(window_s, session.end)
         # After the session's own timer: no request of a session ends before the session does.
-        self._engine.orphaned_requests.mark_lost(session.number, at_least_s=window_s)
+        self._orphaned_requests.mark_lost(session.number, at_least_s=window_s)
         self._log(session, "session lost its stream")
         self._progressed.set()
 

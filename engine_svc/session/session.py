@@ -16,6 +16,7 @@ from engine_svc.admin import announce
 from engine_svc.admin.calls import SessionCalls
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.adoption.orphaned_requests import OrphanedRequests
 from engine_svc.convert import messages
 from engine_svc.loop.mailbox import Outbox
 from engine_svc.loop.step_output import StepOutput
@@ -79,6 +80,7 @@ class Session:
     def __init__(
         self,
         engine: ServedEngine,
+        orphaned_requests: OrphanedRequests,
         hello: session_pb2.Hello,
         *,
         number: int,
@@ -110,6 +112,7 @@ class Session:
         self._outbox = Outbox(max_bytes=max_outbox_bytes, wake=wake)
         self._requests = SessionRequests(
             engine,
+            orphaned_requests,
             number=number,
             is_resumable=self.stream.is_resumable,
             outbox=self._outbox,

@@ -166,7 +166,7 @@ class OpenRequest:
         client = self._migration.client
         self._migration.end(is_well=False)
         if client is not None:
-            client.leave(self._handles)
+            client.requests.adoptions.leave(self._handles)
         self._release()
 
     def close(self, reason: engine_pb2.AbortReason) -> None:

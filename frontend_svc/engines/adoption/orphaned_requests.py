@@ -146,6 +146,11 @@ class EngineAdoptions:
         for adoptee, state in pairs:
             adoptee.outputs.release_loss(state)
 
+    def leave(self, handles: Iterable[int]) -> None:
+        """Forget requests here only: the engine continues them, and another frontend may adopt them."""
+        for handle in handles:
+            self._processor.forget(handle)
+
     def on_adopted(self, adopted: engine_pb2.Adopted) -> None:
         """The engine has handed over a request; it is registered before the next message is read."""
         handle = adopted.handle

@@ -127,7 +127,7 @@ class Adoption:
             # Those that have ended or were moved to another engine are skipped.
             handles = [adoptee.handle for adoptee in outputs.values()]
             if is_left():
-                client.leave(handles)
+                client.requests.adoptions.leave(handles)
             else:
                 client.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
 

@@ -139,10 +139,6 @@ class EngineClient:
         """Abort requests in the engine and forget them here; those that have ended are skipped."""
         self.requests.abort(handles, reason)
 
-    def leave(self, handles: Iterable[int]) -> None:
-        """Forget requests here only: the engine continues them, and another frontend may adopt them."""
-        self.requests.leave(handles)
-
     def end(self, handles: Iterable[int]) -> None:
         """Abort requests in the engine and end them for their readers; those that have ended are skipped."""
         self.requests.end(handles)

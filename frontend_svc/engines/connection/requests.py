@@ -90,11 +90,6 @@ class EngineRequests:
         if running:
             self._send_abort(running, reason)
 
-    def leave(self, handles: Iterable[int]) -> None:
-        """Forget requests here only: the engine continues them, and another frontend may adopt them."""
-        for handle in handles:
-            self._processor.forget(handle)
-
     def end(self, handles: Iterable[int]) -> None:
         """Abort requests in the engine and end them for their readers; those that have ended are skipped."""
         running = [handle for handle in handles if self._processor.end(handle, Ending(EndReason.ABORT))]

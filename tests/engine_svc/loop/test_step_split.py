@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason
-from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
+from engine_svc.core.request import FinishReason, RequestOutput
+from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
 from engine_svc.loop.mailbox import Outbox
 from engine_svc.loop.output_router import OutputRouter
@@ -221,8 +221,9 @@ def sampled_logprobs(routes):
     """The logprobs of a step with the requests a, b and c, by session."""
     router = OutputRouter()
     router.by_id.update(routes)
-    result = StepResult(1, [[1], [1], [1]], logprobs={0: one(-1.0), 1: one(-2.0), 2: one(-3.0)})
-    return router.token_logprobs(StepPlan(1, request_ids=["a", "b", "c"]), result)
+    sampled = {"a": one(-1.0), "b": one(-2.0), "c": one(-3.0)}
+    outputs = [RequestOutput(request_id, [1]) for request_id in routes]
+    return {outbox: step.token_logprobs for outbox, step in router.rows(outputs, sampled, 1).items()}
 
 
 def test_each_session_gets_the_logprobs_of_its_own_requests_by_handle():

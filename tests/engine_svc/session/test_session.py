@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.utility import UtilityService
+from engine_svc.adoption.orphaned_requests import OrphanedRequests
 from engine_svc.core.request import Request
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import KVEventLog
@@ -325,6 +326,12 @@ async def _until(stub, condition) -> None:
             pass
 
 
+def session_without_stream(rig: ServiceRig) -> Session:
+    hello = session_pb2.Hello(frontend_id="f", session_id="ab" * 16)
+    orphaned_requests = OrphanedRequests(give_up=lambda request_id: None)
+    return Session(rig.engine, orphaned_requests, hello, number=99, on_finished=lambda: None)
+
+
 async def write_nothing(message: bytes) -> None:
     """The write function of a call."""
 
@@ -332,8 +339,7 @@ async def write_nothing(message: bytes) -> None:
 async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
     rig, received = ServiceRig(), list[str]()
     async with serving(rig) as stub:
-        hello = session_pb2.Hello(frontend_id="f", session_id="ab" * 16)
-        session = Session(rig.engine, hello, number=99, on_finished=lambda: None)
+        session = session_without_stream(rig)
         await session.take(engine_pb2.ConnectRequest(add=add_pb2.Add(entries=[make_entry(1, max_tokens=2)])))
         await until_finished(stub, 1)
 
@@ -981,8 +987,7 @@ async def test_an_engine_without_tensors_sends_no_probe_and_refuses_uploads():
 async def test_each_tensor_of_a_message_lets_others_have_the_loop():
     rig = open_rig()
     async with serving(rig):
-        hello = session_pb2.Hello(frontend_id="f", session_id="ab" * 16)
-        session = Session(rig.engine, hello, number=99, on_finished=lambda: None)
+        session = session_without_stream(rig)
         add = add_pb2.Add(entries=[entry_with(handle, inline=DATA) for handle in range(5)])
         num_turns = 0
 

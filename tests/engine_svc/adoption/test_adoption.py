@@ -5,27 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import isnan
-from typing import Any
 
 import grpc
-import pytest
 
-from engine_svc.admin.orphaned_requests import OrphanedRequest, OrphanedRequests
-from engine_svc.convert import messages
 from engine_svc.convert.messages import MAX_RESUME_STATE_BYTES
-from engine_svc.core.extras import Extras
-from engine_svc.core.request import FinishReason, Request, RequestOutput
-from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import TokenLogprobs
-from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
-from engine_svc.loop.output_router import DetachedOutputs
-from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput, UnreadSteps
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.loop.logprob_executor import emit_logprobs
-from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import (
     ABORT,
     LENGTH,
@@ -243,7 +229,7 @@ async def test_a_request_not_adopted_within_its_grace_ends_and_frees_its_blocks(
         first = await begun(stub, rig, resumable_entry(1, grace_ms=30, max_tokens=100))
         await first.close()
         async with asyncio.timeout(LIMIT_S):
-            while len(rig.engine.orphaned_requests):
+            while rig.servicer.num_orphaned_requests:
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         rig.executor.gate.set()
         stats = await until_finished(stub, 1)
@@ -262,7 +248,7 @@ async def test_a_frontend_that_says_goodbye_leaves_nothing_to_adopt():
         await first.until(lambda: first.is_over)
         rig.executor.gate.set()
         assert (await until_finished(stub, 1)).num_used_blocks == 0
-        assert len(rig.engine.orphaned_requests) == 0
+        assert rig.servicer.num_orphaned_requests == 0
 
 
 async def test_a_frontend_may_leave_to_others_what_can_be_adopted_and_nothing_else():
@@ -287,7 +273,7 @@ async def test_what_a_frontend_left_behind_ends_unless_adopted_within_its_grace(
         goodbye = engine_pb2.Goodbye(leaves_adoptable=True)
         await first.send(engine_pb2.ConnectRequest(goodbye=goodbye))
         async with asyncio.timeout(LIMIT_S):
-            while len(rig.engine.orphaned_requests):
+            while rig.servicer.num_orphaned_requests:
                 await stub.GetLoad(engine_pb2.GetLoadRequest())
         rig.executor.gate.set()
         stats = await until_finished(stub, 1)
@@ -450,266 +436,3 @@ async def test_one_adopted_while_its_first_step_runs_keeps_its_places_and_its_ne
         places = [place for step in steps for place in places_of(step, 11)]
         assert [place for place in places if not math.isnan(place[0])] == [(-1.0, 1)] * (len(places) - 3)
         assert len(places) == len(whole(1))
-
-
-# How long a request is kept for another frontend.
-
-
-@dataclass
-class PendingCall:
-    due_at: float
-    call: Callable[[], None]
-    is_over: bool = False
-
-    def cancel(self) -> None:
-        self.is_over = True
-
-
-class World:
-    """Orphaned requests over a clock that is moved by hand."""
-
-    def __init__(self, *, max_requests: int = 8) -> None:
-        self.now = 0.0
-        self.given_up: list[str] = []
-        self._calls: list[PendingCall] = []
-        self.orphaned_requests = OrphanedRequests(
-            give_up=self.given_up.append, call_later=self._call_later, max_requests=max_requests
-        )
-
-    def add(self, wire_id: str, *, owner: int = 1, group_id: str = "", grace_s: float = 5.0) -> bool:
-        return self.orphaned_requests.add(
-            OrphanedRequest(
-                wire_id, f"{wire_id}/1", 0, group_id or wire_id, b"", b"state", frozenset(), grace_s, owner
-            )
-        )
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        for pending in self._calls:
-            if not pending.is_over and pending.due_at <= self.now:
-                pending.is_over = True
-                pending.call()
-
-    def _call_later(self, delay_s: float, call: Callable[[], None]) -> PendingCall:
-        self._calls.append(PendingCall(self.now + delay_s, call))
-        return self._calls[-1]
-
-
-def test_a_lost_request_is_given_up_after_its_own_grace():
-    world = World()
-    world.add("a", grace_s=1.0)
-    world.add("b", grace_s=5.0)
-    world.add("other", owner=2)
-    world.orphaned_requests.mark_lost(1)
-    world.pass_time(1.0)
-    assert world.given_up == ["a/1"]
-    world.pass_time(60.0)
-    assert (world.given_up, len(world.orphaned_requests)) == (["a/1", "b/1"], 1)
-
-
-def test_a_lost_request_is_kept_for_as_long_as_its_session_may_come_back():
-    world = World()
-    world.add("a", grace_s=1.0)
-    world.orphaned_requests.mark_lost(1, at_least_s=5.0)
-    world.pass_time(4.0)
-    world.orphaned_requests.mark_found(1)
-    world.pass_time(60.0)
-    assert world.given_up == []
-
-
-def test_a_session_that_comes_back_keeps_its_requests():
-    world = World()
-    world.add("a")
-    world.orphaned_requests.mark_lost(1)
-    world.orphaned_requests.mark_found(1)
-    world.pass_time(60.0)
-    assert world.given_up == []
-    assert world.orphaned_requests.adopt("a", owner=2) is None
-
-
-def test_an_adopted_request_stays_and_can_be_lost_again():
-    world = World()
-    world.add("a")
-    assert world.orphaned_requests.adopt("a", owner=2) is None
-    world.orphaned_requests.mark_lost(1)
-    adopted = world.orphaned_requests.adopt("a", owner=2)
-    assert adopted is not None and (adopted.request_id, adopted.resume_state) == ("a/1", b"state")
-    world.pass_time(60.0)
-    assert world.given_up == []
-    world.orphaned_requests.mark_lost(2)
-    world.pass_time(5.0)
-    assert world.given_up == ["a/1"]
-
-
-def test_the_end_of_a_group_begins_the_grace_of_all_of_it():
-    world = World()
-    for wire_id in ("a", "b"):
-        world.add(wire_id, group_id="g")
-    world.orphaned_requests.end("a")
-    world.pass_time(60.0)
-    assert world.given_up == []
-    world.orphaned_requests.end("b")
-    world.orphaned_requests.mark_lost(1)
-    assert world.orphaned_requests.adopt("a", owner=2) is not None
-    world.pass_time(5.0)
-    assert world.given_up == ["a/1", "b/1"]
-    assert len(world.orphaned_requests) == 0
-
-
-def test_a_session_that_is_over_for_good_leaves_nothing():
-    world = World()
-    world.add("a")
-    world.add("b", owner=2)
-    world.orphaned_requests.mark_lost(1)
-    world.orphaned_requests.drop(1)
-    world.pass_time(60.0)
-    assert world.given_up == ["a/1"]
-    assert "b" in world.orphaned_requests
-
-
-def test_too_many_are_not_kept_and_none_twice():
-    world = World(max_requests=1)
-    assert world.add("a")
-    assert not world.add("a")
-    assert not world.add("b")
-    world.orphaned_requests.end("b")
-    assert len(world.orphaned_requests) == 1
-
-
-def test_what_is_left_of_a_group_whose_last_running_request_moved_is_given_up_after_its_grace():
-    world = World()
-    world.add("a", group_id="both")
-    world.add("b", group_id="both")
-    world.orphaned_requests.end("a")
-    world.pass_time(60.0)
-    assert world.given_up == []
-    world.orphaned_requests.discard("b")
-    assert world.given_up == ["b/1"]
-    world.pass_time(5.0)
-    assert (world.given_up, len(world.orphaned_requests)) == (["b/1", "a/1"], 0)
-
-
-# What is kept for the frontend that adopts a request.
-
-
-class DetachedRequest:
-    """One kept request, stepped by hand."""
-
-    def __init__(self, *, outputs_before: list[int] | None = None, **options: Any) -> None:
-        prompt = [1, 2, 3]
-        sampling = SamplingParams(max_tokens=64, **options)
-        self.request = Request("r", prompt + (outputs_before or []), 3, sampling)
-        self.requests = DetachedOutputs()
-        self.requests.keep(self.request)
-
-    def step(
-        self,
-        token_ids: list[int],
-        reason: FinishReason | None = None,
-        *,
-        cached: int | None = None,
-        extras: Extras | None = None,
-    ) -> None:
-        self.request.token_ids += token_ids
-        output = RequestOutput("r", token_ids, reason, num_cached_tokens=cached, extras=extras or {})
-        self.requests.note([RequestOutput("other", [9]), output])
-
-    def row(self, handle: int = 7) -> StepOutput:
-        return self.requests.row("r", handle, step_number=5)
-
-
-def test_all_that_came_is_one_row_which_remembers_its_steps():
-    detached = DetachedRequest()
-    detached.step([10], cached=2)
-    detached.step([11, 12])
-    detached.step([13], FinishReason.LENGTH)
-    row = detached.row()
-    assert (row.handles, row.num_tokens, row.token_ids) == ([7], [4], [10, 11, 12, 13])
-    assert (row.parts, row.first) == ([(0, [1, 2, 1])], [(0, 2)])
-    assert row.finished == [FinishedRow(0, FinishReason.LENGTH)]
-
-
-def test_tokens_of_an_engine_before_are_there_too():
-    detached = DetachedRequest(outputs_before=[20, 21])
-    detached.step([22])
-    row = detached.row()
-    assert (row.token_ids, row.parts, row.finished) == ([20, 21, 22], [(0, [2, 1])], [])
-
-
-def test_logprobs_belong_to_the_newest_tokens():
-    detached = DetachedRequest(outputs_before=[20])
-    detached.step([21])
-    detached.requests.note_logprobs(
-        "r", LogprobDeltas({3: TokenLogprobs([-1.0], [2], 1, [5], [-0.5])}), handle=3
-    )
-    detached.step([22])
-    later = TokenLogprobs([-2.0], [1], 1, [6], [-2.0])
-    detached.requests.note_logprobs("r", LogprobDeltas({3: later}), handle=3)
-    token_logprobs = detached.row(handle=8).token_logprobs
-    assert token_logprobs is not None
-    sampled = token_logprobs.sampled[8]
-    assert isnan(sampled.logprobs[0]) and isnan(sampled.top_logprobs[0])
-    assert (sampled.logprobs[1:], sampled.ranks, sampled.top_token_ids) == (
-        [-1.0, -2.0],
-        [0, 2, 1],
-        [0, 5, 6],
-    )
-
-
-def test_extras_of_all_steps_are_kept_as_one():
-    detached = DetachedRequest()
-    runs = [PromptRun(1, TokenLogprobs([-1.0], [2])), PromptRun(2, TokenLogprobs([-2.0], [1]))]
-    for run in runs:
-        detached.step([], extras={PromptLogprobs: PromptLogprobs((run,))})
-    detached.step([20])
-    assert detached.row(handle=8).extras == {8: {PromptLogprobs: PromptLogprobs(tuple(runs))}}
-
-
-def test_tokens_of_an_earlier_engine_have_their_positions_before_any_logprobs():
-    adopted, later = DetachedRequest(outputs_before=[20, 21], logprobs=2).row(), StepOutput(6, [7], [1], [22])
-    assert adopted.token_logprobs is not None
-    assert [isnan(value) for value in adopted.token_logprobs.sampled[7].logprobs] == [True, True]
-    later.add_logprobs(LogprobDeltas({7: TokenLogprobs([-1.0], [2], 2, [5, 6], [-0.5, -2.0])}))
-    unread = UnreadSteps()
-    unread.add(adopted)
-    unread.add(later)
-    step = messages.to_step(unread.merged(), {}, make_wire_features())
-    assert [isnan(value) for value in array("f", step.sampled_logprobs)] == [True, True, False]
-    assert step.top_logprobs.k == 2
-    assert array("I", step.top_logprobs.token_ids).tolist() == [0] * 4 + [5, 6]
-    assert [isnan(value) for value in array("f", step.top_logprobs.logprobs)] == [True] * 4 + [False] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "k"),
-    [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 1), ({"logprob_token_ids": (4,)}, 1)],
-)
-def test_places_have_others_beside_them_where_the_request_asked_for_others(options, k):
-    token_logprobs = DetachedRequest(outputs_before=[20], **options).row().token_logprobs
-    assert (None if token_logprobs is None else token_logprobs.sampled[7].k) == k
-
-
-def test_where_nothing_was_yielded_there_is_nothing_to_tell():
-    assert DetachedRequest(logprobs=1).row().token_logprobs is None
-
-
-def test_what_is_kept_does_not_grow_with_what_was_given_away():
-    detached = DetachedRequest()
-    detached.step([10])
-    detached.requests.note_logprobs("r", LogprobDeltas({3: TokenLogprobs([-1.0], [1])}), handle=3)
-    first = detached.row()
-    detached.step([11])
-    detached.requests.note_logprobs("r", LogprobDeltas({3: TokenLogprobs([-2.0], [1])}), handle=3)
-    assert first.token_logprobs is not None and first.token_logprobs.sampled[7].logprobs == [-1.0]
-    assert first.token_ids == [10]
-
-
-def test_a_forgotten_request_is_gone_and_others_never_were():
-    detached = DetachedRequest()
-    detached.requests.forget("r")
-    detached.requests.forget("r")
-    detached.step([10])
-    detached.requests.note_logprobs("r", LogprobDeltas({3: TokenLogprobs([-1.0], [1])}), handle=3)
-    assert "r" not in detached.requests and len(detached.requests) == 0
-    with pytest.raises(KeyError):
-        detached.row()
