@@ -27,6 +27,7 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
 )
+from service_kit.field_checks import check
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class SessionRequests:
     def _accept(self, entry: add_pb2.AddEntry) -> None:
         core = self._admitting_core()
         self._check_handle(entry.handle)
+        self._check_entry(entry)
         now = self._engine.clock.now()
         request = messages.to_request(
             entry,
@@ -177,7 +179,7 @@ class SessionRequests:
             elif not entry.is_aborted and (
                 index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
             ):
-                entry.is_aborted = True
+                self._handles.note_aborted(entry)
                 if not self._is_elsewhere(entry):
                     self._engine.inbox.put(Abort(entry.request_id, cause))
                     if cause == messages.MIGRATED and self._find_orphan(entry) is not None:
@@ -225,6 +227,18 @@ class SessionRequests:
                 f"session has {len(self._handles)} requests in flight, the limit is {MAX_INFLIGHT_ADDS}",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
+
+    def _check_entry(self, entry: add_pb2.AddEntry) -> None:
+        """Check what depends on the session's other requests and on the rank of the engine."""
+        if self._handles.has_unaborted((entry.request_id, entry.attempt)):
+            raise AlreadyExists(
+                f"request_id {entry.request_id[:_MAX_LOGGED_CHARACTERS]} is in use",
+                reason="REQUEST_ID_IN_USE",
+            )
+        rank = self._engine.identity.dp_rank
+        if entry.HasField("data_parallel_rank"):
+            given = entry.data_parallel_rank
+            check(given == rank, "data_parallel_rank", given, f"{rank}, which is this engine's")
 
     def _admitting_core(self) -> LoadedCore:
         state, core = self._engine.lifecycle.state, self._engine.core
@@ -275,6 +289,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, InFlight] = {}
+        self._unaborted: set[tuple[str, int]] = set()  # entry ids of those in flight
         self._settled: dict[int, tuple[str, int]] = {}  # oldest first
 
     def __len__(self) -> int:
@@ -294,10 +309,22 @@ class Handles:
 
     def begin(self, handle: int, request: InFlight) -> None:
         self._in_flight[handle] = request
+        self._unaborted.add(request.entry_id)
 
     def end(self, handles: Iterable[int]) -> None:
         for handle in handles:
-            self.settle(handle, self._in_flight.pop(handle).entry_id)
+            request = self._in_flight.pop(handle)
+            if not request.is_aborted:
+                self._unaborted.discard(request.entry_id)
+            self.settle(handle, request.entry_id)
+
+    def note_aborted(self, request: InFlight) -> None:
+        """The request will end; an ADD of its id and attempt is another one."""
+        request.is_aborted = True
+        self._unaborted.discard(request.entry_id)
+
+    def has_unaborted(self, entry_id: tuple[str, int]) -> bool:
+        return entry_id in self._unaborted
 
     def settle(self, handle: int, entry_id: tuple[str, int]) -> None:
         """Remember that this ADD was rejected or has finished."""
@@ -326,4 +353,5 @@ class Handles:
         """Remove and return what is in flight."""
         requests = list(self._in_flight.values())
         self._in_flight.clear()
+        self._unaborted.clear()
         return requests

@@ -23,6 +23,14 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_ASLEEP: _ClassVar[EngineState]
     ENGINE_STATE_FAILED: _ClassVar[EngineState]
 
+class ResumeRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESUME_REFUSAL_UNSPECIFIED: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_OTHER_EPOCH: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_NO_SESSION: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_NOT_KEPT: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_NEVER_SENT: _ClassVar[ResumeRefusal]
+
 class ArtifactKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ARTIFACT_KIND_UNSPECIFIED: _ClassVar[ArtifactKind]
@@ -42,6 +50,11 @@ ENGINE_STATE_DRAINING: EngineState
 ENGINE_STATE_PAUSED: EngineState
 ENGINE_STATE_ASLEEP: EngineState
 ENGINE_STATE_FAILED: EngineState
+RESUME_REFUSAL_UNSPECIFIED: ResumeRefusal
+RESUME_REFUSAL_OTHER_EPOCH: ResumeRefusal
+RESUME_REFUSAL_NO_SESSION: ResumeRefusal
+RESUME_REFUSAL_NOT_KEPT: ResumeRefusal
+RESUME_REFUSAL_NEVER_SENT: ResumeRefusal
 ARTIFACT_KIND_UNSPECIFIED: ArtifactKind
 ARTIFACT_KIND_TOKENIZER: ArtifactKind
 ARTIFACT_KIND_TOKENIZER_CONFIG: ArtifactKind
@@ -51,7 +64,7 @@ ARTIFACT_KIND_CONFIG: ArtifactKind
 ARTIFACT_KIND_TOKENIZER_MODEL: ArtifactKind
 
 class Hello(_message.Message):
-    __slots__ = ("frontend_id", "session_id", "frontend_epoch", "schema_revision", "min_peer_revision", "features", "role", "resume")
+    __slots__ = ("frontend_id", "session_id", "frontend_epoch", "schema_revision", "min_peer_revision", "features", "role", "resume", "feature_set")
     FRONTEND_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +73,7 @@ class Hello(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_SET_FIELD_NUMBER: _ClassVar[int]
     frontend_id: str
     session_id: str
     frontend_epoch: int
@@ -68,7 +82,16 @@ class Hello(_message.Message):
     features: _containers.RepeatedScalarFieldContainer[str]
     role: PeerRole
     resume: ResumePoint
-    def __init__(self, frontend_id: _Optional[str] = ..., session_id: _Optional[str] = ..., frontend_epoch: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., role: _Optional[_Union[PeerRole, str]] = ..., resume: _Optional[_Union[ResumePoint, _Mapping]] = ...) -> None: ...
+    feature_set: FeatureSet
+    def __init__(self, frontend_id: _Optional[str] = ..., session_id: _Optional[str] = ..., frontend_epoch: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., role: _Optional[_Union[PeerRole, str]] = ..., resume: _Optional[_Union[ResumePoint, _Mapping]] = ..., feature_set: _Optional[_Union[FeatureSet, _Mapping]] = ...) -> None: ...
+
+class FeatureSet(_message.Message):
+    __slots__ = ("resume", "adopt")
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    resume: bool
+    adopt: bool
+    def __init__(self, resume: _Optional[bool] = ..., adopt: _Optional[bool] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("engine_epoch", "last_seq")
@@ -79,7 +102,7 @@ class ResumePoint(_message.Message):
     def __init__(self, engine_epoch: _Optional[int] = ..., last_seq: _Optional[int] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision", "host_probe")
+    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision", "host_probe", "feature_set", "resume_refusal")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +119,8 @@ class HelloAck(_message.Message):
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_PEER_REVISION_FIELD_NUMBER: _ClassVar[int]
     HOST_PROBE_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_SET_FIELD_NUMBER: _ClassVar[int]
+    RESUME_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     dp_rank: int
@@ -112,7 +137,9 @@ class HelloAck(_message.Message):
     schema_revision: int
     min_peer_revision: int
     host_probe: str
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., host_probe: _Optional[str] = ...) -> None: ...
+    feature_set: FeatureSet
+    resume_refusal: ResumeRefusal
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., host_probe: _Optional[str] = ..., feature_set: _Optional[_Union[FeatureSet, _Mapping]] = ..., resume_refusal: _Optional[_Union[ResumeRefusal, str]] = ...) -> None: ...
 
 class HostProof(_message.Message):
     __slots__ = ("digest",)
