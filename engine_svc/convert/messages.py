@@ -19,7 +19,7 @@ from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, Rem
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
 from service_kit.errors import InvalidArgument, ServiceError, to_parts
-from service_kit.field_checks import check, check_length, to_token_ids, unserved
+from service_kit.field_checks import check, check_length, to_token_ids
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
@@ -67,11 +67,8 @@ def to_request(
         num_bytes,
         f"{MAX_RESUME_STATE_BYTES} bytes at most",
     )
-    params = entry.WhichOneof("params")
-    if params is None:
+    if entry.WhichOneof("params") is None:
         raise InvalidArgument("params is not set, it takes sampling or pooling", field="params")
-    if params != "sampling":
-        raise unserved("pooling")
     if entry.tenant:
         # Tenants never share prefix cache entries, whatever their salts are.
         cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"

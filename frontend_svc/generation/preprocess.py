@@ -20,6 +20,8 @@ from service_kit.errors import Unimplemented
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
+# Of every request. Other fields are refused by what reads them, or as no option has them.
+UNSERVED = ("adapter", "job_id", "is_last_step")
 _SERVED = {"prompt", "token_ids", "messages", *(name for option in OPTIONS for name in option.fields)}
 
 
@@ -58,8 +60,9 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
             reason="TASK_NOT_SUPPORTED",
             metadata={"model": model.name, "task": "generate", "supported_tasks": supported},
         )
-    if request.adapter:
-        raise _unserved("adapter")
+    for field in UNSERVED:
+        if getattr(request, field):
+            raise _unserved(field)
 
 
 async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel) -> Prepared:
@@ -105,9 +108,6 @@ def _entry(request: AnyRequest, token_ids: list[int]) -> add_pb2.AddEntry:
         request_seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         priority=request.priority,
         cache_salt=request.cache_salt,
-        session_id=request.session_id,
-        job_id=request.job_id,
-        is_last_step=request.is_last_step,
     )
     if request.HasField("data_parallel_rank"):
         entry.data_parallel_rank = request.data_parallel_rank
@@ -149,7 +149,6 @@ def _check_placement(request: AnyRequest, violations: Violations) -> None:
     for name, value in (
         ("request_id", request.request_id),
         ("session_id", request.session_id),
-        ("job_id", request.job_id),
         ("cache_salt", request.cache_salt),
     ):
         violations.need_count(name, len(value), "characters", 0, longest)

@@ -16,6 +16,7 @@ from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
 from engine_svc.scheduler.policies import POLICIES
+from frontend_svc.generation.preprocess import UNSERVED
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from service_kit.errors import InvalidArgument, Unimplemented
@@ -128,7 +129,7 @@ def test_the_page_about_sessions_names_what_the_engine_refuses() -> None:
         r"triptych's engine refuses:\n\s*(.*?)\n-", text_of("protos/engine-session.md"), re.DOTALL
     )
     named = {name.removeprefix("sampling.") for name in re.findall(r"`([a-z_.]+)`", paragraph)}
-    assert named == {*refused_by_the_engine(), "pooling"}
+    assert named == refused_by_the_engine()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def choices(field: str) -> set[str]:
 def refused_by_the_frontend() -> set[str]:
     """The last part of each field that a refusal names: `tools[0].strict` is `strict`."""
     fields = matches(r'"not served yet: ([\w.\[\]{}]*\w)"', "frontend_svc/**/*.py")
-    fields |= matches(r'_unserved\("(\w+)"\)', "frontend_svc/generation/preprocess.py")
+    fields |= set(UNSERVED)
     options = {name for option in OPTIONS for name in option.fields}
     fields |= {f"sampling.{name}" for name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - options
     return {field.rpartition(".")[2] for field in fields}

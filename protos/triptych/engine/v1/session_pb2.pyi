@@ -148,7 +148,7 @@ class HostProof(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "parallel_config_hash", "default_sampling", "hidden_size", "takes_prompt_embeds")
+    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
@@ -165,7 +165,6 @@ class Ready(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PARALLEL_CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     TAKES_PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
@@ -185,11 +184,10 @@ class Ready(_message.Message):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
-    parallel_config_hash: str
     default_sampling: SamplingDefaults
     hidden_size: int
     takes_prompt_embeds: bool
-    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., parallel_config_hash: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -204,11 +202,10 @@ class SamplingDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("digest", "weights_sha256", "dtype", "quantization", "tokenizer_sha256", "vocab_size", "rope", "kernel_mode", "max_model_len", "schema_revision")
+    __slots__ = ("digest", "weights_sha256", "dtype", "tokenizer_sha256", "vocab_size", "rope", "kernel_mode", "max_model_len", "schema_revision")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     ROPE_FIELD_NUMBER: _ClassVar[int]
@@ -218,14 +215,13 @@ class Fingerprint(_message.Message):
     digest: str
     weights_sha256: str
     dtype: str
-    quantization: str
     tokenizer_sha256: str
     vocab_size: int
     rope: str
     kernel_mode: str
     max_model_len: int
     schema_revision: int
-    def __init__(self, digest: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., rope: _Optional[str] = ..., kernel_mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., schema_revision: _Optional[int] = ...) -> None: ...
+    def __init__(self, digest: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., rope: _Optional[str] = ..., kernel_mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., schema_revision: _Optional[int] = ...) -> None: ...
 
 class Artifact(_message.Message):
     __slots__ = ("kind", "sha256", "size_bytes")
@@ -238,7 +234,7 @@ class Artifact(_message.Message):
     def __init__(self, kind: _Optional[_Union[ArtifactKind, str]] = ..., sha256: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished", "wave")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -256,7 +252,6 @@ class Stats(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
-    WAVE_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -274,8 +269,7 @@ class Stats(_message.Message):
     num_prompt_tokens: int
     num_generated_tokens: int
     num_finished: int
-    wave: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., wave: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step_number", "step_started_age_ms", "step_budget_ms", "has_work", "state", "last_seq", "load_progress")
