@@ -132,6 +132,20 @@ def test_the_page_about_sessions_names_what_the_engine_refuses() -> None:
     assert named == refused_by_the_engine()
 
 
+def test_the_page_about_sessions_names_tests_that_exist() -> None:
+    section = text_of("protos/engine-session.md").split("## 16. Tests")[1]
+    named = set(re.findall(r"`(test_\w+)`", section))
+    assert len(named) > 50
+    assert named - matches(r"^ *(?:async )?def (test_\w+)\(", "tests/**/*.py") == set()
+
+
+def test_the_page_about_sessions_has_every_reason_of_a_session() -> None:
+    reasons = reasons_of("engine_svc/session/*.py", "engine_svc/tensors/*.py", "engine_svc/admin/*.py")
+    section = text_of("protos/engine-session.md").split("## 14. Statuses")[1].split("\n## ")[0]
+    assert len(reasons) >= 20
+    assert sorted(reason for reason in reasons if f"`{reason}`" not in section) == []
+
+
 @pytest.mark.parametrize(
     ("package", "least"),
     [
