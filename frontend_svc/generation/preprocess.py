@@ -20,9 +20,14 @@ from service_kit.errors import Unimplemented
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
-# Of every request. Other fields are refused by what reads them, or as no option has them.
-UNSERVED = ("adapter", "job_id", "is_last_step")
-_SERVED = {"prompt", "token_ids", "messages", *(name for option in OPTIONS for name in option.fields)}
+# What the frontend itself reads of requests. Every other field is of an option, or refused.
+CORE_FIELDS = frozenset((
+    "model", "prompt", "token_ids", "sampling", "add_special_tokens", "truncate_prompt_tokens",
+    "return_prompt_token_ids", "orphan_grace_ms", "request_id", "priority", "cache_salt", "session_id",
+    "data_parallel_rank",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "template_options",
+))  # fmt: skip
+_SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,11 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
         option.check(request, model, violations)
     _check_placement(request, violations)
     violations.raise_if_any()
-    # No field without an option is ever ignored.
-    for field in (prompt.field, *(f"sampling.{field.name}" for field, _ in request.sampling.ListFields())):
+    for field in _set_fields(request):
         if field not in _SERVED:
-            raise _unserved(field)
+            raise Unimplemented(
+                f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
+            )
     if model.supported_tasks and "generate" not in model.supported_tasks:
         supported = ", ".join(model.supported_tasks)
         raise Unimplemented(
@@ -60,9 +66,6 @@ def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limit
             reason="TASK_NOT_SUPPORTED",
             metadata={"model": model.name, "task": "generate", "supported_tasks": supported},
         )
-    for field in UNSERVED:
-        if getattr(request, field):
-            raise _unserved(field)
 
 
 async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel) -> Prepared:
@@ -81,10 +84,10 @@ def has_text(sampling: sampling_pb2.SamplingParams) -> bool:
     return not sampling.HasField("detokenize") or sampling.detokenize
 
 
-def _unserved(field: str) -> Unimplemented:
-    return Unimplemented(
-        f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
-    )
+def _set_fields(request: AnyRequest) -> list[str]:
+    """Names of the set fields of the request and of its sampling parameters."""
+    names = [field.name for field, _ in request.ListFields()]
+    return names + [f"sampling.{field.name}" for field, _ in request.sampling.ListFields()]
 
 
 async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> list[int]:

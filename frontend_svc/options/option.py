@@ -45,7 +45,8 @@ class PreparedPrompt:
 class RequestOption(Protocol):
     """One thing that a client can ask for: how it is checked, sent and read back. Keeps no state of requests.
 
-    fields: of the public request, each of exactly one option. A set field that no option has is refused.
+    fields: of the public request, each of exactly one option. A set field that neither the core nor an
+    option has is refused.
     check: adds violations. Raises Unimplemented for what the model's engines do not serve.
     prepare: completes the prompt and the ADD that all outputs have in common, once per request. Raises
     InvalidArgument or Unimplemented.

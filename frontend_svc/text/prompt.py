@@ -6,7 +6,7 @@ from typing import Protocol
 
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from service_kit.errors import InvalidArgument, Unimplemented
+from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2
 
 MAX_ORPHAN_GRACE_MS = 5000
@@ -64,15 +64,8 @@ class RequestPrompt:
                 violations.need_ids("token_ids", ids, model.vocab_size)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """The token ids, none for an option's input.
-
-        Raises Unimplemented for media, InvalidArgument for text that is too long.
-        """
+        """The token ids, none for an option's input. Raises InvalidArgument for text that is too long."""
         request = self._request
-        if request.media:
-            raise Unimplemented(
-                "not served yet: media", reason="PARAMETER_NOT_SERVED", metadata={"fields": "media"}
-            )
         if self._kind == "token_ids":
             return list(request.token_ids.ids)
         if self._kind != "prompt":

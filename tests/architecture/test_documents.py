@@ -16,12 +16,13 @@ from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
 from engine_svc.scheduler.policies import POLICIES
-from frontend_svc.generation.preprocess import UNSERVED
+from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.architecture.sources import ROOT
 from tests.engine_svc.session.service_rig import make_facts
+from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
@@ -275,9 +276,10 @@ def choices(field: str) -> set[str]:
 def refused_by_the_frontend() -> set[str]:
     """The last part of each field that a refusal names: `tools[0].strict` is `strict`."""
     fields = matches(r'"not served yet: ([\w.\[\]{}]*\w)"', "frontend_svc/**/*.py")
-    fields |= set(UNSERVED)
-    options = {name for option in OPTIONS for name in option.fields}
-    fields |= {f"sampling.{name}" for name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name} - options
+    fields |= {f"sampling.{name}" for name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name}
+    for message in (generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest):
+        fields |= set(message.DESCRIPTOR.fields_by_name) - CORE_FIELDS
+    fields -= {name for option in OPTIONS for name in option.fields}
     return {field.rpartition(".")[2] for field in fields}
 
 

@@ -12,7 +12,7 @@ from engine_svc.admin.utility import ENGINE_CALLS
 from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
-from frontend_svc.generation.preprocess import UNSERVED
+from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.architecture.test_documents import entry_with, sources
@@ -38,7 +38,7 @@ SERVERS = {
     ),
 }  # fmt: skip
 # Refused by name, by code that reads them for that.
-REFUSED = {"GenerateRequest.media", "ChatPart.media", "Tool.strict", "PoolingParams.late_interaction_key"}
+REFUSED = {"ChatPart.media", "Tool.strict", "PoolingParams.late_interaction_key"}
 REFUSED |= {"Tensor.remote"}
 # Another message has a field of this name, which is served.
 NAMESAKES = {"Step.events"}
@@ -103,8 +103,10 @@ def fields_in_use(files: Files) -> Iterator[tuple[str, str]]:
 
 def is_served(name: str, files: Files) -> bool:
     owner, _, field = name.partition(".")
-    if name in REFUSED | NAMESAKES or (owner in ("GenerateRequest", "ChatRequest") and field in UNSERVED):
+    if name in REFUSED | NAMESAKES:
         return False
+    if owner in ("GenerateRequest", "ChatRequest"):
+        return field in CORE_FIELDS or any(field in option.fields for option in OPTIONS)
     if owner == "AddEntry":
         return not is_refused_in_an_add(field)
     if owner == "SamplingParams":
