@@ -179,7 +179,7 @@ class SessionRequests:
             elif not entry.is_aborted and (
                 index >= len(abort.attempts) or abort.attempts[index] == entry.attempt
             ):
-                self._handles.note_aborted(entry)
+                entry.is_aborted = True
                 if not self._is_elsewhere(entry):
                     self._engine.inbox.put(Abort(entry.request_id, cause))
                     if cause == messages.MIGRATED and self._find_orphan(entry) is not None:
@@ -289,7 +289,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, InFlight] = {}
-        self._unaborted: set[tuple[str, int]] = set()  # entry ids of those in flight
+        self._by_entry_id: dict[tuple[str, int], InFlight] = {}  # those in flight; of equal ids the newest
         self._settled: dict[int, tuple[str, int]] = {}  # oldest first
 
     def __len__(self) -> int:
@@ -309,22 +309,19 @@ class Handles:
 
     def begin(self, handle: int, request: InFlight) -> None:
         self._in_flight[handle] = request
-        self._unaborted.add(request.entry_id)
+        self._by_entry_id[request.entry_id] = request
 
     def end(self, handles: Iterable[int]) -> None:
         for handle in handles:
             request = self._in_flight.pop(handle)
-            if not request.is_aborted:
-                self._unaborted.discard(request.entry_id)
+            if self._by_entry_id.get(request.entry_id) is request:
+                del self._by_entry_id[request.entry_id]
             self.settle(handle, request.entry_id)
 
-    def note_aborted(self, request: InFlight) -> None:
-        """The request will end; an ADD of its id and attempt is another one."""
-        request.is_aborted = True
-        self._unaborted.discard(request.entry_id)
-
     def has_unaborted(self, entry_id: tuple[str, int]) -> bool:
-        return entry_id in self._unaborted
+        """Whether such a request is in flight, not counting one that will end by an abort."""
+        request = self._by_entry_id.get(entry_id)
+        return request is not None and not request.is_aborted
 
     def settle(self, handle: int, entry_id: tuple[str, int]) -> None:
         """Remember that this ADD was rejected or has finished."""
@@ -353,5 +350,5 @@ class Handles:
         """Remove and return what is in flight."""
         requests = list(self._in_flight.values())
         self._in_flight.clear()
-        self._unaborted.clear()
+        self._by_entry_id.clear()
         return requests

@@ -141,7 +141,8 @@ def test_the_page_about_sessions_names_tests_that_exist() -> None:
 
 
 def test_the_page_about_sessions_has_every_reason_of_a_session() -> None:
-    reasons = reasons_of("engine_svc/session/*.py", "engine_svc/tensors/*.py", "engine_svc/admin/*.py")
+    folders = ("session", "tensors", "admin", "adoption")
+    reasons = reasons_of(*(f"engine_svc/{folder}/*.py" for folder in folders))
     section = text_of("protos/engine-session.md").split("## 14. Statuses")[1].split("\n## ")[0]
     assert len(reasons) >= 20
     assert sorted(reason for reason in reasons if f"`{reason}`" not in section) == []

@@ -25,7 +25,7 @@ WORDS = "Not served yet"
 SERVERS = {
     "triptych.engine.v1": (
         "engine_svc/convert/*.py", "engine_svc/session/*.py", "engine_svc/admin/*.py",
-        "engine_svc/features/*/wire.py", "engine_svc/tensors/*.py",
+        "engine_svc/features/*/wire.py", "engine_svc/tensors/*.py", "engine_svc/adoption/*.py",
     ),
     "triptych.common.v1": (
         "engine_svc/convert/*.py", "engine_svc/features/*/wire.py", "engine_svc/tensors/*.py",
