@@ -27,10 +27,12 @@ BUF := $(VENV)/node/node_modules/.bin/buf
 BUF_STAMP := $(VENV)/node/.buf-$(BUF_VERSION)
 # Edited C++ is compiled again.
 NATIVE := $(wildcard $(foreach folder,. avx2 avx512,kernels/triptych_kernels/cpu/$(folder)/*.cpp kernels/triptych_kernels/cpu/$(folder)/*.h))
+# The contract as it was last released: the descriptor set that `make released-protos` writes.
+RELEASED := protos/released.binpb
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
+.PHONY: help setup demo serve protos released-protos format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +63,10 @@ protos: setup  ## regenerate the stubs beside the protos
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
 		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:protos/%=%)
 
+released-protos: setup $(BUF_STAMP)  ## record the contract of a release: later ones are checked against it
+	$(BUF) breaking --against $(RELEASED)
+	$(BUF) build --as-file-descriptor-set --exclude-source-info -o $(RELEASED)
+
 format: setup  ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -71,6 +77,7 @@ check: setup $(BUF_STAMP)  ## formatting, lint, types, import contracts, archite
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
 	$(BUF) lint
+	$(BUF) breaking --against $(RELEASED)
 	$(MAKE) --no-print-directory check-stubs
 	$(BIN)/python -m pytest tests/architecture -q
 

@@ -15,6 +15,12 @@ def check(holds: bool, name: str, value: float, limit: str) -> None:
         raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)
 
 
+def check_length(text: str, name: str, least: int, most: int) -> None:
+    """Raise InvalidArgument unless `text` has `least` to `most` characters."""
+    if not least <= len(text) <= most:
+        raise InvalidArgument(f"{name} has {len(text)} characters, it takes {least} to {most}", field=name)
+
+
 def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
     """The ids of a u32 column. InvalidArgument if it is truncated or an id is outside the vocabulary."""
     if not column:

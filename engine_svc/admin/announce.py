@@ -59,8 +59,8 @@ def state(engine: ServedEngine) -> session_pb2.EngineState:
 
 
 def common_features(hello: session_pb2.Hello) -> frozenset[str]:
-    """The optional behaviours that both sides understand."""
-    return FEATURES.intersection(hello.features)
+    """The optional behaviours that both sides have; `hello` names them or sets the typed fields."""
+    return frozenset(name for name in FEATURES if name in hello.features or getattr(hello.feature_set, name))
 
 
 def hello_ack(
@@ -69,6 +69,7 @@ def hello_ack(
     *,
     features: Collection[str],
     is_resumed: bool,
+    refusal: session_pb2.ResumeRefusal = session_pb2.RESUME_REFUSAL_UNSPECIFIED,
     host_probe: str = "",
 ) -> session_pb2.HelloAck:
     """The first message of a stream. `host_probe` names what only a frontend on this host can read."""
@@ -80,8 +81,10 @@ def hello_ack(
         dp_rank=identity.dp_rank,
         dp_size=identity.dp_size,
         features=sorted(features),
+        feature_set=session_pb2.FeatureSet(**dict.fromkeys(features, True)),
         state=state(engine),
         resume_ok=is_resumed,
+        resume_refusal=refusal,
         ack_interval_messages=_ACK_INTERVAL_MESSAGES,
         ack_interval_ms=_ACK_INTERVAL_MS,
         replay_window_ms=int(engine.replay_window_s * 1000) if is_resumable else 0,

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_MS = 60_000
 MAX_TIMEOUT_MS = 3_600_000
+DEFAULT_SLEEP_LEVEL = 1
 _MAX_VERSION_CHARACTERS = 256
 
 _MODES: dict[utility_pb2.PauseMode, PauseMode] = {
+    utility_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
     utility_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
     utility_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     utility_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
@@ -103,7 +105,8 @@ async def _get_supported_tasks(
 
 
 async def _pause(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
-    mode, clear_cache = _mode(call.pause.mode, "pause.mode"), call.pause.clear_cache
+    mode = _mode(call.pause.mode, "pause.mode")
+    clear_cache = call.pause.clear_cache if call.pause.HasField("clear_cache") else True
 
     def work(controls: EngineControls, answer: Future[None]) -> None:
         controls.pause_controller.pause(mode, answer, clear_cache=clear_cache)
@@ -122,8 +125,8 @@ async def _is_paused(context: CallContext, call: utility_pb2.UtilityCall) -> uti
 
 
 async def _sleep(context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
-    level = call.sleep.level
-    mode = _mode(call.sleep.mode, "sleep.mode", default=PauseMode.ABORT)
+    level = call.sleep.level if call.sleep.HasField("level") else DEFAULT_SLEEP_LEVEL
+    mode = _mode(call.sleep.mode, "sleep.mode")
 
     def work(controls: EngineControls, answer: Future[None]) -> None:
         controls.pause_controller.sleep(level, mode, answer)
@@ -238,8 +241,8 @@ ENGINE_CALLS = (
 )
 
 
-def _mode(value: utility_pb2.PauseMode, field: str, default: PauseMode | None = None) -> PauseMode:
-    mode = default if value == utility_pb2.PAUSE_MODE_UNSPECIFIED else _MODES.get(value)
+def _mode(value: utility_pb2.PauseMode, field: str) -> PauseMode:
+    mode = _MODES.get(value)
     if mode is None:
         raise InvalidArgument(f"mode is {value}, it has to be ABORT, WAIT or KEEP", field=field)
     return mode

@@ -13,19 +13,18 @@ from engine_svc.tensors.source import TensorSource
 from service_kit.field_checks import unserved
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 
-# What the core reads of an ADD, or what is a hint to it. Further fields need a feature that reads them.
+# What the core reads of an ADD, and what is for logs. Further fields need a feature that reads them.
 _CORE_FIELDS = frozenset({
     "handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids",
-    "output_token_ids", "sampling", "pooling", "request_seed", "priority", "age_ms", "remaining_ms",
-    "cache_salt", "tenant", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
-    "current_wave", "reasoning_ended", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
-    "stream_interval", "orphan_grace_ms", "resume_state",
+    "output_token_ids", "sampling", "request_seed", "priority", "age_ms", "remaining_ms", "cache_salt",
+    "tenant", "data_parallel_rank", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
+    "orphan_grace_ms", "resume_state",
 })  # fmt: skip
 _CORE_SAMPLING = frozenset({
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos",
     "stop_token_ids", "repetition_detection", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache",
-    # About text, which frontends make; ignored here.
-    "stop", "include_stop_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    # About text, which frontends make: without effect here.
+    "include_stop_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "stream_interval", "output_kind",
 })  # fmt: skip
 

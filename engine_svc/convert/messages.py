@@ -18,8 +18,8 @@ from engine_svc.core.request import FinishReason, Request
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
-from service_kit.errors import InvalidArgument, ServiceError, Unimplemented, to_parts
-from service_kit.field_checks import check, to_token_ids
+from service_kit.errors import InvalidArgument, ServiceError, to_parts
+from service_kit.field_checks import check, check_length, to_token_ids
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
@@ -58,10 +58,8 @@ def to_request(
 
     Raises InvalidArgument or Unimplemented, or what `tensors` raises; they concern this request alone.
     """
-    if len(entry.request_id) > _MAX_TEXT_CHARACTERS or len(entry.cache_salt) > _MAX_TEXT_CHARACTERS:
-        raise InvalidArgument(
-            f"request_id and cache_salt take {_MAX_TEXT_CHARACTERS} characters", field="request_id"
-        )
+    check_length(entry.request_id, "request_id", 1, _MAX_TEXT_CHARACTERS)
+    check_length(entry.cache_salt, "cache_salt", 0, _MAX_TEXT_CHARACTERS)
     num_bytes = len(entry.resume_state)
     check(
         num_bytes <= MAX_RESUME_STATE_BYTES,
@@ -69,8 +67,8 @@ def to_request(
         num_bytes,
         f"{MAX_RESUME_STATE_BYTES} bytes at most",
     )
-    if entry.WhichOneof("params") != "sampling":
-        raise Unimplemented("this engine serves sampling alone, not pooling", reason="UNIMPLEMENTED_FIELD")
+    if entry.WhichOneof("params") is None:
+        raise InvalidArgument("params is not set, it takes sampling or pooling", field="params")
     if entry.tenant:
         # Tenants never share prefix cache entries, whatever their salts are.
         cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"

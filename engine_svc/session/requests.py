@@ -24,6 +24,7 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
 )
+from service_kit.field_checks import check
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class SessionRequests:
     def _accept(self, entry: add_pb2.AddEntry) -> None:
         core = self._admitting_core()
         self._check_handle(entry.handle)
+        self._check_entry(entry)
         now = self._engine.clock.now()
         request = messages.to_request(
             entry,
@@ -196,6 +198,18 @@ class SessionRequests:
                 retry_after_ms=_RETRY_AFTER_MS,
             )
 
+    def _check_entry(self, entry: add_pb2.AddEntry) -> None:
+        """Check what depends on the session's other requests and on the rank of the engine."""
+        if self._handles.has_unaborted((entry.request_id, entry.attempt)):
+            raise AlreadyExists(
+                f"request_id {entry.request_id[:_MAX_LOGGED_CHARACTERS]} is in use",
+                reason="REQUEST_ID_IN_USE",
+            )
+        rank = self._engine.identity.dp_rank
+        if entry.HasField("data_parallel_rank"):
+            given = entry.data_parallel_rank
+            check(given == rank, "data_parallel_rank", given, f"{rank}, which is this engine's")
+
     def _admitting_core(self) -> LoadedCore:
         state, core = self._engine.lifecycle.state, self._engine.core
         if state is EngineState.READY and core is not None:
@@ -236,6 +250,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, InFlight] = {}
+        self._by_entry_id: dict[tuple[str, int], InFlight] = {}  # those in flight; of equal ids the newest
         self._settled: dict[int, tuple[str, int]] = {}  # oldest first
 
     def __len__(self) -> int:
@@ -255,10 +270,19 @@ class Handles:
 
     def begin(self, handle: int, request: InFlight) -> None:
         self._in_flight[handle] = request
+        self._by_entry_id[request.entry_id] = request
 
     def end(self, handles: Iterable[int]) -> None:
         for handle in handles:
-            self.settle(handle, self._in_flight.pop(handle).entry_id)
+            request = self._in_flight.pop(handle)
+            if self._by_entry_id.get(request.entry_id) is request:
+                del self._by_entry_id[request.entry_id]
+            self.settle(handle, request.entry_id)
+
+    def has_unaborted(self, entry_id: tuple[str, int]) -> bool:
+        """Whether such a request is in flight, not counting one that will end by an abort."""
+        request = self._by_entry_id.get(entry_id)
+        return request is not None and not request.is_aborted
 
     def settle(self, handle: int, entry_id: tuple[str, int]) -> None:
         """Remember that this ADD was rejected or has finished."""
@@ -287,4 +311,5 @@ class Handles:
         """Remove and return what is in flight."""
         requests = list(self._in_flight.values())
         self._in_flight.clear()
+        self._by_entry_id.clear()
         return requests

@@ -23,9 +23,9 @@ from service_kit.errors import (
     Aborted,
     DeadlineExceeded,
     FailedPrecondition,
-    InvalidArgument,
     ResourceExhausted,
 )
+from service_kit.field_checks import check_length
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ FULL_NAME: str = engine_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].ful
 _HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
 _MAX_ID_CHARACTERS = 128
+# It is all that protects a session, and has to have room for many random bits.
+_MIN_SESSION_ID_CHARACTERS = 16
 _MAX_KV_SUBSCRIPTIONS = 16
 # Sessions without a stream. Beyond this limit the one that lost its stream first is ended.
 _MAX_PARKED_SESSIONS = 64
@@ -115,13 +117,14 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         call = asyncio.current_task()
         assert call is not None, "a session is served in a task"
         hello = await _read_hello(requests)
-        session, is_resumed = self._enter(hello)
+        session, refusal = self._enter(hello)
+        is_resumed = hello.HasField("resume") and not refusal
         link = SessionLink(call.cancel, write, after=hello.resume.last_seq if is_resumed else 0)
         session.attach(link)
         reader = asyncio.create_task(self._feed(session, link, requests))
         reader.add_done_callback(_look_at_error)
         try:
-            await session.write_messages(link, is_resumed=is_resumed)
+            await session.write_messages(link, is_resumed=is_resumed, refusal=refusal)
             if reader.done():
                 # An error of the stream, e.g. a message that cannot be parsed, ends this call.
                 reader.result()
@@ -247,9 +250,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         """Whether a request may still finish here, or a final output still has to reach its frontend."""
         return self._engine.run_state not in _HELD and any(session.is_open for session in self._sessions)
 
-    def _enter(self, hello: session_pb2.Hello) -> tuple[Session, bool]:
-        """The session that `hello` resumes, or a new one that replaces the frontend's previous session."""
-        resumed = self._resumed_by(hello)
+    def _enter(self, hello: session_pb2.Hello) -> tuple[Session, session_pb2.ResumeRefusal]:
+        """The session that `hello` resumes, or a new one that replaces the frontend's previous session.
+
+        In a new one, also why the session that `hello` wants to resume is not continued.
+        """
+        resumed, refusal = self._resumed_by(hello)
         for session in list(self._sessions):
             is_same_frontend = session.hello.frontend_id == hello.frontend_id
             is_older = is_same_frontend and session.hello.frontend_epoch != hello.frontend_epoch
@@ -265,7 +271,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
                 window.cancel()
             self._orphaned_requests.mark_found(resumed.number)
             self._log(resumed, "session resumed")
-            return resumed, True
+            return resumed, refusal
         session = Session(
             self._engine,
             self._orphaned_requests,
@@ -278,17 +284,20 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         )
         self._sessions.add(session)
         self._log(session, "session opened")
-        return session, False
+        return session, refusal
 
-    def _resumed_by(self, hello: session_pb2.Hello) -> Session | None:
-        if not hello.HasField("resume") or hello.resume.engine_epoch != self._engine.identity.engine_epoch:
-            return None
+    def _resumed_by(self, hello: session_pb2.Hello) -> tuple[Session | None, session_pb2.ResumeRefusal]:
+        if not hello.HasField("resume"):
+            return None, session_pb2.RESUME_REFUSAL_UNSPECIFIED
+        if hello.resume.engine_epoch != self._engine.identity.engine_epoch:
+            return None, session_pb2.RESUME_REFUSAL_OTHER_EPOCH
+        refusal = session_pb2.RESUME_REFUSAL_NO_SESSION
         for session in self._sessions:
-            if _identity_of(session.hello) == _identity_of(hello) and session.can_resume(
-                hello.resume.last_seq
-            ):
-                return session
-        return None
+            if _identity_of(session.hello) == _identity_of(hello):
+                refusal = session.refusal_to_resume(hello.resume.last_seq)
+                if not refusal:
+                    return session, refusal
+        return None, refusal
 
     async def _feed(
         self, session: Session, link: SessionLink, requests: AsyncIterator[engine_pb2.ConnectRequest]
@@ -382,11 +391,8 @@ async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> ses
             reason="NO_HELLO",
         )
     hello = first.hello
-    for name in ("frontend_id", "session_id"):
-        if not 0 < len(getattr(hello, name)) <= _MAX_ID_CHARACTERS:
-            raise InvalidArgument(
-                f"hello.{name} takes 1 to {_MAX_ID_CHARACTERS} characters", field=f"hello.{name}"
-            )
+    check_length(hello.frontend_id, "hello.frontend_id", 1, _MAX_ID_CHARACTERS)
+    check_length(hello.session_id, "hello.session_id", _MIN_SESSION_ID_CHARACTERS, _MAX_ID_CHARACTERS)
     revisions = f"frontend has contract revision {hello.schema_revision}, this engine {SCHEMA_REVISION}"
     if hello.min_peer_revision > SCHEMA_REVISION:
         raise FailedPrecondition(

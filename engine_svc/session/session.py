@@ -141,10 +141,16 @@ class Session:
         is_end_unacknowledged = self.stream.log.first_seq <= self._last_end_seq
         return self.num_in_flight > 0 or (self.is_parked and is_end_unacknowledged)
 
-    def can_resume(self, last_seq: int) -> bool:
-        """Whether every message after `last_seq` can still be sent."""
+    def refusal_to_resume(self, last_seq: int) -> session_pb2.ResumeRefusal:
+        """Why it cannot be continued after `last_seq`; UNSPECIFIED if it can."""
         stream = self.stream
-        return not stream.is_over and stream.is_resumable and stream.log.can_resume(last_seq)
+        if stream.is_over or not stream.is_resumable:
+            return session_pb2.RESUME_REFUSAL_NO_SESSION
+        if stream.log.can_resume(last_seq):
+            return session_pb2.RESUME_REFUSAL_UNSPECIFIED
+        if last_seq > stream.log.last_seq:
+            return session_pb2.RESUME_REFUSAL_NEVER_SENT
+        return session_pb2.RESUME_REFUSAL_NOT_KEPT
 
     def attach(self, link: SessionLink) -> None:
         """Continue over `link`. A replaced one ends by itself unless it is blocked in a write."""
@@ -233,8 +239,16 @@ class Session:
         self._tensors.close()
         return num_aborted
 
-    async def write_messages(self, link: SessionLink, *, is_resumed: bool = False) -> None:
+    async def write_messages(
+        self,
+        link: SessionLink,
+        *,
+        is_resumed: bool = False,
+        refusal: session_pb2.ResumeRefusal = session_pb2.RESUME_REFUSAL_UNSPECIFIED,
+    ) -> None:
         """Write hello_ack, the messages that the frontend has missed, then all further ones.
+
+        refusal: why this is not the session that the frontend wanted to resume.
 
         Returns when the session is over or has left `link`; raises the error it was ended with.
         """
@@ -244,6 +258,7 @@ class Session:
             MAX_INFLIGHT_ADDS,
             features=self.features,
             is_resumed=is_resumed,
+            refusal=refusal,
             host_probe=self._tensors.probe_name,
         )
         writer.start(engine_pb2.ConnectResponse(hello_ack=hello_ack).SerializeToString())

@@ -24,7 +24,7 @@ from triptych.engine.v1 import add_pb2
 CORE_FIELDS = frozenset((
     "model", "prompt", "token_ids", "sampling", "add_special_tokens", "truncate_prompt_tokens",
     "return_prompt_token_ids", "orphan_grace_ms", "request_id", "priority", "cache_salt", "session_id",
-    "job_id", "is_last_step", "data_parallel_rank",
+    "data_parallel_rank",
     "messages", "tools", "tool_choice", "parallel_tool_calls", "template_options",
 ))  # fmt: skip
 _SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
@@ -111,9 +111,6 @@ def _entry(request: AnyRequest, token_ids: list[int]) -> add_pb2.AddEntry:
         request_seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         priority=request.priority,
         cache_salt=request.cache_salt,
-        session_id=request.session_id,
-        job_id=request.job_id,
-        is_last_step=request.is_last_step,
     )
     if request.HasField("data_parallel_rank"):
         entry.data_parallel_rank = request.data_parallel_rank
@@ -155,7 +152,6 @@ def _check_placement(request: AnyRequest, violations: Violations) -> None:
     for name, value in (
         ("request_id", request.request_id),
         ("session_id", request.session_id),
-        ("job_id", request.job_id),
         ("cache_salt", request.cache_salt),
     ):
         violations.need_count(name, len(value), "characters", 0, longest)

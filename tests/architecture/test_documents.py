@@ -130,7 +130,22 @@ def test_the_page_about_sessions_names_what_the_engine_refuses() -> None:
         r"triptych's engine refuses:\n\s*(.*?)\n-", text_of("protos/engine-session.md"), re.DOTALL
     )
     named = {name.removeprefix("sampling.") for name in re.findall(r"`([a-z_.]+)`", paragraph)}
-    assert named == {*refused_by_the_engine(), "pooling"}
+    assert named == refused_by_the_engine()
+
+
+def test_the_page_about_sessions_names_tests_that_exist() -> None:
+    section = text_of("protos/engine-session.md").split("## 16. Tests")[1]
+    named = set(re.findall(r"`(test_\w+)`", section))
+    assert len(named) > 50
+    assert named - matches(r"^ *(?:async )?def (test_\w+)\(", "tests/**/*.py") == set()
+
+
+def test_the_page_about_sessions_has_every_reason_of_a_session() -> None:
+    folders = ("session", "tensors", "admin", "adoption")
+    reasons = reasons_of(*(f"engine_svc/{folder}/*.py" for folder in folders))
+    section = text_of("protos/engine-session.md").split("## 14. Statuses")[1].split("\n## ")[0]
+    assert len(reasons) >= 20
+    assert sorted(reason for reason in reasons if f"`{reason}`" not in section) == []
 
 
 @pytest.mark.parametrize(

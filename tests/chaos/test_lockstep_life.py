@@ -113,7 +113,8 @@ class Group:
             await admin_pb2_grpc.AdminServiceStub(channel).Utility(request, timeout=_LIMIT_S)
 
     async def pause(self, rank: int) -> None:
-        await self.call(rank, pause=utility_pb2.PauseCall(mode=utility_pb2.PAUSE_MODE_KEEP))
+        pause = utility_pb2.PauseCall(mode=utility_pb2.PAUSE_MODE_KEEP, clear_cache=False)
+        await self.call(rank, pause=pause)
 
     async def resume(self, rank: int) -> None:
         await self.call(rank, resume=utility_pb2.ResumeCall())

@@ -113,8 +113,10 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         schema_revision: int = 1,
         min_peer_revision: int = 0,
         features: Sequence[str] = ("adopt",),
+        feature_set: session_pb2.FeatureSet | None = None,
     ) -> None:
         self.features = features
+        self.feature_set = feature_set
         self.num_asked_adoptions = 0
         self.script = script
         self.model = model
@@ -241,6 +243,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 ack_interval_messages=4,
                 ack_interval_ms=200,
                 features=self.features,
+                feature_set=self.feature_set,
                 schema_revision=self.schema_revision,
                 min_peer_revision=self.min_peer_revision,
             )

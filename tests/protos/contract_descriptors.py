@@ -40,9 +40,14 @@ def load_descriptors(folder: Path) -> list[descriptor_pb2.FileDescriptorProto]:
     return list(descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file)
 
 
+def comments_of(file: descriptor_pb2.FileDescriptorProto) -> dict[tuple[int, ...], str]:
+    """The comment above each element, by its path in the file."""
+    return {tuple(at.path): at.leading_comments.strip() for at in file.source_code_info.location}
+
+
 def elements(file: descriptor_pb2.FileDescriptorProto) -> Iterator[Element]:
     """Everything in `file` that must be commented."""
-    comments = {tuple(at.path): at.leading_comments.strip() for at in file.source_code_info.location}
+    comments = comments_of(file)
 
     def found(path: tuple[int, ...], name: str) -> Element:
         return Element(file.name, name, comments.get(path, ""))

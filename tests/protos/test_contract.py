@@ -82,6 +82,17 @@ def test_services_stand_in_files_without_optional_fields(files: Files) -> None:
         assert not (file.service and optional), file.name
 
 
+def test_what_is_removed_is_reserved_by_number_and_name(files: Files) -> None:
+    for file in files:
+        for message in file.message_type:
+            num_numbers = sum(reserved.end - reserved.start for reserved in message.reserved_range)
+            assert num_numbers == len(message.reserved_name), message.name
+        for enum in file.enum_type:
+            # Of an enum, the end is included.
+            num_numbers = sum(reserved.end - reserved.start + 1 for reserved in enum.reserved_range)
+            assert num_numbers == len(enum.reserved_name), enum.name
+
+
 def test_there_are_no_maps_and_no_timestamps(files: Files) -> None:
     for file in files:
         assert all(name.startswith("triptych/") for name in file.dependency), file.name

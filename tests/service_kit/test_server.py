@@ -472,6 +472,15 @@ async def test_every_listed_service_can_be_described(symbol: str) -> None:
     assert symbol in [f"{file.package}.{service.name}" for service in file.service]
 
 
+@pytest.mark.parametrize("name", ["BadRequest", "ErrorInfo", "RetryInfo", "ResourceInfo"])
+async def test_the_details_of_statuses_can_be_described(name: str) -> None:
+    async with serving([]) as (_, channel):
+        answer = await ask(channel, V1_NAME, Request(file_containing_symbol=f"google.rpc.{name}"))
+    file = descriptor_pb2.FileDescriptorProto()
+    file.ParseFromString(answer.file_descriptor_response.file_descriptor_proto[0])
+    assert name in [message.name for message in file.message_type]
+
+
 async def test_reflection_can_be_left_out() -> None:
     async with serving([], reflection=False) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -156,7 +156,7 @@ async def profile_under_load(engine: Operated, folder: Path) -> None:
 async def refusals(engine: Operated) -> None:
     await refused(engine, grpc.StatusCode.UNIMPLEMENTED)
     await refused(engine, grpc.StatusCode.UNIMPLEMENTED, flush_pins={})
-    await refused(engine, grpc.StatusCode.INVALID_ARGUMENT, pause={})
+    await refused(engine, grpc.StatusCode.INVALID_ARGUMENT, pause={"mode": 9})
     assert await forbidden_over_a_session(engine) == grpc.StatusCode.PERMISSION_DENIED.value[0]
     async with grpc.aio.insecure_channel(listeners_of(engine.trio.frontend)[1]) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)

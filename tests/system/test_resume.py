@@ -355,6 +355,7 @@ async def test_a_session_that_a_live_engine_has_given_up_is_no_death_and_another
         rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
         assert {taker.losses[0].kind for taker in takers} == {LossKind.DISMISSAL}
+        assert "does not have the session any more (NO_SESSION)" in takers[0].losses[0].reason
         # A step that is held for long looks hung to the session that begins.
         engine.executor.gate.set()
         await rig.until_state(EngineState.READY)

@@ -37,9 +37,11 @@ class PromptEmbedsOfAdd(WireFeature):
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
         """Raises also an error of the tensor source."""
         if not entry.HasField("prompt_embeds"):
-            if entry.is_token and set(entry.is_token) != {1}:
+            num_tokens = len(context.token_ids)
+            if entry.is_token and entry.is_token != b"\x01" * num_tokens:
                 raise InvalidArgument(
-                    "is_token leaves out tokens, there is no prompt_embeds", field="is_token"
+                    f"is_token takes a 1 for each of {num_tokens} positions, as there is no prompt_embeds",
+                    field="is_token",
                 )
             return None
         if context.tensors is None or not self.takes_tensors:

@@ -233,6 +233,7 @@ class EngineClient:
             ready = await self._ready_mailbox.get()
             self.model = await self._artifacts.model_of(ready, stub)
             self._ready_mailbox.note_read(ready)
+            self.requests.vocab_size = ready.vocab_size
             self.requests.account.set_facts(block_size=ready.block_size)
             self._become_ready()
 

@@ -25,8 +25,8 @@ class MalformedStep(ValueError):
     """A step message with inconsistent columns: the engine violates the protocol."""
 
 
-def read_step(step: step_pb2.Step) -> StepColumns:
-    """Raises MalformedStep."""
+def read_step(step: step_pb2.Step, vocab_size: int = 0) -> StepColumns:
+    """Raises MalformedStep. vocab_size: of the model; 0 if it is not known."""
     handles = _u32("handles", step.handles)
     num_rows = len(handles)
     counts: Sequence[int] = (
@@ -39,6 +39,8 @@ def read_step(step: step_pb2.Step) -> StepColumns:
         raise MalformedStep(
             f"{num_rows} handles, {len(counts)} counts of {num_tokens} tokens, {len(token_ids)} ids"
         )
+    if vocab_size and max(token_ids, default=0) >= vocab_size:
+        raise MalformedStep(f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}")
     endings = {finished.row: _ending(finished) for finished in step.finished}
     cached = {first.row: first.num_cached_tokens for first in step.first}
     if max(endings, default=-1) >= num_rows or max(cached, default=-1) >= num_rows:
@@ -105,12 +107,14 @@ def _fill(values: array[int] | array[float], name: str, column: bytes) -> None:
 def _ending(finished: step_pb2.StepFinished) -> Ending:
     if finished.reason == output_pb2.FINISH_REASON_UNSPECIFIED:
         raise MalformedStep("a finish reason is missing")
-    # A newer engine may send reasons that this frontend does not know.
-    reason = _REASONS.get(finished.reason, EndReason.ERROR)
+    reason, message = _REASONS.get(finished.reason), finished.message
+    if reason is None:
+        reason = EndReason.ERROR
+        message = message or f"the engine ended it with finish reason {finished.reason}, unknown here"
     kind = finished.WhichOneof("stop")
     return Ending(
         reason,
         stop_token_id=finished.stop_token_id if kind == "stop_token_id" else None,
         eos_token_id=finished.eos_token_id if kind == "eos_token_id" else None,
-        message=finished.message,
+        message=message,
     )

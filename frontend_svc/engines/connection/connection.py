@@ -139,7 +139,7 @@ class EngineConnection:
             await asyncio.sleep(_RESUME_RETRY_S)
         if not is_resumed:
             stream.cancel()
-            reason = f"{lost}; the engine does not have the session any more"
+            reason = f"{lost}; the engine does not have the session any more{_refusal(self.ack)}"
             raise StreamLost(reason, self._end_of_unknown_session())
         self._resend(stream)
         self._stream = stream
@@ -192,6 +192,9 @@ class EngineConnection:
         if reason is not None:
             stream.cancel()
             raise StreamLost(reason, StreamEnd.INCOMPATIBLE)
+        # An engine may name features, or set the typed fields.
+        named = {name for name in FEATURES if name in ack.features or getattr(ack.feature_set, name)}
+        ack.features[:] = sorted(named)
         self.ack = ack
         is_resumed = session.is_resumed_by(ack)
         greeting = self.greet(ack, session.session_id, is_resumed)
@@ -207,6 +210,7 @@ class EngineConnection:
             schema_revision=SCHEMA_REVISION,
             min_peer_revision=MIN_ENGINE_REVISION,
             features=sorted(FEATURES),
+            feature_set=session_pb2.FeatureSet(**dict.fromkeys(FEATURES, True)),
             role=session_pb2.PEER_ROLE_FRONTEND,
             resume=self.session.resume_point(),
         )
@@ -223,6 +227,16 @@ class EngineConnection:
         # The same process may have given it up, for example because this frontend was stopped for too long.
         is_same = self.ack.engine_epoch == self.session.engine_epoch
         return StreamEnd.DISMISSED if is_same else StreamEnd.FAILED
+
+
+def _refusal(ack: session_pb2.HelloAck) -> str:
+    """Why the engine does not resume the session, as a part of a message; empty if it gives no reason."""
+    if not ack.resume_refusal:
+        return ""
+    names = session_pb2.ResumeRefusal.values()
+    if ack.resume_refusal not in names:
+        return f" (reason {ack.resume_refusal})"
+    return f" ({session_pb2.ResumeRefusal.Name(ack.resume_refusal).removeprefix('RESUME_REFUSAL_')})"
 
 
 def _incompatibility(ack: session_pb2.HelloAck) -> str | None:

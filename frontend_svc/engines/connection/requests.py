@@ -43,6 +43,7 @@ class EngineRequests:
     ) -> None:
         self.account = EngineAccount(address)
         self.stale_outputs = 0  # rows of requests that had moved to other engines
+        self.vocab_size = 0  # of the engine's model; 0 until it is known
         self._connection = connection
         self._on_add = on_add
         self._handles = itertools.count(1)
@@ -98,7 +99,7 @@ class EngineRequests:
 
     async def on_step(self, step: step_pb2.Step) -> None:
         """Pass a step to its readers, a few at a time: all of them at once would block the event loop."""
-        columns = read_step(step)
+        columns = read_step(step, self.vocab_size)
         self.stale_outputs += self._connection.session.on_step(columns)
         for row in columns.cached:
             self.account.begin(columns.handles[row])

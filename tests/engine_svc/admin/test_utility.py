@@ -39,7 +39,14 @@ from tests.engine_svc.loop.controlled_rig import (
     tokens_of,
 )
 from tests.engine_svc.session.service_rig import ABORT as ENDED_BY_ABORT
-from tests.engine_svc.session.service_rig import LENGTH, ServiceRig, StreamClient, make_entry, serving
+from tests.engine_svc.session.service_rig import (
+    LENGTH,
+    ServiceRig,
+    StreamClient,
+    make_entry,
+    prompt_of,
+    serving,
+)
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 
 ALL_CALLS = tuple(field.name for field in utility_pb2.UtilityCall.DESCRIPTOR.oneofs_by_name["call"].fields)
@@ -292,7 +299,6 @@ def test_a_call_is_registered_once_and_by_a_name_of_the_proto():
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
-        ({"pause": {}}, InvalidArgument),
         ({"pause": {"mode": 9}}, InvalidArgument),
         ({"sleep": {"level": 3}}, InvalidArgument),
         ({"sleep": {"level": 1, "mode": 9}}, InvalidArgument),
@@ -483,15 +489,44 @@ async def test_sleep_gives_memory_back_and_held_streams_go_on_after_wake():
     assert engine.frontend.tokens == {1: tokens_of(1, 30), 2: tokens_of(2, 30), 3: tokens_of(3, 5)}
 
 
-async def test_sleep_ends_running_requests_where_no_mode_is_asked_for():
+async def test_sleep_of_no_mode_and_level_ends_running_requests_and_is_level_1():
     async with controlled() as engine:
         await running(engine, 1, num_tokens=100)
-        sleeping = asyncio.create_task(engine.call(sleep={"level": 1}))
+        sleeping = asyncio.create_task(engine.call(sleep={}))
         await engine.let_calls_begin()
         engine.rig.executor.gate.set()
         await sleeping
         await engine.frontend.until_ended(1)
     assert engine.frontend.finished == {1: [ENDED_BY_ABORT]}
+    assert engine.runners.asked == [("sleep", 1)]
+
+
+async def test_a_pause_of_no_mode_ends_running_requests_and_clears_the_cache():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=100)
+        pausing = asyncio.create_task(engine.call(pause={}))
+        await engine.let_calls_begin()
+        engine.rig.executor.gate.set()
+        await pausing
+        await engine.frontend.until_ended(1)
+        await engine.resume()
+        await engine.frontend.add(make_entry(2, prompt=prompt_of(1)))
+        await engine.frontend.until_ended(2)
+    assert engine.frontend.finished == {1: [ENDED_BY_ABORT], 2: [LENGTH]}
+    assert [first.num_cached_tokens for first in firsts_of(engine)] == [0, 0]
+
+
+async def test_a_pause_that_clears_the_cache_preempts_what_it_holds():
+    async with controlled() as engine:
+        await running(engine, 1, num_tokens=30)
+        pausing = asyncio.create_task(engine.pause(KEEP, clear_cache=True))
+        await engine.let_calls_begin()
+        engine.rig.executor.gate.set()
+        await pausing
+        await engine.resume()
+        await engine.frontend.until_ended(1)
+        assert (await engine.call(get_statistics={})).statistics.num_preemptions == 1
+    assert engine.frontend.tokens == {1: tokens_of(1, 30)}
 
 
 async def test_a_cache_in_use_is_reset_only_where_running_requests_may_lose_their_blocks():
@@ -516,8 +551,11 @@ async def test_the_hit_rate_is_0_after_a_pause_that_clears_the_cache():
             await engine.resume()
             await engine.frontend.add(make_entry(handle, prompt=prompt))
             await engine.frontend.until_ended(handle)
-    firsts = [first for message in engine.frontend.received for first in message.step.first]
-    assert [first.num_cached_tokens for first in firsts] == [0, 0, 36]
+    assert [first.num_cached_tokens for first in firsts_of(engine)] == [0, 0, 36]
+
+
+def firsts_of(engine):
+    return [first for message in engine.frontend.received for first in message.step.first]
 
 
 async def test_weights_are_replaced_only_where_nothing_runs_or_all_is_held():

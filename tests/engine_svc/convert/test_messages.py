@@ -57,7 +57,7 @@ def test_an_add_becomes_the_request_it_asks_for():
 
 def test_what_is_not_said_takes_the_neutral_value():
     entry = add_pb2.AddEntry(
-        handle=1, prompt_token_ids=column([1, 2]), sampling=sampling_pb2.SamplingParams()
+        handle=1, request_id="r", prompt_token_ids=column([1, 2]), sampling=sampling_pb2.SamplingParams()
     )
     sampling = read_add(entry).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_tokens) == (1.0, 1.0, 0, 0)
@@ -210,6 +210,7 @@ def test_a_column_that_is_cut_a_prompt_without_tokens_and_a_wild_priority_are_re
     [
         {"n": 2},
         {"bad_words": ["x"]},
+        {"stop": ["x"]},
         {"structured_output": sampling_pb2.StructuredOutput(regex="a")},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -240,7 +241,6 @@ def test_a_kind_of_request_that_cannot_be_served_is_refused(entry):
 def test_what_concerns_text_alone_is_the_frontends_and_is_ignored():
     entry = make_entry(
         1,
-        stop=["x"],
         include_stop_in_output=True,
         detokenize=False,
         skip_special_tokens=False,
@@ -249,6 +249,15 @@ def test_what_concerns_text_alone_is_the_frontends_and_is_ignored():
         stream_interval=3,
     )
     assert read_add(entry).sampling == read_add(make_entry(1)).sampling
+
+
+def test_an_add_without_params_or_request_id_is_refused():
+    without_params, without_id = make_entry(1), make_entry(1)
+    without_params.ClearField("sampling")
+    without_id.request_id = ""
+    for entry, word in ((without_params, "params is not set"), (without_id, "request_id has 0 characters")):
+        with pytest.raises(InvalidArgument, match=word):
+            read_add(entry)
 
 
 def test_one_output_of_a_sampling_group_is_accepted():

@@ -90,9 +90,9 @@ class Controlled:
         async with asyncio.timeout(LIMIT_S):
             return (await self.admin.serve(request)).result
 
-    async def pause(self, mode: utility_pb2.PauseMode = KEEP, **fields: object) -> None:
+    async def pause(self, mode: utility_pb2.PauseMode = KEEP, *, clear_cache: bool = False) -> None:
         """Pause; returns when the engine says that it is done."""
-        await self.call(pause=utility_pb2.PauseCall(mode=mode, **fields))
+        await self.call(pause=utility_pb2.PauseCall(mode=mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         await self.call(resume=utility_pb2.ResumeCall())

@@ -171,7 +171,11 @@ class StreamClient:
         self._reader = asyncio.create_task(self._read())
 
     async def send_hello(self, **hello: object) -> None:
-        fields = {"frontend_id": self.frontend_id, "session_id": self.frontend_id * 4, "frontend_epoch": 1}
+        fields = {
+            "frontend_id": self.frontend_id,
+            "session_id": session_id_of(self.frontend_id),
+            "frontend_epoch": 1,
+        }
         message = session_pb2.Hello(**{"schema_revision": 1, **fields, **hello})
         await self.send(engine_pb2.ConnectRequest(hello=message))
 
@@ -284,6 +288,10 @@ async def connected(
         client = StreamClient(stub, "f")
         await client.open()
         yield rig, stub, client
+
+
+def session_id_of(name: str) -> str:
+    return f"session of {name}".ljust(32, ".")
 
 
 def make_entry(

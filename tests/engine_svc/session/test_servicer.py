@@ -26,6 +26,7 @@ from tests.engine_svc.session.service_rig import (
     prompt_of,
     served,
     serving,
+    session_id_of,
 )
 from triptych.engine.v1 import engine_pb2, session_pb2
 
@@ -167,10 +168,11 @@ async def test_draining_refuses_new_requests_and_finishes_the_running_ones():
     [
         ({"frontend_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"session_id": "x" * 200}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"session_id": "x" * 15}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"min_peer_revision": 9}, grpc.StatusCode.FAILED_PRECONDITION),
         ({"schema_revision": 0}, grpc.StatusCode.FAILED_PRECONDITION),
     ],
-    ids=["no frontend_id", "long session_id", "newer contract", "older contract"],
+    ids=["no frontend_id", "long session_id", "short session_id", "newer contract", "older contract"],
 )
 async def test_a_wrong_hello_ends_the_stream(hello, code):
     rig = ServiceRig()
@@ -188,8 +190,8 @@ async def test_a_frontend_of_the_next_revision_is_served_what_this_one_knows():
         # A field that only the next revision has, number 99, and a feature of its own.
         hello = session_pb2.Hello.FromString(
             session_pb2.Hello(
-                frontend_id="f", session_id="s", frontend_epoch=1, schema_revision=2, min_peer_revision=1,
-                features=["resume", "telepathy"],
+                frontend_id="f", session_id=session_id_of("f"), frontend_epoch=1, schema_revision=2,
+                min_peer_revision=1, features=["resume", "telepathy"],
             ).SerializeToString() + b"\x9a\x06\x03new"
         )  # fmt: skip
         await client.send(engine_pb2.ConnectRequest(hello=hello))
@@ -216,9 +218,9 @@ async def test_a_stream_that_does_not_begin_with_hello_ends_and_says_what_came()
 async def test_a_newer_process_of_a_frontend_ends_the_older_session():
     async with served() as (_, stub):
         old, new = StreamClient(stub, "f"), StreamClient(stub, "f")
-        await old.open(session_id="a")
+        await old.open(session_id=session_id_of("a"))
         await old.until(lambda: "ready" in old.kinds())
-        await new.open(session_id="b", frontend_epoch=2)
+        await new.open(session_id=session_id_of("b"), frontend_epoch=2)
         await old.until(lambda: old.is_over)
         assert old.error.code() is grpc.StatusCode.ABORTED
         await new.add(make_entry(1))

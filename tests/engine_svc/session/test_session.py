@@ -52,6 +52,7 @@ from tests.engine_svc.session.service_rig import (
     prompt_of,
     served,
     serving,
+    session_id_of,
     until_finished,
 )
 from triptych.common.v1 import tensor_pb2
@@ -257,6 +258,39 @@ async def test_a_handle_in_use_is_refused_and_its_request_goes_on():
         assert len(client.tokens[1]) == 20
 
 
+async def test_a_request_id_is_in_use_until_its_request_ends_or_is_aborted():
+    """Section 6, request_id."""
+    async with connected() as (rig, _, client):
+        await added(rig, client, make_entry(1, max_tokens=100), hold_at=2)
+
+        def again(handle: int, attempt: int = 0) -> add_pb2.AddEntry:
+            entry = make_entry(handle, attempt=attempt)
+            entry.request_id = make_entry(1).request_id
+            return entry
+
+        await client.add(again(2), again(3, attempt=1))
+        await client.flush()
+        assert set(client.rejected) == {2}
+        assert client.rejected[2].status.code == grpc.StatusCode.ALREADY_EXISTS.value[0]
+        assert b"REQUEST_ID_IN_USE" in client.rejected[2].status.details
+        await client.abort(1)
+        await client.add(again(4))
+        await client.flush()
+        rig.executor.gate.set()
+        await client.until_ended(1, 3, 4)
+        assert set(client.rejected) == {2}
+
+
+async def test_a_request_for_another_rank_is_refused():
+    async with connected() as (_, _, client):
+        entries = make_entry(1), make_entry(2)
+        entries[0].data_parallel_rank, entries[1].data_parallel_rank = 0, 7
+        await client.add(*entries)
+        await client.until_ended(1)
+        assert set(client.rejected) == {2}
+        assert "data_parallel_rank is 7" in client.rejected[2].status.message
+
+
 async def test_unknown_messages_are_ignored():
     async with connected() as (_, _, client):
         # Field 99 of a newer contract, length-delimited.
@@ -365,10 +399,13 @@ async def test_a_step_that_waits_goes_before_answers_to_what_is_asked_later():
 RESUME = {"features": ["resume"]}
 
 
-def again(client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None = None) -> dict[str, object]:
+def again(
+    client: StreamClient, *, engine_epoch: int = 7, last_seq: int | None = None, **hello: str
+) -> dict[str, object]:
     """A hello that resumes the session of `client` behind what it has received."""
     received = max((message.seq for message in client.received), default=0) if last_seq is None else last_seq
-    return {**RESUME, "resume": session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=received)}
+    point = session_pb2.ResumePoint(engine_epoch=engine_epoch, last_seq=received)
+    return {**RESUME, "resume": point, **hello}
 
 
 async def begun(stub, rig: ServiceRig, *handles: int, max_tokens: int = 20) -> StreamClient:
@@ -425,6 +462,23 @@ async def test_what_was_not_heard_is_sent_again_with_its_old_numbers():
             assert repeated[message.seq] == message
 
 
+@pytest.mark.parametrize(
+    "hello",
+    [{"features": ["resume"]}, {"feature_set": session_pb2.FeatureSet(resume=True)}],
+    ids=["names", "typed fields"],
+)
+async def test_a_feature_is_read_in_either_form_and_answered_in_both(hello):
+    """Section 3, rule 5."""
+    async with served() as (_, stub):
+        client = StreamClient(stub, "f")
+        await client.open(**hello)
+        await client.until(lambda: bool(client.received))
+        ack = client.received[0].hello_ack
+        assert list(ack.features) == ["resume"]
+        assert ack.feature_set == session_pb2.FeatureSet(resume=True)
+        assert ack.replay_window_ms == 5000
+
+
 async def test_an_add_that_is_repeated_after_a_break_is_run_once():
     async with served() as (rig, stub):
         first = await broken(stub, rig, 1)
@@ -469,18 +523,30 @@ async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_fre
 
 
 @pytest.mark.parametrize(
-    "hello",
-    [{"engine_epoch": 8}, {"last_seq": 10_000}, None],
-    ids=["another engine", "a position that never was", "no resumption"],
+    ("hello", "refusal"),
+    [
+        ({"engine_epoch": 8}, session_pb2.RESUME_REFUSAL_OTHER_EPOCH),
+        ({"last_seq": 10_000}, session_pb2.RESUME_REFUSAL_NEVER_SENT),
+        ({"last_seq": 0}, session_pb2.RESUME_REFUSAL_NOT_KEPT),
+        ({"session_id": session_id_of("another")}, session_pb2.RESUME_REFUSAL_NO_SESSION),
+        (None, session_pb2.RESUME_REFUSAL_UNSPECIFIED),
+    ],
+    ids=["another engine", "a position that never was", "acknowledged", "another id", "no resumption"],
 )
-async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello):
+async def test_what_cannot_be_resumed_is_aborted_and_begins_anew(hello, refusal):
+    """Section 5, rules 2 and 5."""
     async with served() as (rig, stub):
-        first = await broken(stub, rig, 1, max_tokens=100)
+        first = await begun(stub, rig, 1, max_tokens=100)
+        await first.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=1)))
+        await first.flush()
+        await first.close()
+        await parked(rig, stub)
         second = StreamClient(stub, "f")
-        fields = {**RESUME, "session_id": "new"} if hello is None else again(first, **hello)
+        fields = {**RESUME, "session_id": session_id_of("new")} if hello is None else again(first, **hello)
         await second.open(**fields)
         await second.until(lambda: "ready" in second.kinds())
-        assert not second.received[0].hello_ack.resume_ok
+        ack = second.received[0].hello_ack
+        assert (ack.resume_ok, ack.resume_refusal) == (False, refusal)
         assert second.received[1].seq == 1
         rig.executor.gate.set()
         await until_finished(stub, 1)
@@ -493,7 +559,7 @@ async def test_another_process_of_a_frontend_ends_what_the_one_before_left():
     async with served() as (rig, stub):
         await broken(stub, rig, 1, max_tokens=100)
         second = StreamClient(stub, "f")
-        await second.open(**RESUME, session_id="new", frontend_epoch=2)
+        await second.open(**RESUME, session_id=session_id_of("new"), frontend_epoch=2)
         await second.until(lambda: "ready" in second.kinds())
         rig.executor.gate.set()
         await until_finished(stub, 1)
@@ -503,7 +569,7 @@ async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
     async with served() as (rig, stub):
         first = await begun(stub, rig, 1)
         stranger = StreamClient(stub, "another")
-        await stranger.open(session_id="f" * 4, **again(first))
+        await stranger.open(session_id=session_id_of("f"), **again(first))
         await stranger.until(lambda: bool(stranger.received))
         assert not stranger.received[0].hello_ack.resume_ok
         rig.executor.gate.set()
@@ -712,7 +778,9 @@ async def sends_an_unreadable_message(rig: ServiceRig, stub: engine_pb2_grpc.Eng
         # The stubs know neither a call without serializers nor one that is written to.
         connect: Any = channel.stream_stream
         call = connect(f"/{FULL_NAME}/Connect")()
-        hello = session_pb2.Hello(frontend_id="f", session_id="s", frontend_epoch=1, schema_revision=1)
+        hello = session_pb2.Hello(
+            frontend_id="f", session_id=session_id_of("f"), frontend_epoch=1, schema_revision=1
+        )
         await call.write(engine_pb2.ConnectRequest(hello=hello).SerializeToString())
         await call.write(b"\xff")
         with contextlib.suppress(grpc.aio.AioRpcError):
@@ -929,7 +997,7 @@ async def test_a_proven_neighbour_sends_by_shared_memory_and_others_lose_that_re
     async with serving(open_rig()) as stub:
         near, far = await opened(stub, "near"), await opened(stub, "far")
         secret = shared_memory.read(ack_of(near).host_probe, 0, 32)
-        await near.send(proof(hmac.digest(secret, (near.frontend_id * 4).encode(), "sha256")))
+        await near.send(proof(hmac.digest(secret, session_id_of(near.frontend_id).encode(), "sha256")))
         for handle, client in ((1, near), (2, far)):
             segment = shared_memory.create(shared_memory.segment_name(client.frontend_id, handle), DATA)
             reference = tensor_pb2.SharedMemoryReference(name=segment.name, size=len(DATA))

@@ -24,7 +24,7 @@ from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 WAIT_S = 30.0
 HELLO = session_pb2.Hello(
     frontend_id="f",
-    session_id="s",
+    session_id="s" * 16,
     frontend_epoch=1,
     schema_revision=1,
     min_peer_revision=1,

@@ -62,7 +62,7 @@ async def listening() -> AsyncIterator[Listener]:
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [
-        (["pause"], {"pause": {"mode": 3}}),
+        (["pause"], {"pause": {"mode": 3, "clear_cache": False}}),
         (["pause", "--mode", "abort", "--clear-cache"], {"pause": {"mode": 1, "clear_cache": True}}),
         (["sleep", "--level", "2", "--mode", "wait"], {"sleep": {"level": 2, "mode": 2}}),
         (["wake", "--tag", "weights", "--tag", "kv_cache"], {"wake": {"tags": ["weights", "kv_cache"]}}),

@@ -126,6 +126,7 @@ class AdminServiceServicer:
 
     def Drain(self, request, context):
         """Drain refuses new requests, finishes the running ones and streams the progress.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +134,7 @@ class AdminServiceServicer:
 
     def WatchScheduler(self, request, context):
         """WatchScheduler streams the requests of an engine's scheduler.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,6 +149,7 @@ class AdminServiceServicer:
 
     def LoadAdapter(self, request, context):
         """LoadAdapter loads an adapter into an engine.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,6 +157,7 @@ class AdminServiceServicer:
 
     def UnloadAdapter(self, request, context):
         """UnloadAdapter unloads an adapter from an engine.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +165,7 @@ class AdminServiceServicer:
 
     def ListAdapters(self, request, context):
         """ListAdapters lists the adapters that an engine has loaded.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,6 +173,7 @@ class AdminServiceServicer:
 
     def Pin(self, request, context):
         """Pin promises not to evict the blocks of a sequence before a time.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,6 +181,7 @@ class AdminServiceServicer:
 
     def Release(self, request, context):
         """Release releases pins.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +189,7 @@ class AdminServiceServicer:
 
     def ListPins(self, request, context):
         """ListPins lists the pins of an engine.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -92,6 +92,7 @@ class InferenceServiceServicer:
 
     def GenerateSession(self, request_iterator, context):
         """GenerateSession streams input as well: the prompt may grow while the request is open.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,13 +25,14 @@ _sym_db = _symbol_database.Default()
 from triptych.common.v1 import output_pb2 as triptych_dot_common_dot_v1_dot_output__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/api/v1/request.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"=\n\rAbortResponse\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb9\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x11\n\tengine_id\x18\x05 \x01(\t\x12\x14\n\x0cnum_attempts\x18\x06 \x01(\r*~\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x32\xaf\x01\n\x0eRequestService\x12\x46\n\x05\x41\x62ort\x12\x1d.triptych.api.v1.AbortRequest\x1a\x1e.triptych.api.v1.AbortResponse\x12U\n\nGetRequest\x12\".triptych.api.v1.GetRequestRequest\x1a#.triptych.api.v1.GetRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/api/v1/request.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"=\n\rAbortResponse\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb9\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x11\n\tengine_id\x18\x05 \x01(\t\x12\x14\n\x0cnum_attempts\x18\x06 \x01(\r*~\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x32\xaf\x01\n\x0eRequestService\x12\x46\n\x05\x41\x62ort\x12\x1d.triptych.api.v1.AbortRequest\x1a\x1e.triptych.api.v1.AbortResponse\x12U\n\nGetRequest\x12\".triptych.api.v1.GetRequestRequest\x1a#.triptych.api.v1.GetRequestResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.api.v1.request_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017triptych.api.v1P\001Z\025triptych/api/v1;apiv1\252\002\017Triptych.Api.V1'
   _globals['_REQUESTSTATE']._serialized_start=411
   _globals['_REQUESTSTATE']._serialized_end=537
   _globals['_ABORTREQUEST']._serialized_start=83

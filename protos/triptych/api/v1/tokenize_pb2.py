@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/api/v1/tokenize.proto\x12\x0ftriptych.api.v1\"}\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rreturn_tokens\x18\x04 \x01(\x08\x42\x15\n\x13_add_special_tokens\"x\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x15\n\rstart_offsets\x18\x03 \x03(\r\x12\x13\n\x0b\x65nd_offsets\x18\x04 \x03(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/api/v1/tokenize.proto\x12\x0ftriptych.api.v1\"}\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rreturn_tokens\x18\x04 \x01(\x08\x42\x15\n\x13_add_special_tokens\"x\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x15\n\rstart_offsets\x18\x03 \x03(\r\x12\x13\n\x0b\x65nd_offsets\x18\x04 \x03(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\tB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.api.v1.tokenize_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\017triptych.api.v1P\001Z\025triptych/api/v1;apiv1\252\002\017Triptych.Api.V1'
   _globals['_TOKENIZEREQUEST']._serialized_start=51
   _globals['_TOKENIZEREQUEST']._serialized_end=176
   _globals['_TOKENIZERESPONSE']._serialized_start=178

@@ -25,15 +25,16 @@ _sym_db = _symbol_database.Default()
 from triptych.common.v1 import error_pb2 as triptych_dot_common_dot_v1_dot_error__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%triptych/coordinator/v1/command.proto\x12\x17triptych.coordinator.v1\x1a\x1etriptych/common/v1/error.proto\"\x98\x03\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x38\n\nstart_wave\x18\x02 \x01(\x0b\x32\".triptych.coordinator.v1.StartWaveH\x00\x12>\n\rprepare_scale\x18\x03 \x01(\x0b\x32%.triptych.coordinator.v1.PrepareScaleH\x00\x12<\n\x0c\x63ommit_scale\x18\x04 \x01(\x0b\x32$.triptych.coordinator.v1.CommitScaleH\x00\x12:\n\x0b\x61\x62ort_scale\x18\x05 \x01(\x0b\x32#.triptych.coordinator.v1.AbortScaleH\x00\x12\x36\n\x05\x64rain\x18\x06 \x01(\x0b\x32%.triptych.coordinator.v1.DrainCommandH\x00\x12\x42\n\x0fupdate_interval\x18\x07 \x01(\x0b\x32\'.triptych.coordinator.v1.UpdateIntervalH\x00\x42\t\n\x07\x63ommand\"\x92\x01\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x32\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32#.triptych.coordinator.v1.CommandAckH\x00\x12/\n\x04nack\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x42\x08\n\x06result\"\x0c\n\nCommandAck\"*\n\tStartWave\x12\x0c\n\x04wave\x18\x01 \x01(\x04\x12\x0f\n\x07\x65xclude\x18\x02 \x03(\t\"\x9d\x01\n\x0cPrepareScale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08new_size\x18\x02 \x01(\r\x12\x0e\n\x04rank\x18\x03 \x01(\rH\x00\x12\x0f\n\x05leave\x18\x05 \x01(\x08H\x00\x12\x37\n\nrendezvous\x18\x06 \x01(\x0b\x32#.triptych.coordinator.v1.RendezvousB\x07\n\x05placeJ\x04\x08\x04\x10\x05\":\n\x0b\x43ommitScale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x17\n\x0flost_generation\x18\x02 \x01(\x04\" \n\nAbortScale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"#\n\x0c\x44rainCommand\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\"%\n\x0eUpdateInterval\x12\x13\n\x0binterval_ms\x18\x01 \x01(\x04\"\x81\x01\n\nRendezvous\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x1c\n\x14parallel_config_hash\x18\x06 \x01(\tJ\x04\x08\x02\x10\x03\"O\n\rScalingNotice\x12\x38\n\x04kind\x18\x01 \x01(\x0e\x32*.triptych.coordinator.v1.ScalingNoticeKindJ\x04\x08\x02\x10\x03*q\n\x11ScalingNoticeKind\x12#\n\x1fSCALING_NOTICE_KIND_UNSPECIFIED\x10\x00\x12%\n!SCALING_NOTICE_KIND_WEIGHTS_READY\x10\x02\"\x04\x08\x01\x10\x01\"\x04\x08\x03\x10\x03\"\x04\x08\x04\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%triptych/coordinator/v1/command.proto\x12\x17triptych.coordinator.v1\x1a\x1etriptych/common/v1/error.proto\"\x98\x03\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x38\n\nstart_wave\x18\x02 \x01(\x0b\x32\".triptych.coordinator.v1.StartWaveH\x00\x12>\n\rprepare_scale\x18\x03 \x01(\x0b\x32%.triptych.coordinator.v1.PrepareScaleH\x00\x12<\n\x0c\x63ommit_scale\x18\x04 \x01(\x0b\x32$.triptych.coordinator.v1.CommitScaleH\x00\x12:\n\x0b\x61\x62ort_scale\x18\x05 \x01(\x0b\x32#.triptych.coordinator.v1.AbortScaleH\x00\x12\x36\n\x05\x64rain\x18\x06 \x01(\x0b\x32%.triptych.coordinator.v1.DrainCommandH\x00\x12\x42\n\x0fupdate_interval\x18\x07 \x01(\x0b\x32\'.triptych.coordinator.v1.UpdateIntervalH\x00\x42\t\n\x07\x63ommand\"\x92\x01\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x32\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32#.triptych.coordinator.v1.CommandAckH\x00\x12/\n\x04nack\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatusH\x00\x42\x08\n\x06result\"\x0c\n\nCommandAck\"*\n\tStartWave\x12\x0c\n\x04wave\x18\x01 \x01(\x04\x12\x0f\n\x07\x65xclude\x18\x02 \x03(\t\"\xa3\x01\n\x0cPrepareScale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x10\n\x08new_size\x18\x02 \x01(\r\x12\x0e\n\x04rank\x18\x03 \x01(\rH\x00\x12\x0f\n\x05leave\x18\x05 \x01(\x08H\x00\x12\x37\n\nrendezvous\x18\x06 \x01(\x0b\x32#.triptych.coordinator.v1.RendezvousB\x07\n\x05placeJ\x04\x08\x04\x10\x05R\x04keep\":\n\x0b\x43ommitScale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x17\n\x0flost_generation\x18\x02 \x01(\x04\" \n\nAbortScale\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"#\n\x0c\x44rainCommand\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\"%\n\x0eUpdateInterval\x12\x13\n\x0binterval_ms\x18\x01 \x01(\x04\"\x88\x01\n\nRendezvous\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x1c\n\x14parallel_config_hash\x18\x06 \x01(\tJ\x04\x08\x02\x10\x03R\x05ports\"[\n\rScalingNotice\x12\x38\n\x04kind\x18\x01 \x01(\x0e\x32*.triptych.coordinator.v1.ScalingNoticeKindJ\x04\x08\x02\x10\x03R\ngeneration*\xd2\x01\n\x11ScalingNoticeKind\x12#\n\x1fSCALING_NOTICE_KIND_UNSPECIFIED\x10\x00\x12%\n!SCALING_NOTICE_KIND_WEIGHTS_READY\x10\x02\"\x04\x08\x01\x10\x01\"\x04\x08\x03\x10\x03\"\x04\x08\x04\x10\x04*\x1eSCALING_NOTICE_KIND_INIT_READY* SCALING_NOTICE_KIND_RECONFIGURED*\x1dSCALING_NOTICE_KIND_SHUT_DOWNB\\\n\x17triptych.coordinator.v1P\x01Z%triptych/coordinator/v1;coordinatorv1\xaa\x02\x17Triptych.Coordinator.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.coordinator.v1.command_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_SCALINGNOTICEKIND']._serialized_start=1259
-  _globals['_SCALINGNOTICEKIND']._serialized_end=1372
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\027triptych.coordinator.v1P\001Z%triptych/coordinator/v1;coordinatorv1\252\002\027Triptych.Coordinator.V1'
+  _globals['_SCALINGNOTICEKIND']._serialized_start=1285
+  _globals['_SCALINGNOTICEKIND']._serialized_end=1495
   _globals['_COMMAND']._serialized_start=99
   _globals['_COMMAND']._serialized_end=507
   _globals['_COMMANDRESULT']._serialized_start=510
@@ -43,17 +44,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTWAVE']._serialized_start=672
   _globals['_STARTWAVE']._serialized_end=714
   _globals['_PREPARESCALE']._serialized_start=717
-  _globals['_PREPARESCALE']._serialized_end=874
-  _globals['_COMMITSCALE']._serialized_start=876
-  _globals['_COMMITSCALE']._serialized_end=934
-  _globals['_ABORTSCALE']._serialized_start=936
-  _globals['_ABORTSCALE']._serialized_end=968
-  _globals['_DRAINCOMMAND']._serialized_start=970
-  _globals['_DRAINCOMMAND']._serialized_end=1005
-  _globals['_UPDATEINTERVAL']._serialized_start=1007
-  _globals['_UPDATEINTERVAL']._serialized_end=1044
-  _globals['_RENDEZVOUS']._serialized_start=1047
-  _globals['_RENDEZVOUS']._serialized_end=1176
-  _globals['_SCALINGNOTICE']._serialized_start=1178
-  _globals['_SCALINGNOTICE']._serialized_end=1257
+  _globals['_PREPARESCALE']._serialized_end=880
+  _globals['_COMMITSCALE']._serialized_start=882
+  _globals['_COMMITSCALE']._serialized_end=940
+  _globals['_ABORTSCALE']._serialized_start=942
+  _globals['_ABORTSCALE']._serialized_end=974
+  _globals['_DRAINCOMMAND']._serialized_start=976
+  _globals['_DRAINCOMMAND']._serialized_end=1011
+  _globals['_UPDATEINTERVAL']._serialized_start=1013
+  _globals['_UPDATEINTERVAL']._serialized_end=1050
+  _globals['_RENDEZVOUS']._serialized_start=1053
+  _globals['_RENDEZVOUS']._serialized_end=1189
+  _globals['_SCALINGNOTICE']._serialized_start=1191
+  _globals['_SCALINGNOTICE']._serialized_end=1282
 # @@protoc_insertion_point(module_scope)

@@ -27,13 +27,14 @@ from triptych.coordinator.v1 import command_pb2 as triptych_dot_coordinator_dot_
 from triptych.coordinator.v1 import member_pb2 as triptych_dot_coordinator_dot_v1_dot_member__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)triptych/coordinator/v1/coordinator.proto\x12\x17triptych.coordinator.v1\x1a\x1etriptych/common/v1/error.proto\x1a%triptych/coordinator/v1/command.proto\x1a$triptych/coordinator/v1/member.proto\"\x98\x02\n\x14\x45ngineSessionRequest\x12?\n\x08register\x18\x01 \x01(\x0b\x32+.triptych.coordinator.v1.EngineRegistrationH\x00\x12\x37\n\x06report\x18\x02 \x01(\x0b\x32%.triptych.coordinator.v1.EngineReportH\x00\x12@\n\x0e\x63ommand_result\x18\x03 \x01(\x0b\x32&.triptych.coordinator.v1.CommandResultH\x00\x12\x39\n\x07goodbye\x18\x04 \x01(\x0b\x32&.triptych.coordinator.v1.EngineGoodbyeH\x00\x42\t\n\x07message\"\xac\x02\n\x0c\x45ngineReport\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x31\n\x04load\x18\x02 \x01(\x0b\x32#.triptych.coordinator.v1.EngineLoad\x12\x33\n\x05state\x18\x03 \x01(\x0e\x32$.triptych.coordinator.v1.MemberState\x12\x0c\n\x04wave\x18\x04 \x01(\x04\x12\x13\n\x0bstep_number\x18\x05 \x01(\x04\x12\x15\n\rwave_complete\x18\x06 \x01(\x08\x12\x19\n\x11start_wave_needed\x18\x07 \x01(\x08\x12>\n\x0escaling_notice\x18\x08 \x01(\x0b\x32&.triptych.coordinator.v1.ScalingNotice\x12\x12\n\ngeneration\x18\t \x01(\x04\"\x1f\n\rEngineGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x92\x01\n\x15\x45ngineSessionResponse\x12\x39\n\nregistered\x18\x01 \x01(\x0b\x32#.triptych.coordinator.v1.RegisteredH\x00\x12\x33\n\x07\x63ommand\x18\x02 \x01(\x0b\x32 .triptych.coordinator.v1.CommandH\x00\x42\t\n\x07message\"W\n\nRegistered\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\x12\x16\n\x0erenew_after_ms\x18\x02 \x01(\x04\x12\x19\n\x11\x63oordinator_epoch\x18\x04 \x01(\x04J\x04\x08\x03\x10\x04\"\xb3\x02\n\x16\x46rontendSessionRequest\x12\x41\n\x08register\x18\x01 \x01(\x0b\x32-.triptych.coordinator.v1.FrontendRegistrationH\x00\x12>\n\tin_flight\x18\x02 \x01(\x0b\x32).triptych.coordinator.v1.FrontendInFlightH\x00\x12V\n\x1a\x66irst_request_while_paused\x18\x03 \x01(\x0b\x32\x30.triptych.coordinator.v1.FirstRequestWhilePausedH\x00\x12\x33\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32$.triptych.coordinator.v1.FrontendAckH\x00\x42\t\n\x07message\"\x8d\x01\n\x14\x46rontendRegistration\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66rontend_epoch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x15\n\rknown_version\x18\x04 \x01(\x04\x12\x1f\n\x17known_coordinator_epoch\x18\x05 \x01(\x04\".\n\x10\x46rontendInFlight\x12\x14\n\x0cnum_requests\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03\"L\n\x17\x46irstRequestWhilePaused\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0c\n\x04wave\x18\x03 \x01(\x04\"]\n\x0b\x46rontendAck\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12.\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatus\"\xb4\x01\n\x17\x46rontendSessionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x35\n\x08snapshot\x18\x03 \x01(\x0b\x32!.triptych.coordinator.v1.TopologyH\x00\x12\x37\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32&.triptych.coordinator.v1.TopologyDeltaH\x00\x42\t\n\x07message\"\x80\x02\n\rTopologyDelta\x12\x34\n\x05\x61\x64\x64\x65\x64\x18\x01 \x03(\x0b\x32%.triptych.coordinator.v1.EngineMember\x12\x36\n\x07updated\x18\x02 \x03(\x0b\x32%.triptych.coordinator.v1.EngineMember\x12\x1a\n\x12removed_engine_ids\x18\x03 \x03(\t\x12\x32\n\x05loads\x18\x04 \x03(\x0b\x32#.triptych.coordinator.v1.EngineLoad\x12\x31\n\x05waves\x18\x05 \x03(\x0b\x32\".triptych.coordinator.v1.WaveState\"\x14\n\x12GetTopologyRequest\"J\n\x13GetTopologyResponse\x12\x33\n\x08topology\x18\x01 \x01(\x0b\x32!.triptych.coordinator.v1.Topology2\xec\x02\n\x12\x43oordinatorService\x12r\n\rEngineSession\x12-.triptych.coordinator.v1.EngineSessionRequest\x1a..triptych.coordinator.v1.EngineSessionResponse(\x01\x30\x01\x12x\n\x0f\x46rontendSession\x12/.triptych.coordinator.v1.FrontendSessionRequest\x1a\x30.triptych.coordinator.v1.FrontendSessionResponse(\x01\x30\x01\x12h\n\x0bGetTopology\x12+.triptych.coordinator.v1.GetTopologyRequest\x1a,.triptych.coordinator.v1.GetTopologyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)triptych/coordinator/v1/coordinator.proto\x12\x17triptych.coordinator.v1\x1a\x1etriptych/common/v1/error.proto\x1a%triptych/coordinator/v1/command.proto\x1a$triptych/coordinator/v1/member.proto\"\x98\x02\n\x14\x45ngineSessionRequest\x12?\n\x08register\x18\x01 \x01(\x0b\x32+.triptych.coordinator.v1.EngineRegistrationH\x00\x12\x37\n\x06report\x18\x02 \x01(\x0b\x32%.triptych.coordinator.v1.EngineReportH\x00\x12@\n\x0e\x63ommand_result\x18\x03 \x01(\x0b\x32&.triptych.coordinator.v1.CommandResultH\x00\x12\x39\n\x07goodbye\x18\x04 \x01(\x0b\x32&.triptych.coordinator.v1.EngineGoodbyeH\x00\x42\t\n\x07message\"\xac\x02\n\x0c\x45ngineReport\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x31\n\x04load\x18\x02 \x01(\x0b\x32#.triptych.coordinator.v1.EngineLoad\x12\x33\n\x05state\x18\x03 \x01(\x0e\x32$.triptych.coordinator.v1.MemberState\x12\x0c\n\x04wave\x18\x04 \x01(\x04\x12\x13\n\x0bstep_number\x18\x05 \x01(\x04\x12\x15\n\rwave_complete\x18\x06 \x01(\x08\x12\x19\n\x11start_wave_needed\x18\x07 \x01(\x08\x12>\n\x0escaling_notice\x18\x08 \x01(\x0b\x32&.triptych.coordinator.v1.ScalingNotice\x12\x12\n\ngeneration\x18\t \x01(\x04\"\x1f\n\rEngineGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x92\x01\n\x15\x45ngineSessionResponse\x12\x39\n\nregistered\x18\x01 \x01(\x0b\x32#.triptych.coordinator.v1.RegisteredH\x00\x12\x33\n\x07\x63ommand\x18\x02 \x01(\x0b\x32 .triptych.coordinator.v1.CommandH\x00\x42\t\n\x07message\"c\n\nRegistered\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\x12\x16\n\x0erenew_after_ms\x18\x02 \x01(\x04\x12\x19\n\x11\x63oordinator_epoch\x18\x04 \x01(\x04J\x04\x08\x03\x10\x04R\nrendezvous\"\xb3\x02\n\x16\x46rontendSessionRequest\x12\x41\n\x08register\x18\x01 \x01(\x0b\x32-.triptych.coordinator.v1.FrontendRegistrationH\x00\x12>\n\tin_flight\x18\x02 \x01(\x0b\x32).triptych.coordinator.v1.FrontendInFlightH\x00\x12V\n\x1a\x66irst_request_while_paused\x18\x03 \x01(\x0b\x32\x30.triptych.coordinator.v1.FirstRequestWhilePausedH\x00\x12\x33\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32$.triptych.coordinator.v1.FrontendAckH\x00\x42\t\n\x07message\"\x8d\x01\n\x14\x46rontendRegistration\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66rontend_epoch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x15\n\rknown_version\x18\x04 \x01(\x04\x12\x1f\n\x17known_coordinator_epoch\x18\x05 \x01(\x04\"7\n\x10\x46rontendInFlight\x12\x14\n\x0cnum_requests\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03R\x07\x65ngines\"L\n\x17\x46irstRequestWhilePaused\x12\x10\n\x08\x64p_group\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0c\n\x04wave\x18\x03 \x01(\x04\"]\n\x0b\x46rontendAck\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12.\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatus\"\xb4\x01\n\x17\x46rontendSessionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05nonce\x18\x02 \x01(\x04\x12\x35\n\x08snapshot\x18\x03 \x01(\x0b\x32!.triptych.coordinator.v1.TopologyH\x00\x12\x37\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32&.triptych.coordinator.v1.TopologyDeltaH\x00\x42\t\n\x07message\"\x80\x02\n\rTopologyDelta\x12\x34\n\x05\x61\x64\x64\x65\x64\x18\x01 \x03(\x0b\x32%.triptych.coordinator.v1.EngineMember\x12\x36\n\x07updated\x18\x02 \x03(\x0b\x32%.triptych.coordinator.v1.EngineMember\x12\x1a\n\x12removed_engine_ids\x18\x03 \x03(\t\x12\x32\n\x05loads\x18\x04 \x03(\x0b\x32#.triptych.coordinator.v1.EngineLoad\x12\x31\n\x05waves\x18\x05 \x03(\x0b\x32\".triptych.coordinator.v1.WaveState\"\x14\n\x12GetTopologyRequest\"J\n\x13GetTopologyResponse\x12\x33\n\x08topology\x18\x01 \x01(\x0b\x32!.triptych.coordinator.v1.Topology2\xec\x02\n\x12\x43oordinatorService\x12r\n\rEngineSession\x12-.triptych.coordinator.v1.EngineSessionRequest\x1a..triptych.coordinator.v1.EngineSessionResponse(\x01\x30\x01\x12x\n\x0f\x46rontendSession\x12/.triptych.coordinator.v1.FrontendSessionRequest\x1a\x30.triptych.coordinator.v1.FrontendSessionResponse(\x01\x30\x01\x12h\n\x0bGetTopology\x12+.triptych.coordinator.v1.GetTopologyRequest\x1a,.triptych.coordinator.v1.GetTopologyResponseB\\\n\x17triptych.coordinator.v1P\x01Z%triptych/coordinator/v1;coordinatorv1\xaa\x02\x17Triptych.Coordinator.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.coordinator.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\027triptych.coordinator.v1P\001Z%triptych/coordinator/v1;coordinatorv1\252\002\027Triptych.Coordinator.V1'
   _globals['_ENGINESESSIONREQUEST']._serialized_start=180
   _globals['_ENGINESESSIONREQUEST']._serialized_end=460
   _globals['_ENGINEREPORT']._serialized_start=463
@@ -43,25 +44,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINESESSIONRESPONSE']._serialized_start=799
   _globals['_ENGINESESSIONRESPONSE']._serialized_end=945
   _globals['_REGISTERED']._serialized_start=947
-  _globals['_REGISTERED']._serialized_end=1034
-  _globals['_FRONTENDSESSIONREQUEST']._serialized_start=1037
-  _globals['_FRONTENDSESSIONREQUEST']._serialized_end=1344
-  _globals['_FRONTENDREGISTRATION']._serialized_start=1347
-  _globals['_FRONTENDREGISTRATION']._serialized_end=1488
-  _globals['_FRONTENDINFLIGHT']._serialized_start=1490
-  _globals['_FRONTENDINFLIGHT']._serialized_end=1536
-  _globals['_FIRSTREQUESTWHILEPAUSED']._serialized_start=1538
-  _globals['_FIRSTREQUESTWHILEPAUSED']._serialized_end=1614
-  _globals['_FRONTENDACK']._serialized_start=1616
-  _globals['_FRONTENDACK']._serialized_end=1709
-  _globals['_FRONTENDSESSIONRESPONSE']._serialized_start=1712
-  _globals['_FRONTENDSESSIONRESPONSE']._serialized_end=1892
-  _globals['_TOPOLOGYDELTA']._serialized_start=1895
-  _globals['_TOPOLOGYDELTA']._serialized_end=2151
-  _globals['_GETTOPOLOGYREQUEST']._serialized_start=2153
-  _globals['_GETTOPOLOGYREQUEST']._serialized_end=2173
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=2175
-  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=2249
-  _globals['_COORDINATORSERVICE']._serialized_start=2252
-  _globals['_COORDINATORSERVICE']._serialized_end=2616
+  _globals['_REGISTERED']._serialized_end=1046
+  _globals['_FRONTENDSESSIONREQUEST']._serialized_start=1049
+  _globals['_FRONTENDSESSIONREQUEST']._serialized_end=1356
+  _globals['_FRONTENDREGISTRATION']._serialized_start=1359
+  _globals['_FRONTENDREGISTRATION']._serialized_end=1500
+  _globals['_FRONTENDINFLIGHT']._serialized_start=1502
+  _globals['_FRONTENDINFLIGHT']._serialized_end=1557
+  _globals['_FIRSTREQUESTWHILEPAUSED']._serialized_start=1559
+  _globals['_FIRSTREQUESTWHILEPAUSED']._serialized_end=1635
+  _globals['_FRONTENDACK']._serialized_start=1637
+  _globals['_FRONTENDACK']._serialized_end=1730
+  _globals['_FRONTENDSESSIONRESPONSE']._serialized_start=1733
+  _globals['_FRONTENDSESSIONRESPONSE']._serialized_end=1913
+  _globals['_TOPOLOGYDELTA']._serialized_start=1916
+  _globals['_TOPOLOGYDELTA']._serialized_end=2172
+  _globals['_GETTOPOLOGYREQUEST']._serialized_start=2174
+  _globals['_GETTOPOLOGYREQUEST']._serialized_end=2194
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_start=2196
+  _globals['_GETTOPOLOGYRESPONSE']._serialized_end=2270
+  _globals['_COORDINATORSERVICE']._serialized_start=2273
+  _globals['_COORDINATORSERVICE']._serialized_end=2637
 # @@protoc_insertion_point(module_scope)

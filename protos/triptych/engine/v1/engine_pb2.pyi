@@ -49,7 +49,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_session_pb2.Hello, _Mapping]] = ..., add: _Optional[_Union[_add_pb2.Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., utility: _Optional[_Union[_utility_pb2.UtilityCall, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., host_proof: _Optional[_Union[_session_pb2.HostProof, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("seq", "hello_ack", "ready", "step", "add_rejected", "utility_result", "stats", "wave", "draining", "dead", "heartbeat", "already_finished", "adopted")
+    __slots__ = ("seq", "hello_ack", "ready", "step", "add_rejected", "utility_result", "stats", "draining", "dead", "heartbeat", "already_finished", "adopted")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     HELLO_ACK_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -57,7 +57,6 @@ class ConnectResponse(_message.Message):
     ADD_REJECTED_FIELD_NUMBER: _ClassVar[int]
     UTILITY_RESULT_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
-    WAVE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     DEAD_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -70,13 +69,12 @@ class ConnectResponse(_message.Message):
     add_rejected: AddRejected
     utility_result: _utility_pb2.UtilityResult
     stats: _session_pb2.Stats
-    wave: Wave
     draining: Draining
     dead: Dead
     heartbeat: _session_pb2.Heartbeat
     already_finished: AlreadyFinished
     adopted: Adopted
-    def __init__(self, seq: _Optional[int] = ..., hello_ack: _Optional[_Union[_session_pb2.HelloAck, _Mapping]] = ..., ready: _Optional[_Union[_session_pb2.Ready, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., add_rejected: _Optional[_Union[AddRejected, _Mapping]] = ..., utility_result: _Optional[_Union[_utility_pb2.UtilityResult, _Mapping]] = ..., stats: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., wave: _Optional[_Union[Wave, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., dead: _Optional[_Union[Dead, _Mapping]] = ..., heartbeat: _Optional[_Union[_session_pb2.Heartbeat, _Mapping]] = ..., already_finished: _Optional[_Union[AlreadyFinished, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., hello_ack: _Optional[_Union[_session_pb2.HelloAck, _Mapping]] = ..., ready: _Optional[_Union[_session_pb2.Ready, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., add_rejected: _Optional[_Union[AddRejected, _Mapping]] = ..., utility_result: _Optional[_Union[_utility_pb2.UtilityResult, _Mapping]] = ..., stats: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., dead: _Optional[_Union[Dead, _Mapping]] = ..., heartbeat: _Optional[_Union[_session_pb2.Heartbeat, _Mapping]] = ..., already_finished: _Optional[_Union[AlreadyFinished, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("handles", "attempts", "reason")
@@ -145,14 +143,6 @@ class AlreadyFinished(_message.Message):
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Wave(_message.Message):
-    __slots__ = ("wave", "running")
-    WAVE_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    wave: int
-    running: bool
-    def __init__(self, wave: _Optional[int] = ..., running: _Optional[bool] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_ms", "reason")

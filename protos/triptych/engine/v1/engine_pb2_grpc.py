@@ -75,6 +75,7 @@ class EngineCoreServiceServicer:
 
     def Connect(self, request_iterator, context):
         """Connect is a frontend's session: hello, ADDs and aborts up; steps, heartbeats and results down.
+        engine-session.md has the order of messages, the duties of both sides and every status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

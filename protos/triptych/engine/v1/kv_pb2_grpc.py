@@ -53,6 +53,7 @@ class KvServiceServicer:
 
     def Pull(self, request, context):
         """Pull streams ranges of blocks of a request that this engine keeps for a peer.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +61,7 @@ class KvServiceServicer:
 
     def Release(self, request, context):
         """Release frees the kept blocks when the peer has received them.
+        Not served yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,6 +23,14 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_ASLEEP: _ClassVar[EngineState]
     ENGINE_STATE_FAILED: _ClassVar[EngineState]
 
+class ResumeRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESUME_REFUSAL_UNSPECIFIED: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_OTHER_EPOCH: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_NO_SESSION: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_NOT_KEPT: _ClassVar[ResumeRefusal]
+    RESUME_REFUSAL_NEVER_SENT: _ClassVar[ResumeRefusal]
+
 class ArtifactKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ARTIFACT_KIND_UNSPECIFIED: _ClassVar[ArtifactKind]
@@ -42,6 +50,11 @@ ENGINE_STATE_DRAINING: EngineState
 ENGINE_STATE_PAUSED: EngineState
 ENGINE_STATE_ASLEEP: EngineState
 ENGINE_STATE_FAILED: EngineState
+RESUME_REFUSAL_UNSPECIFIED: ResumeRefusal
+RESUME_REFUSAL_OTHER_EPOCH: ResumeRefusal
+RESUME_REFUSAL_NO_SESSION: ResumeRefusal
+RESUME_REFUSAL_NOT_KEPT: ResumeRefusal
+RESUME_REFUSAL_NEVER_SENT: ResumeRefusal
 ARTIFACT_KIND_UNSPECIFIED: ArtifactKind
 ARTIFACT_KIND_TOKENIZER: ArtifactKind
 ARTIFACT_KIND_TOKENIZER_CONFIG: ArtifactKind
@@ -51,7 +64,7 @@ ARTIFACT_KIND_CONFIG: ArtifactKind
 ARTIFACT_KIND_TOKENIZER_MODEL: ArtifactKind
 
 class Hello(_message.Message):
-    __slots__ = ("frontend_id", "session_id", "frontend_epoch", "schema_revision", "min_peer_revision", "features", "role", "resume")
+    __slots__ = ("frontend_id", "session_id", "frontend_epoch", "schema_revision", "min_peer_revision", "features", "role", "resume", "feature_set")
     FRONTEND_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +73,7 @@ class Hello(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_SET_FIELD_NUMBER: _ClassVar[int]
     frontend_id: str
     session_id: str
     frontend_epoch: int
@@ -68,7 +82,16 @@ class Hello(_message.Message):
     features: _containers.RepeatedScalarFieldContainer[str]
     role: PeerRole
     resume: ResumePoint
-    def __init__(self, frontend_id: _Optional[str] = ..., session_id: _Optional[str] = ..., frontend_epoch: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., role: _Optional[_Union[PeerRole, str]] = ..., resume: _Optional[_Union[ResumePoint, _Mapping]] = ...) -> None: ...
+    feature_set: FeatureSet
+    def __init__(self, frontend_id: _Optional[str] = ..., session_id: _Optional[str] = ..., frontend_epoch: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., role: _Optional[_Union[PeerRole, str]] = ..., resume: _Optional[_Union[ResumePoint, _Mapping]] = ..., feature_set: _Optional[_Union[FeatureSet, _Mapping]] = ...) -> None: ...
+
+class FeatureSet(_message.Message):
+    __slots__ = ("resume", "adopt")
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    resume: bool
+    adopt: bool
+    def __init__(self, resume: _Optional[bool] = ..., adopt: _Optional[bool] = ...) -> None: ...
 
 class ResumePoint(_message.Message):
     __slots__ = ("engine_epoch", "last_seq")
@@ -79,7 +102,7 @@ class ResumePoint(_message.Message):
     def __init__(self, engine_epoch: _Optional[int] = ..., last_seq: _Optional[int] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision", "host_probe")
+    __slots__ = ("engine_id", "engine_epoch", "dp_rank", "dp_size", "features", "state", "resume_ok", "ack_interval_messages", "ack_interval_ms", "replay_window_ms", "replay_window_bytes", "max_frame_bytes", "max_inflight_adds", "schema_revision", "min_peer_revision", "host_probe", "feature_set", "resume_refusal")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +119,8 @@ class HelloAck(_message.Message):
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_PEER_REVISION_FIELD_NUMBER: _ClassVar[int]
     HOST_PROBE_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_SET_FIELD_NUMBER: _ClassVar[int]
+    RESUME_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     dp_rank: int
@@ -112,7 +137,9 @@ class HelloAck(_message.Message):
     schema_revision: int
     min_peer_revision: int
     host_probe: str
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., host_probe: _Optional[str] = ...) -> None: ...
+    feature_set: FeatureSet
+    resume_refusal: ResumeRefusal
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., resume_ok: _Optional[bool] = ..., ack_interval_messages: _Optional[int] = ..., ack_interval_ms: _Optional[int] = ..., replay_window_ms: _Optional[int] = ..., replay_window_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_inflight_adds: _Optional[int] = ..., schema_revision: _Optional[int] = ..., min_peer_revision: _Optional[int] = ..., host_probe: _Optional[str] = ..., feature_set: _Optional[_Union[FeatureSet, _Mapping]] = ..., resume_refusal: _Optional[_Union[ResumeRefusal, str]] = ...) -> None: ...
 
 class HostProof(_message.Message):
     __slots__ = ("digest",)
@@ -121,7 +148,7 @@ class HostProof(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "parallel_config_hash", "default_sampling", "hidden_size", "takes_prompt_embeds")
+    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
@@ -138,7 +165,6 @@ class Ready(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PARALLEL_CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     TAKES_PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
@@ -158,11 +184,10 @@ class Ready(_message.Message):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
-    parallel_config_hash: str
     default_sampling: SamplingDefaults
     hidden_size: int
     takes_prompt_embeds: bool
-    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., parallel_config_hash: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -177,11 +202,10 @@ class SamplingDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
-    __slots__ = ("digest", "weights_sha256", "dtype", "quantization", "tokenizer_sha256", "vocab_size", "rope", "kernel_mode", "max_model_len", "schema_revision")
+    __slots__ = ("digest", "weights_sha256", "dtype", "tokenizer_sha256", "vocab_size", "rope", "kernel_mode", "max_model_len", "schema_revision")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     ROPE_FIELD_NUMBER: _ClassVar[int]
@@ -191,14 +215,13 @@ class Fingerprint(_message.Message):
     digest: str
     weights_sha256: str
     dtype: str
-    quantization: str
     tokenizer_sha256: str
     vocab_size: int
     rope: str
     kernel_mode: str
     max_model_len: int
     schema_revision: int
-    def __init__(self, digest: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., rope: _Optional[str] = ..., kernel_mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., schema_revision: _Optional[int] = ...) -> None: ...
+    def __init__(self, digest: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., vocab_size: _Optional[int] = ..., rope: _Optional[str] = ..., kernel_mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., schema_revision: _Optional[int] = ...) -> None: ...
 
 class Artifact(_message.Message):
     __slots__ = ("kind", "sha256", "size_bytes")
@@ -211,7 +234,7 @@ class Artifact(_message.Message):
     def __init__(self, kind: _Optional[_Union[ArtifactKind, str]] = ..., sha256: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished", "wave")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -229,7 +252,6 @@ class Stats(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
-    WAVE_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -247,8 +269,7 @@ class Stats(_message.Message):
     num_prompt_tokens: int
     num_generated_tokens: int
     num_finished: int
-    wave: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., wave: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step_number", "step_started_age_ms", "step_budget_ms", "has_work", "state", "last_seq", "load_progress")

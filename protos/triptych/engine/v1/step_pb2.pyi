@@ -72,20 +72,18 @@ class StepTopLogprobs(_message.Message):
     def __init__(self, k: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepFinished(_message.Message):
-    __slots__ = ("row", "reason", "stop_token_id", "eos_token_id", "stop_string_index", "message")
+    __slots__ = ("row", "reason", "stop_token_id", "eos_token_id", "message")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    STOP_STRING_INDEX_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     row: int
     reason: _output_pb2.FinishReason
     stop_token_id: int
     eos_token_id: int
-    stop_string_index: int
     message: str
-    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., stop_string_index: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepFirst(_message.Message):
     __slots__ = ("row", "num_cached_tokens", "prefill_stats")

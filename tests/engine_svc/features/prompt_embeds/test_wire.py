@@ -124,6 +124,7 @@ def tensor_with(**fields: object) -> tensor_pb2.Tensor:
         (entry_of(embeds(1.0), [1, 2]), "is_token"),
         (entry_of(embeds(1.0), None, b"\1"), "is_token"),
         (entry_of(None, [1, 2], b"\1\0"), "is_token"),
+        (entry_of(None, [1, 2], b"\1"), "is_token"),
         (entry_of(embeds(1.0), [1, VOCAB_SIZE], b"\0\1"), "prompt_token_ids"),
     ],
 )

@@ -31,7 +31,7 @@ from tests.frontend_svc.generation.test_failover import CASES, read_outputs
 from tests.frontend_svc.token_source import TokenSource
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_client.errors import TriptychError
 from triptych_client.retry import Attempts, RetryPolicy
 from triptych_client.stream_plan import StreamPlan
@@ -268,9 +268,13 @@ async def test_an_engine_that_has_not_noticed_yet_is_asked_again():
         assert [list(message.delta.token_ids) for message in await rest] == [[6], []]
 
 
-@pytest.mark.parametrize("features", [("adopt",), ()], ids=["unknown", "an engine that cannot"])
-async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features):
-    engine = FakeEngine(features=features)
+@pytest.mark.parametrize(
+    ("features", "feature_set"),
+    [(("adopt",), None), ((), session_pb2.FeatureSet(adopt=True)), ((), None)],
+    ids=["unknown", "of typed features alone", "an engine that cannot"],
+)
+async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features, feature_set):
+    engine = FakeEngine(features=features, feature_set=feature_set)
     async with serving(engine) as (client, frontend):
         received = [inference_pb2.ReceivedOutput(num_tokens=1)]
         request = inference_pb2.ResumeRequest(resume_token="0" * 32, last_position=2, received=received)
@@ -278,7 +282,7 @@ async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features):
             await client.inference.Resume(request, timeout=WAIT_S).read()
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
-    assert bool(engine.num_asked_adoptions) == bool(features)
+    assert bool(engine.num_asked_adoptions) == bool(features or feature_set)
 
 
 async def test_a_client_that_does_not_report_what_it_has_received_cannot_resume_elsewhere():

@@ -44,7 +44,15 @@ def test_a_reason_of_a_newer_engine_ends_the_request_and_not_the_stream():
         step_pb2.StepFinished(row=0).SerializeToString() + b"\x10\x63"
     )
     step = step_pb2.Step(handles=u32(1), finished=[finished])
-    assert read_step(step).endings == {0: Ending(EndReason.ERROR)}
+    message = "the engine ended it with finish reason 99, unknown here"
+    assert read_step(step).endings == {0: Ending(EndReason.ERROR, message=message)}
+
+
+def test_a_token_outside_the_vocabulary_is_malformed():
+    step = step_pb2.Step(handles=u32(1), num_tokens=b"\x01", token_ids=u32(100))
+    assert read_step(step, 101).token_ids == [100]
+    with pytest.raises(MalformedStep, match="token id 100 is outside the vocabulary of 100"):
+        read_step(step, 100)
 
 
 def test_wide_counts_and_no_counts():
