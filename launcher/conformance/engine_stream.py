@@ -11,6 +11,7 @@ import grpc.aio
 
 from launcher.conformance.cases import Finding, expect, fail
 from launcher.conformance.record import Record
+from service_kit.eager_writer import EagerWriter
 from service_kit.errors import ServiceError, from_rpc_error
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 
@@ -47,6 +48,8 @@ class EngineStream:
         self._may_read.set()
         # Bytes in both directions, as no message has to be one of this contract's.
         self._call: Any = channel.stream_stream(CONNECT, None, None)(None)
+        # After a failed write of the call itself, the engine's messages and its status could not be read.
+        self._writer: EagerWriter[bytes] = EagerWriter(self._call.write)
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -69,9 +72,11 @@ class EngineStream:
         await self.send_bytes(engine_pb2.ConnectRequest(**message).SerializeToString())
 
     async def send_bytes(self, serialized: bytes) -> None:
-        """Write a message; after the end of the stream nothing happens, as the end itself is what counts."""
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            await self._call.write(serialized)
+        """Write a message. A failed write is no error: the status of the stream is what counts."""
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            await self._writer.finish()
+            self._writer.start(serialized)
+            await self._writer.finish()
 
     async def add(self, *entries: add_pb2.AddEntry) -> None:
         """Send entries in one message, each for a handle that is not in flight."""
@@ -92,11 +97,12 @@ class EngineStream:
         await self.half_close()
 
     async def half_close(self) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             await self._call.done_writing()
 
     async def cut(self) -> None:
         """Break the stream, as a lost connection does."""
+        self._writer.close()
         self._call.cancel()
         self._may_read.set()
         await asyncio.wait([self._reader])

@@ -7,19 +7,20 @@ import time
 
 import grpc
 
-from launcher.conformance.cases import Cases, Section, Turn, expect
+from launcher.conformance.cases import Cases, Section, expect
 from launcher.conformance.engine_under_test import EngineUnderTest
 from triptych.engine.v1 import session_pb2, utility_pb2
 
 CASES: Cases[EngineUnderTest] = Cases(Section.HEALTH)
 
-_WATCHED_S = 3.0
+_WATCHED_S = 2.0
 _HEARTBEAT_S = 0.5
 # A frontend takes a stream without a message for as long as this for silent.
 _MAX_SILENCE_S = 3 * _HEARTBEAT_S
 
 
-@CASES.must("A heartbeat comes every 0.5 s on every stream, with work and without.", turn=Turn.BESIDE_OTHERS)
+# Not beside others: large messages delay this process as well.
+@CASES.must("A heartbeat comes every 0.5 s on every stream.")
 async def heartbeats(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     arrived_at = [time.monotonic()]
@@ -37,8 +38,8 @@ async def heartbeats(engine: EngineUnderTest) -> None:
     expect(num_expected / 2 <= num_seen <= num_expected * 2, expected, num_seen)
 
 
-@CASES.must("Heartbeats name the state, and no running step while there is none.")
-async def idle_heartbeat(engine: EngineUnderTest) -> None:
+@CASES.must("Heartbeats name the state.")
+async def state_in_heartbeats(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     await stream.until(lambda: stream.record.heartbeats, "a heartbeat")
     heartbeat = stream.record.heartbeats[-1]

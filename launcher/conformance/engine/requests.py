@@ -56,7 +56,6 @@ async def invalid_values(engine: EngineUnderTest) -> None:
         {"prompt_token_ids": column(engine.prompt[:1] * (ready.max_model_len + 1))},
         {"output_token_ids": column([ready.vocab_size])},
         {"sampling": {"temperature": -1.0}},
-        {"sampling": {"top_p": 2.0}},
     ]
     stream = await engine.open()
     for handle, fields in enumerate(wrong, start=1):
