@@ -53,8 +53,22 @@ async def test_mistakes_exit_2() -> None:
     outcome = await triptych("conformance", "engine", "127.0.0.1:1", "--only", "no_such_case")
     assert (outcome.exit_code, outcome.err.strip()) == (
         2,
-        "triptych conformance engine: no case no_such_case",
+        "triptych conformance: no case no_such_case",
     )
     outcome = await triptych("conformance", "engine", "nowhere")
     assert outcome.exit_code == 2
     assert "is not an address" in outcome.err
+
+
+async def test_a_frontend_that_does_not_come_exits_1() -> None:
+    flags = ("--listen", "127.0.0.1:0", "--listen", "127.0.0.1:0", "--frontend", "127.0.0.1:1")
+    outcome = await triptych("conformance", "frontend", *flags, "--patience-s", "0.2")
+    assert outcome.exit_code == 1
+    assert "expected a session and requests at each engine" in outcome.err
+
+
+async def test_the_kit_plays_two_engines() -> None:
+    flags = ("--listen", "127.0.0.1:0", "--frontend", "127.0.0.1:1")
+    outcome = await triptych("conformance", "frontend", *flags)
+    assert outcome.exit_code == 2
+    assert "--listen is given 1 times, not 2" in outcome.err
