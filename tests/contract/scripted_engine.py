@@ -40,7 +40,7 @@ _HINTS = {
     "external_request_id", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
     "current_wave", "reasoning_ended", "stream_interval",
 }  # fmt: skip
-_SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "stop", "seed"}
+_SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "seed"}
 # These are served where they change nothing: a hash has no distribution.
 _NEUTRAL = {
     "n": 1, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
