@@ -46,7 +46,7 @@ async def check_frontend(
         if start_frontend is not None:
             frontend = await start_frontend(addresses)
         peer.connect(frontend)
-        await peer.begin_case()
+        await peer.until_connected()
 
         async def check(case: Case[FrontendUnderTest]) -> None:
             was_kept = False

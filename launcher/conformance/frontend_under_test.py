@@ -105,18 +105,22 @@ class FrontendUnderTest:
         for engine in self.engines:
             await engine.stop()
 
+    async def until_connected(self) -> None:
+        """Wait until the frontend has a session at each engine."""
+        await self._until(lambda: all(engine.session for engine in self.engines), "a session at each engine")
+
     async def begin_case(self) -> None:
         """Wait until the frontend uses both engines: requests are sent until each has got one."""
-        expected = f"a session and requests at each engine in {self.patience_s:g} s"
+        await self.until_connected()
+        self.check()
         try:
             async with asyncio.timeout(self.patience_s):
                 while not all(engine.session and engine.session.adds for engine in self.engines):
                     self.check()
-                    if all(engine.session for engine in self.engines):
-                        self.generate()
+                    self.generate()
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
-            fail(expected, [bool(engine.session and engine.session.adds) for engine in self.engines])
+            fail("requests at each engine", [bool(engine.session) for engine in self.engines])
         await self._end_calls()
 
     async def end_case(self, *, was_kept: bool) -> None:
@@ -139,16 +143,12 @@ class FrontendUnderTest:
         self, condition: Callable[[], object], expected: str, *, limit_s: float | None = None
     ) -> None:
         """Wait until what was received makes `condition` true. A Finding if it does not come."""
-        limit_s = self.patience_s if limit_s is None else limit_s
-        try:
-            async with asyncio.timeout(limit_s):
-                while not condition():
-                    self.check()
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            fail(expected, f"nothing of it in {limit_s:g} s")
-        self.check()
+
+        def is_over() -> object:
+            self.check()
+            return condition()
+
+        await self._until(is_over, expected, limit_s=limit_s)
 
     def generate(self, max_tokens: int = 6, *, timeout_s: float | None = None, **sampling: Any) -> ClientCall:
         """A client's request with a prompt of its own."""
@@ -196,6 +196,18 @@ class FrontendUnderTest:
     def needs_resume(self, attempt: Attempt) -> None:
         if "resume" not in attempt.session.features:
             raise NotApplicable("the frontend does not name the feature resume")
+
+    async def _until(
+        self, condition: Callable[[], object], expected: str, *, limit_s: float | None = None
+    ) -> None:
+        limit_s = self.patience_s if limit_s is None else limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            fail(expected, f"nothing of it in {limit_s:g} s")
 
     async def _end_calls(self) -> None:
         for call in self._calls:

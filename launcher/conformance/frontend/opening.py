@@ -10,6 +10,7 @@ from launcher.conformance.frontend_under_test import FrontendUnderTest
 CASES: Cases[FrontendUnderTest] = Cases(Section.OPENING)
 
 _NEWER_REVISION = 1_000_000
+_NUM_REQUESTS = 8
 _WATCHED_S = 1.0
 # An incompatible engine is tried again after 5 s; sooner than this it should not be.
 _LEAST_RETRY_S = 2.0
@@ -29,16 +30,14 @@ async def first_message(frontend: FrontendUnderTest) -> None:
 async def loading_engine(frontend: FrontendUnderTest) -> None:
     loading, other = frontend.engines
     loading.restart(is_ready=False)
-    await frontend.until(lambda: loading.session is not None, "a session at the loading engine")
-    calls = [frontend.generate() for _ in range(4)]
-    for call in calls:
-        expect(
-            (await frontend.attempt_of(call)).engine is other,
-            "ADDs at the loaded engine",
-            "one while loading",
-        )
-    other.restart(is_ready=False)
+    await frontend.until(
+        lambda: loading.session and loading.session.last_ack, "ack of a heartbeat while loading"
+    )
+    for call in [frontend.generate() for _ in range(_NUM_REQUESTS)]:
+        attempt = await frontend.attempt_of(call)
+        expect(attempt.engine is other, "ADDs at the loaded engine", "one at the engine that is loading")
     loading.become_ready()
+    other.restart(is_ready=False)
     attempt = await frontend.attempt_of(frontend.generate())
     expect(attempt.engine is loading, "the ADD at the engine that is ready", "at the one that is loading")
 
@@ -49,8 +48,10 @@ async def incompatible_engine(frontend: FrontendUnderTest) -> None:
     newer.restart(min_peer_revision=_NEWER_REVISION)
     await frontend.until(lambda: newer.sessions, "a hello at the newer engine")
     await frontend.until(lambda: newer.session is None, "the end of the stream by the frontend")
-    for call in [frontend.generate() for _ in range(4)]:
-        attempt = await frontend.attempt_of(call)
+    for _ in range(_NUM_REQUESTS):
+        # Over some time, in which the frontend may come back.
+        await asyncio.sleep(_WATCHED_S / _NUM_REQUESTS)
+        attempt = await frontend.attempt_of(frontend.generate())
         expect(attempt.engine is other, "ADDs at the compatible engine", "one at the newer engine")
 
 
