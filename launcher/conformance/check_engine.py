@@ -29,16 +29,19 @@ async def check_engine(
     target: str,
     *,
     patience_s: float,
+    connect_s: float | None = None,
     only: Collection[str] = (),
     drain: Callable[[], Awaitable[object]] | None = None,
     on_result: Callable[[Result], object] = lambda result: None,
 ) -> Report:
     """Run all cases, or those of the names `only`.
 
-    patience_s: how long an answer may take.  drain: makes the engine drain; without it that case is left out.
+    patience_s: how long an answer may take.  connect_s: the same of the first session, by default as long.
+    drain: makes the engine drain; without it that case is left out.
     Raises a Finding if the engine does not open a session at all.
     """
-    facts = await inspect_engine(target, patience_s=patience_s, drain=drain)
+    facts = await inspect_engine(target, patience_s=connect_s or patience_s, drain=drain)
+    facts.patience_s = patience_s
 
     async def check(case: Case[EngineUnderTest]) -> None:
         async with EngineUnderTest(facts) as engine:

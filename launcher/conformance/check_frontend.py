@@ -30,16 +30,18 @@ async def check_frontend(
     frontend: str = "",
     *,
     patience_s: float,
+    connect_s: float | None = None,
     only: Collection[str] = (),
     start_frontend: Callable[[Sequence[str]], Awaitable[str]] | None = None,
     on_result: Callable[[Result], object] = lambda result: None,
 ) -> Report:
     """Run all cases, or those of the names `only`, against the frontend whose public address is `frontend`.
 
-    listen: where the two engines listen.  start_frontend: starts one, given where they do, and returns its
+    listen: where the two engines listen.  patience_s: how long an answer may take.  connect_s: the same of a
+    session at each engine, by default as long.  start_frontend: starts one, given where they do, and returns its
     address.  Raises a Finding if the frontend does not open a session at each engine.
     """
-    peer = FrontendUnderTest(listen, patience_s=patience_s)
+    peer = FrontendUnderTest(listen, patience_s=patience_s, connect_s=connect_s or patience_s)
     await peer.start()
     try:
         addresses = [engine.address for engine in peer.engines]

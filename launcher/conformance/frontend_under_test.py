@@ -81,8 +81,9 @@ class Attempt:
 class FrontendUnderTest:
     """Two engines and the clients of a frontend. A case is between `begin_case` and `end_case`."""
 
-    def __init__(self, listen: Sequence[str], *, patience_s: float) -> None:
+    def __init__(self, listen: Sequence[str], *, patience_s: float, connect_s: float) -> None:
         self.patience_s = patience_s
+        self._connect_s = connect_s
         self.engines = [
             PlayedEngine(number, address, self._on_change) for number, address in enumerate(listen)
         ]
@@ -107,14 +108,18 @@ class FrontendUnderTest:
 
     async def until_connected(self) -> None:
         """Wait until the frontend has a session at each engine."""
-        await self._until(lambda: all(engine.session for engine in self.engines), "a session at each engine")
+        await self._until(
+            lambda: all(engine.session for engine in self.engines),
+            "a session at each engine",
+            limit_s=self._connect_s,
+        )
 
     async def begin_case(self) -> None:
         """Wait until the frontend uses both engines: requests are sent until each has got one."""
         await self.until_connected()
         self.check()
         try:
-            async with asyncio.timeout(self.patience_s):
+            async with asyncio.timeout(self._connect_s):
                 while not all(engine.session and engine.session.adds for engine in self.engines):
                     self.check()
                     self.generate()

@@ -49,7 +49,7 @@ async def test_a_wrong_engine_is_noticed_by_the_case_of_its_rule(
     case: str, wrong_engine: type[ScriptedEngine]
 ) -> None:
     async with serving(wrong_engine()) as address:
-        report = await check_engine(address, patience_s=SHORT_LIMIT_S, only=[case])
+        report = await check_engine(address, patience_s=SHORT_LIMIT_S, connect_s=LIMIT_S, only=[case])
     (result,) = report.results
     assert result.outcome is Outcome.FINDING
-    assert "the check failed" not in result.detail
+    assert "the check failed" not in result.detail, result.detail

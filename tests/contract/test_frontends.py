@@ -27,7 +27,11 @@ async def checked(
 
     try:
         return await check_frontend(
-            ["127.0.0.1:0"] * 2, patience_s=patience_s, only=only, start_frontend=start
+            ["127.0.0.1:0"] * 2,
+            patience_s=patience_s,
+            connect_s=LIMIT_S,
+            only=only,
+            start_frontend=start,
         )
     finally:
         for frontend in frontends:
@@ -46,4 +50,4 @@ async def test_a_wrong_frontend_is_noticed_by_the_case_of_its_rule(
     report = await checked(wrong_frontend, patience_s=SHORT_LIMIT_S, only=[case])
     (result,) = report.results
     assert result.outcome in (Outcome.FINDING, Outcome.WARNING)
-    assert "the check failed" not in result.detail
+    assert "the check failed" not in result.detail, result.detail
