@@ -42,8 +42,8 @@ async def add_sent_again(frontend: FrontendUnderTest) -> None:
     session.adds.clear()
     attempt.engine.wire.cut()
     await _resumed(frontend, attempt)
-    await frontend.until(lambda: session.adds, "the ADD again")
-    again = session.adds[-1]
+    await frontend.until(lambda: frontend.attempts_of(call), "the ADD again")
+    again = frontend.attempts_of(call)[0].entry
     for name in ("handle", "request_id", "attempt", "prompt_token_ids", "request_seed"):
         same = getattr(again, name) == getattr(attempt.entry, name)
         expect(same, f"the same {name} as before", getattr(again, name))
@@ -60,7 +60,7 @@ async def abort_sent_again(frontend: FrontendUnderTest) -> None:
     await frontend.until_tokens(call, 1)
     await call.cancel()
     session, handle = attempt.session, attempt.entry.handle
-    await frontend.until(lambda: session.aborts, "abort of the request")
+    await frontend.until(lambda: handle in dict(session.aborts), "abort of the request")
     session.aborts.clear()
     attempt.engine.wire.cut()
     await _resumed(frontend, attempt)
