@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from launcher.conformance.verbs import conformance
 from launcher.ray.verbs import ray
 from launcher.verbs.admin_verbs import admin
 from service_kit.process import prepare_process, process_environment
@@ -37,6 +38,7 @@ bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
 app.add_typer(ray, name="ray")
+app.add_typer(conformance, name="conformance")
 
 
 def main() -> None:

@@ -1,0 +1,48 @@
+"""Cases about messages as such: what a newer frontend may send, and what is too large."""
+
+from __future__ import annotations
+
+from launcher.conformance.cases import Cases, NotApplicable, Section, expect
+from launcher.conformance.engine_under_test import EngineUnderTest
+from triptych.engine.v1 import engine_pb2
+
+CASES: Cases[EngineUnderTest] = Cases(Section.TRANSPORT)
+
+# Field 100 of ConnectRequest with 2 bytes, and field 1000 of any message with 1 byte.
+_UNKNOWN_MEMBER = bytes([0xA2, 0x06, 2, 8, 1])
+_UNKNOWN_FIELD = bytes([0xC2, 0x3E, 1, 120])
+_MAX_SENT_BYTES = 256 * 1024 * 1024
+
+
+@CASES.must("A message with an unknown member of the oneof, or with none, is ignored.")
+async def unknown_member(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    await stream.send_bytes(_UNKNOWN_MEMBER)
+    await stream.send_bytes(b"")
+    await stream.add(engine.entry(1))
+    await stream.until_finished(1)
+
+
+@CASES.must("Unknown fields of a known message are ignored.")
+async def unknown_field(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    entry = engine.entry(1)
+    entry.MergeFromString(_UNKNOWN_FIELD)
+    await stream.add(entry)
+    await stream.until_finished(1)
+    expect(stream.record.tokens[1] == await engine.reference(), "the tokens of the reference", "others")
+
+
+@CASES.must("A message above max_frame_bytes is not taken, and does not affect other sessions.")
+async def oversized_message(engine: EngineUnderTest) -> None:
+    max_bytes = engine.facts.hello_ack.max_frame_bytes
+    expect(max_bytes > 0, "hello_ack.max_frame_bytes", max_bytes)
+    if max_bytes > _MAX_SENT_BYTES:
+        raise NotApplicable(f"max_frame_bytes is {max_bytes}")
+    other = await engine.open()
+    await other.add(engine.entry(1))
+    stream = await engine.open()
+    await stream.send(goodbye=engine_pb2.Goodbye(reason="x" * max_bytes))
+    await stream.until(lambda: stream.is_over, "the end of the stream")
+    expect(stream.error is not None, "an end of the stream with an error", stream.end)
+    await other.until_finished(1)

@@ -1,0 +1,506 @@
+"""A second engine; its tokens are hashes. Written from `protos/engine-session.md` with stubs and gRPC alone.
+
+It has the feature `resume`. What an engine of `wrong_engines.py` does otherwise is a method of its own here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+import zlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from triptych.common.v1 import error_pb2, output_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2, utility_pb2
+
+REVISION = 1
+VOCAB_SIZE = 1000
+EOS_TOKEN_ID = VOCAB_SIZE - 1
+MAX_MODEL_LEN = 2048
+MAX_INFLIGHT_ADDS = 64
+_MAX_ID_CHARACTERS = 128
+_MAX_KEPT_BYTES = 8 * 1024 * 1024
+_MAX_ENDED = 8192
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_SERVED = {
+    "handle", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "request_seed", "attempt",
+    "group_id", "group_index", "age_ms", "remaining_ms", "priority", "cache_salt", "tenant",
+    "orphan_grace_ms", "resume_state", "trace_context", "skip_reading_prefix_cache",
+}  # fmt: skip
+_HINTS = {
+    "external_request_id", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
+    "current_wave", "reasoning_ended", "stream_interval",
+}  # fmt: skip
+_SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "seed"}
+# These are served where they change nothing: a hash has no distribution.
+_NEUTRAL = {
+    "n": 1, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}  # fmt: skip
+
+_Code = grpc.StatusCode
+
+
+class Ended(Exception):
+    """A session's end other than OK, or the refusal of a request."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason, self.message = code, reason, message
+
+    def status(self) -> status_pb2.Status:
+        info = any_pb2.Any()
+        info.Pack(error_details_pb2.ErrorInfo(reason=self.reason, domain="triptych"))
+        return status_pb2.Status(code=self.code.value[0], message=self.message, details=[info])
+
+
+@dataclass
+class Running:
+    """A request in flight."""
+
+    entry: add_pb2.AddEntry
+    prompt: tuple[int, ...]
+    num_tokens: int  # of the output so far
+    max_tokens: int
+    deadline_at: float | None
+    has_begun: bool = False
+    is_aborted: bool = False
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.entry.request_id, self.entry.attempt
+
+
+@dataclass(eq=False)
+class Link:
+    """A stream that carries a session. sent: the last message that was sent over it."""
+
+    sent: int
+    is_closed: bool = False
+
+
+class Session:
+    """What a frontend has here, over as many streams as it takes."""
+
+    def __init__(self, hello: session_pb2.Hello, features: Iterable[str]) -> None:
+        self.hello = hello
+        self.is_resumable = "resume" in features
+        self.running: dict[int, Running] = {}
+        self.ended: dict[int, tuple[str, int]] = {}  # oldest first
+        self.link: Link | None = None
+        self.is_over = False
+        self.error: Ended | None = None
+        self.changed = asyncio.Event()
+        self.last_seq = 0
+        self._kept: dict[int, bytes] = {}
+        self._num_kept_bytes = 0
+
+    def send(self, **content: Any) -> None:
+        if self.is_over:
+            return
+        self.last_seq += 1
+        message = engine_pb2.ConnectResponse(seq=self.last_seq, **content)
+        if "heartbeat" in content:
+            message.heartbeat.last_seq = self.last_seq - 1
+        self._kept[self.last_seq] = message.SerializeToString()
+        self._num_kept_bytes += len(self._kept[self.last_seq])
+        if self._num_kept_bytes > _MAX_KEPT_BYTES:
+            self.end(Ended(_Code.RESOURCE_EXHAUSTED, "SLOW_READER", "messages are not acknowledged"))
+        self.changed.set()
+
+    def next_message(self, link: Link) -> bytes | None:
+        if link.sent >= self.last_seq:
+            return None
+        link.sent += 1
+        return self._kept[link.sent]
+
+    def acknowledge(self, last_seq: int) -> None:
+        for seq in [seq for seq in self._kept if seq <= last_seq]:
+            self._num_kept_bytes -= len(self._kept.pop(seq))
+
+    def has_all_after(self, last_seq: int) -> bool:
+        return last_seq <= self.last_seq and all(
+            seq in self._kept for seq in range(last_seq + 1, self.last_seq + 1)
+        )
+
+    def knows(self, handle: int, name: tuple[str, int]) -> bool:
+        running = self.running.get(handle)
+        return name == (running.name if running else self.ended.get(handle))
+
+    def settle(self, handle: int, name: tuple[str, int]) -> None:
+        self.ended.pop(handle, None)
+        self.ended[handle] = name
+        if len(self.ended) > _MAX_ENDED:
+            del self.ended[next(iter(self.ended))]
+
+    def end(self, error: Ended | None = None) -> None:
+        if not self.is_over:
+            self.is_over, self.error = True, error
+            self.running.clear()
+        self.changed.set()
+
+
+class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
+    """Serves sessions from `start` to `stop`."""
+
+    session_type: type[Session] = Session
+    heartbeat_s = 0.5
+    step_s = 0.002
+
+    def __init__(self, *, hello_limit_s: float = 10.0, replay_window_s: float = 5.0) -> None:
+        self.epoch = 9
+        self.sessions: list[Session] = []
+        self.step_number = 0
+        self.is_draining = False
+        self._hello_limit_s = hello_limit_s
+        self._replay_window_s = replay_window_s
+
+    async def start(self) -> str:
+        options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+        # A frontend pings every 0.5 s.
+        options += [("grpc.http2.min_ping_interval_without_data_ms", 400), ("grpc.http2.max_ping_strikes", 0)]
+        self._server = grpc.aio.server(options=options)
+        connect = grpc.stream_stream_rpc_method_handler(
+            self.Connect, request_deserializer=engine_pb2.ConnectRequest.FromString, response_serializer=None
+        )
+        name = engine_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
+        handlers = grpc.method_handlers_generic_handler(name, {"Connect": connect})
+        self._server.add_generic_rpc_handlers((handlers,))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self._tasks = [asyncio.create_task(self._step_forever()), asyncio.create_task(self._beat_forever())]
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._server.stop(0)
+
+    async def drain(self) -> None:
+        self.is_draining = True
+        for session in self.sessions:
+            session.send(draining=engine_pb2.Draining(deadline_ms=5000))
+
+    async def Connect(self, requests: AsyncIterator[engine_pb2.ConnectRequest], context: Any) -> None:
+        try:
+            await self._serve(requests, context)
+        except Ended as end:
+            await context.abort_with_status(rpc_status.to_status(end.status()))
+
+    async def _serve(self, requests: AsyncIterator[engine_pb2.ConnectRequest], context: Any) -> None:
+        hello = await self._read_hello(requests)
+        self.check_hello(hello)
+        resumed = self.resumed_by(hello)
+        self.end_older(hello, resumed)
+        features = self.common_features(hello)
+        session = resumed or self.session_type(hello, features)
+        if resumed is None:
+            self.sessions.append(session)
+            session.send(ready=self._ready())
+        # Taking a link from another stream ends that stream.
+        session.link = link = Link(hello.resume.last_seq if resumed else 0)
+        session.acknowledge(link.sent)
+        session.changed.set()
+        ack = self.hello_ack(features, resume_ok=resumed is not None, is_resumable=session.is_resumable)
+        await context.write(engine_pb2.ConnectResponse(hello_ack=ack).SerializeToString())
+        reader = asyncio.create_task(self._read(session, link, requests))
+        try:
+            await self._write(session, link, context)
+        finally:
+            reader.cancel()
+            self._detach(session, link)
+
+    async def _read_hello(self, requests: AsyncIterator[engine_pb2.ConnectRequest]) -> session_pb2.Hello:
+        try:
+            async with asyncio.timeout(self._hello_limit_s):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise Ended(_Code.DEADLINE_EXCEEDED, "NO_HELLO", "no hello in time") from None
+        if first is None or not first.HasField("hello"):
+            raise Ended(_Code.FAILED_PRECONDITION, "NO_HELLO", "the first message is not hello")
+        return first.hello
+
+    def check_hello(self, hello: session_pb2.Hello) -> None:
+        for value in (hello.frontend_id, hello.session_id):
+            if not 0 < len(value) <= _MAX_ID_CHARACTERS:
+                raise Ended(_Code.INVALID_ARGUMENT, "BAD_ID", "an id has 1 to 128 characters")
+        if hello.min_peer_revision > REVISION or hello.schema_revision < REVISION:
+            raise Ended(_Code.FAILED_PRECONDITION, "REVISION_TOO_OLD", f"the revision here is {REVISION}")
+
+    def common_features(self, hello: session_pb2.Hello) -> list[str]:
+        return [name for name in hello.features if name == "resume"]
+
+    def resumed_by(self, hello: session_pb2.Hello) -> Session | None:
+        if not hello.HasField("resume") or not self.is_own_epoch(hello.resume.engine_epoch):
+            return None
+        for session in self.sessions:
+            if session.is_resumable and not session.is_over and self.is_same_session(session.hello, hello):
+                return session if session.has_all_after(hello.resume.last_seq) else None
+        return None
+
+    def is_own_epoch(self, engine_epoch: int) -> bool:
+        return engine_epoch == self.epoch
+
+    def is_same_session(self, one: session_pb2.Hello, other: session_pb2.Hello) -> bool:
+        names = ("frontend_id", "session_id", "frontend_epoch")
+        return all(getattr(one, name) == getattr(other, name) for name in names)
+
+    def end_older(self, hello: session_pb2.Hello, resumed: Session | None) -> None:
+        for session in list(self.sessions):
+            is_replaced = session.link is None or session.hello.session_id == hello.session_id
+            is_older = session.hello.frontend_epoch != hello.frontend_epoch
+            is_same_frontend = session.hello.frontend_id == hello.frontend_id
+            if session is not resumed and is_same_frontend and (is_older or is_replaced):
+                session.end(Ended(_Code.ABORTED, "SUPERSEDED", "a newer session has begun"))
+                self.sessions.remove(session)
+
+    def hello_ack(self, features: list[str], *, resume_ok: bool, is_resumable: bool) -> session_pb2.HelloAck:
+        return session_pb2.HelloAck(
+            engine_id="scripted",
+            engine_epoch=self.epoch,
+            dp_size=1,
+            features=features,
+            state=session_pb2.ENGINE_STATE_DRAINING if self.is_draining else session_pb2.ENGINE_STATE_READY,
+            resume_ok=resume_ok,
+            ack_interval_messages=16,
+            ack_interval_ms=50,
+            replay_window_ms=int(self._replay_window_s * 1000) if is_resumable else 0,
+            replay_window_bytes=_MAX_KEPT_BYTES,
+            max_frame_bytes=_MAX_MESSAGE_BYTES,
+            max_inflight_adds=MAX_INFLIGHT_ADDS,
+            schema_revision=REVISION,
+            min_peer_revision=REVISION,
+        )
+
+    def _ready(self) -> session_pb2.Ready:
+        return session_pb2.Ready(
+            model_name="scripted",
+            fingerprint=session_pb2.Fingerprint(digest="0" * 64, vocab_size=VOCAB_SIZE),
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_INFLIGHT_ADDS,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS_TOKEN_ID],
+            supported_tasks=["generate"],
+        )
+
+    async def _write(self, session: Session, link: Link, context: Any) -> None:
+        while True:
+            session.changed.clear()
+            while session.link is link and (message := session.next_message(link)) is not None:
+                await context.write(message)
+            if session.link is not link:
+                raise Ended(_Code.ABORTED, "SUPERSEDED", "the session has another stream")
+            if session.is_over and session.error is not None:
+                raise session.error
+            if session.is_over:
+                return
+            if link.is_closed:
+                raise Ended(_Code.ABORTED, "NO_GOODBYE", "closed without goodbye")
+            await session.changed.wait()
+
+    async def _read(
+        self, session: Session, link: Link, requests: AsyncIterator[engine_pb2.ConnectRequest]
+    ) -> None:
+        async for message in requests:
+            if session.link is link and not session.is_over:
+                self.take(session, message)
+        link.is_closed = True
+        session.changed.set()
+
+    def _detach(self, session: Session, link: Link) -> None:
+        if session.link is not link:
+            return
+        session.link = None
+        if session.is_resumable and not session.is_over:
+            asyncio.get_running_loop().call_later(self._replay_window_s, self._end_unattended, session)
+        else:
+            self._remove(session)
+
+    def _end_unattended(self, session: Session) -> None:
+        if session.link is None:
+            self._remove(session)
+
+    def _remove(self, session: Session) -> None:
+        session.end()
+        if session in self.sessions:
+            self.sessions.remove(session)
+
+    def take(self, session: Session, message: engine_pb2.ConnectRequest) -> None:
+        match message.WhichOneof("message"):
+            case "hello":
+                self.on_second_hello(session)
+            case "add":
+                for entry in message.add.entries:
+                    self.add(session, entry)
+            case "abort":
+                self.abort(session, message.abort)
+            case "ack":
+                session.acknowledge(message.ack.last_seq)
+            case "utility":
+                failure = error_pb2.ErrorStatus(code=_Code.UNIMPLEMENTED.value[0], message="not served")
+                result = utility_pb2.UtilityResult(call_id=message.utility.call_id, failure=failure)
+                session.send(utility_result=result)
+            case "goodbye":
+                self.on_goodbye(session)
+            case None:
+                self.on_unknown(session)
+
+    def on_second_hello(self, session: Session) -> None:
+        session.end(Ended(_Code.INVALID_ARGUMENT, "SECOND_HELLO", "hello comes once"))
+
+    def on_goodbye(self, session: Session) -> None:
+        session.end()
+
+    def on_unknown(self, session: Session) -> None:
+        """Ignores it."""
+
+    def add(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        name = (entry.request_id, entry.attempt)
+        if session.knows(entry.handle, name):
+            self.on_known_add(session, entry)
+            return
+        try:
+            self.check(session, entry)
+        except Ended as refusal:
+            self.reject(session, entry, refusal)
+            return
+        output = unpack(entry.output_token_ids)
+        prompt = unpack(entry.prompt_token_ids)
+        limit = MAX_MODEL_LEN - len(prompt)
+        max_tokens = min(entry.sampling.max_tokens, limit) if entry.sampling.HasField("max_tokens") else limit
+        remaining_s = entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
+        deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
+        session.running[entry.handle] = Running(entry, prompt, len(output), max_tokens, deadline_at)
+
+    def on_known_add(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        """Ignores it: the frontend cannot know what arrived before its stream broke."""
+
+    def check(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        """Raise Ended for an entry that is not accepted."""
+        if self.is_draining:
+            raise Ended(_Code.UNAVAILABLE, "ENGINE_DRAINING", "the engine drains")
+        self.check_handle(session, entry)
+        self.check_limit(session)
+        self.check_fields(entry)
+        ids = unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids)
+        if not entry.prompt_token_ids or len(ids) >= MAX_MODEL_LEN or max(ids) >= VOCAB_SIZE:
+            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "prompt_token_ids: not of this model")
+        if entry.sampling.temperature < 0:
+            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "temperature is below 0")
+
+    def check_handle(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        if entry.handle in session.running:
+            raise Ended(_Code.ALREADY_EXISTS, "HANDLE_IN_USE", f"handle {entry.handle} is in flight")
+
+    def check_limit(self, session: Session) -> None:
+        if len(session.running) >= MAX_INFLIGHT_ADDS:
+            raise Ended(_Code.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED", "too many requests are in flight")
+
+    def check_fields(self, entry: add_pb2.AddEntry) -> None:
+        self.check_params(entry)
+        for field, _ in entry.ListFields():
+            if field.name not in _SERVED | _HINTS:
+                raise Ended(_Code.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", f"{field.name} is not served")
+        for field, value in entry.sampling.ListFields():
+            if field.name not in _SERVED_SAMPLING and _NEUTRAL.get(field.name) != value:
+                raise Ended(_Code.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", f"{field.name} is not served")
+
+    def check_params(self, entry: add_pb2.AddEntry) -> None:
+        if entry.WhichOneof("params") != "sampling":
+            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "neither sampling nor pooling is served")
+
+    def reject(self, session: Session, entry: add_pb2.AddEntry, refusal: Ended) -> None:
+        if entry.handle not in session.running:
+            session.settle(entry.handle, (entry.request_id, entry.attempt))
+        code, details = refusal.code.value[0], refusal.status().SerializeToString()
+        status = error_pb2.ErrorStatus(code=code, message=refusal.message, details=details)
+        rejected = engine_pb2.AddRejected(handle=entry.handle, attempt=entry.attempt, status=status)
+        session.send(add_rejected=rejected)
+
+    def abort(self, session: Session, abort: engine_pb2.Abort) -> None:
+        late = []
+        attempts: list[int | None] = [*abort.attempts] or [None] * len(abort.handles)
+        for handle, attempt in zip(abort.handles, attempts, strict=True):
+            running = session.running.get(handle)
+            if running is not None and attempt in (None, running.entry.attempt):
+                running.is_aborted = True
+            elif running is None and handle in session.ended:
+                late.append(handle)
+        if late:
+            session.send(already_finished=engine_pb2.AlreadyFinished(handles=late))
+
+    def step(self, session: Session) -> step_pb2.Step:
+        """One more token for each request in flight, or its end."""
+        step = step_pb2.Step(step_number=self.step_number)
+        handles, counts, tokens = list(session.running), [], []
+        for row, handle in enumerate(handles):
+            running = session.running[handle]
+            is_late = running.deadline_at is not None and time.monotonic() >= running.deadline_at
+            if running.is_aborted or is_late or running.num_tokens >= running.max_tokens:
+                counts.append(0)
+                is_cut = running.is_aborted or is_late
+                reason = output_pb2.FINISH_REASON_ABORT if is_cut else output_pb2.FINISH_REASON_LENGTH
+                step.finished.add(row=row, reason=reason)
+                continue
+            if not running.has_begun:
+                step.first.add(row=row, num_cached_tokens=0)
+                running.has_begun = True
+            tokens.append(self.token(running))
+            running.num_tokens += 1
+            counts.append(1)
+            if tokens[-1] in running.entry.sampling.stop_token_ids:
+                step.finished.add(row=row, reason=output_pb2.FINISH_REASON_STOP, stop_token_id=tokens[-1])
+            elif running.num_tokens >= running.max_tokens:
+                step.finished.add(row=row, reason=output_pb2.FINISH_REASON_LENGTH)
+        step.handles, step.num_tokens, step.token_ids = pack(handles), bytes(counts), pack(tokens)
+        for finished in step.finished:
+            handle = handles[finished.row]
+            session.settle(handle, session.running.pop(handle).name)
+        return step
+
+    def token(self, running: Running) -> int:
+        """The next token, from the seed and the position alone."""
+        content = (running.prompt, running.entry.request_seed, running.num_tokens)
+        return zlib.crc32(repr(content).encode()) % EOS_TOKEN_ID
+
+    async def _step_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            self.step_number += 1
+            for session in list(self.sessions):
+                if session.running:
+                    session.send(step=self.step(session))
+                if self.is_draining and not session.running:
+                    session.end()
+
+    async def _beat_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_s)
+            for session in self.sessions:
+                if session.link is not None:
+                    has_work = bool(session.running)
+                    state = session_pb2.ENGINE_STATE_READY
+                    beat = session_pb2.Heartbeat(step_number=self.step_number, has_work=has_work, state=state)
+                    session.send(heartbeat=beat)
+
+
+def pack(values: Iterable[int]) -> bytes:
+    """A column of u32."""
+    numbers = list(values)
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def unpack(column: bytes) -> tuple[int, ...]:
+    """The values of a column of u32. Raises Ended for another length."""
+    if len(column) % 4:
+        raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "token ids are a column of u32")
+    return struct.unpack(f"<{len(column) // 4}I", column)

@@ -1,0 +1,427 @@
+"""A second frontend, of token ids alone: written from `protos/engine-session.md` with stubs and gRPC alone.
+
+It has the feature `resume`. What one of `wrong_frontends.py` does otherwise is a method of its own here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import struct
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc
+from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+
+REVISION = 1
+_SILENCE_S = 1.5
+_RESUME_LIMIT_S = 1.0
+_RESUME_ATTEMPT_S = 0.5
+_RETRY_S = 0.05
+_RECONNECT_LIMIT_S = 10.0
+_ENDS_FOR_GOOD = (grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+_FINAL_REJECTIONS = (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.UNIMPLEMENTED.value[0])
+_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.keepalive_time_ms", 500)]
+
+
+class Void(Exception):
+    """The engine has broken the contract, or its session cannot be continued."""
+
+
+class Incompatible(Exception):
+    """The revisions of the two sides do not work together."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One output of a client's request. events: tokens, then a reason or a status."""
+
+    prompt: Sequence[int]
+    sampling: sampling_pb2.SamplingParams
+    seed: int
+    remaining_ms: int | None
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    attempt: int = 0
+    output: list[int] = field(default_factory=list)
+    has_begun: bool = False  # at the engine that has it now
+    is_aborted: bool = False
+    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    def entry(self, handle: int) -> add_pb2.AddEntry:
+        return add_pb2.AddEntry(
+            handle=handle,
+            request_id=self.request_id,
+            attempt=self.attempt,
+            prompt_token_ids=pack(self.prompt),
+            output_token_ids=pack(self.output),
+            sampling=self.sampling,
+            request_seed=self.seed,
+            remaining_ms=self.remaining_ms,
+        )
+
+
+class EngineLink:
+    """The frontend's side of one engine: its session, and the requests that were sent to it."""
+
+    incompatible_retry_s = 5.0
+
+    def __init__(self, frontend: ScriptedFrontend, address: str) -> None:
+        self.requests: dict[int, Request] = {}
+        self.is_ready = False
+        self.last_seq = 0
+        self._frontend = frontend
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = engine_pb2_grpc.EngineCoreServiceStub(self._channel)
+        self._handles = itertools.count(1)
+        self._outgoing: asyncio.Queue[engine_pb2.ConnectRequest] = asyncio.Queue()
+        self._hung_at: int | None = None  # step number
+        self._ack = session_pb2.HelloAck()
+        self._session_id = ""
+        self.sent: list[add_pb2.AddEntry] = []
+
+    async def run(self) -> None:
+        """One session after the other, until it is cancelled."""
+        try:
+            while True:
+                pause_s = _RETRY_S
+                self._session_id = secrets.token_hex(16)
+                try:
+                    await self._run_session()
+                except Incompatible:
+                    pause_s = self.incompatible_retry_s
+                except (Void, TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+                    pass
+                self._lose_requests()
+                await asyncio.sleep(pause_s)
+        finally:
+            await self._channel.close(None)
+
+    def add(self, request: Request) -> None:
+        handle = next(self._handles)
+        request.has_begun = False
+        self.requests[handle] = request
+        self.send(add=add_pb2.Add(entries=[request.entry(handle)]))
+
+    def abort(self, request: Request, reason: engine_pb2.AbortReason) -> None:
+        for handle, running in self.requests.items():
+            if running is request:
+                self.send(abort=engine_pb2.Abort(handles=[handle], reason=reason))
+
+    def send(self, **content: Any) -> None:
+        self._outgoing.put_nowait(engine_pb2.ConnectRequest(**content))
+
+    async def _run_session(self) -> None:
+        self.last_seq = 0
+        await self._run_stream(None)
+        while self.can_resume():
+            point = session_pb2.ResumePoint(engine_epoch=self._ack.engine_epoch, last_seq=self.resume_at())
+            async with asyncio.timeout(_RESUME_LIMIT_S) as limit:
+                await self._run_stream(point, limit)
+
+    def can_resume(self) -> bool:
+        return "resume" in self._ack.features
+
+    def resume_at(self) -> int:
+        return self.last_seq
+
+    async def _run_stream(self, point: session_pb2.ResumePoint | None, limit: Any = None) -> None:
+        """Read one stream to its end. Raises unless its session may be resumed."""
+        call: Any = self._stub.Connect()
+        self._outgoing = asyncio.Queue()
+        writer: asyncio.Task[None] | None = None
+        try:
+            hello = session_pb2.Hello(
+                frontend_id=self._frontend.frontend_id,
+                session_id=self._session_id,
+                frontend_epoch=self._frontend.epoch,
+                schema_revision=REVISION,
+                features=["resume"],
+                resume=point,
+            )
+            await call.write(engine_pb2.ConnectRequest(hello=hello))
+            message = await call.read()
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # its stubs leave it out
+                raise Void
+            self._ack = message.hello_ack
+            if not self.is_compatible(self._ack):
+                raise Incompatible
+            if point is not None and not self._ack.resume_ok:
+                raise Void
+            if limit is not None:
+                limit.reschedule(None)
+                self.send_again()
+            self.on_hello_ack(self._ack)
+            writer = asyncio.create_task(self._write(call))
+            await self._read(call)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            if await call.code() in _ENDS_FOR_GOOD and point is None and not self._ack.features:
+                raise
+        finally:
+            self.is_ready = False
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+
+    def is_compatible(self, ack: session_pb2.HelloAck) -> bool:
+        return ack.min_peer_revision <= REVISION
+
+    def on_hello_ack(self, ack: session_pb2.HelloAck) -> None:
+        """A resumed session does not get ready again."""
+        self.is_ready = ack.resume_ok
+
+    def send_again(self) -> None:
+        for handle, request in self.requests.items():
+            if not request.has_begun:
+                self.send_add_again(handle, request)
+            if request.is_aborted:
+                self.send_abort_again(handle)
+
+    def send_add_again(self, handle: int, request: Request) -> None:
+        self.send(add=add_pb2.Add(entries=[request.entry(handle)]))
+
+    def send_abort_again(self, handle: int) -> None:
+        self.send(abort=engine_pb2.Abort(handles=[handle]))
+
+    async def _write(self, call: Any) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outgoing.get())
+
+    async def _read(self, call: Any) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    message = await call.read()
+            except TimeoutError:
+                return
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # its stubs leave it out
+                # The status says whether it was broken; a session that is over is not resumed by the engine.
+                return
+            self.check_number(message.seq)
+            self.last_seq = message.seq
+            self._take(message)
+            self.acknowledge()
+
+    def check_number(self, seq: int) -> None:
+        if seq != self.last_seq + 1:
+            raise Void
+
+    def acknowledge(self) -> None:
+        self.send(ack=engine_pb2.Ack(last_seq=self.last_seq))
+
+    def _take(self, message: engine_pb2.ConnectResponse) -> None:
+        match message.WhichOneof("message"):
+            case "ready":
+                self.is_ready = True
+                self._frontend.on_ready()
+            case "step":
+                self._take_step(message.step)
+            case "add_rejected":
+                request = self.requests.pop(message.add_rejected.handle, None)
+                if request is not None and not request.is_aborted:
+                    self._frontend.on_rejected(request, message.add_rejected, self)
+            case "draining":
+                self.on_draining()
+            case "already_finished":
+                for handle in message.already_finished.handles:
+                    self.requests.pop(handle, None)
+            case "dead":
+                raise Void
+            case "heartbeat":
+                self.on_heartbeat(message.heartbeat)
+            case None:
+                self.on_unknown()
+
+    def on_draining(self) -> None:
+        self.is_ready = False
+
+    def on_unknown(self) -> None:
+        """Ignores it."""
+
+    def on_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> None:
+        is_hung = heartbeat.has_work and heartbeat.step_started_age_ms > (heartbeat.step_budget_ms or 5000)
+        if is_hung and self._hung_at is None:
+            self._hung_at, self.is_ready = heartbeat.step_number, False
+            self._lose_requests()
+        elif self._hung_at is not None and heartbeat.step_number > self._hung_at:
+            self._hung_at, self.is_ready = None, True
+
+    def check_columns(self, handles: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        if len(counts) != len(handles) or sum(counts) != len(tokens):
+            raise Void
+
+    def _take_step(self, step: step_pb2.Step) -> None:
+        handles, tokens = unpack(step.handles), unpack(step.token_ids)
+        counts = unpack(step.num_tokens_wide) or list(step.num_tokens) or [0] * len(handles)
+        self.check_columns(handles, counts, tokens)
+        for first in step.first:
+            if handles[first.row] in self.requests:
+                self.requests[handles[first.row]].has_begun = True
+        position = 0
+        for handle, count in zip(handles, counts, strict=False):
+            request = self.requests.get(handle)
+            if request is not None and not request.is_aborted:
+                self._frontend.on_tokens(request, tokens[position : position + count], self)
+            position += count
+        for finished in step.finished:
+            request = self.requests.pop(handles[finished.row], None)
+            if request is not None and not request.is_aborted:
+                request.events.put_nowait(finished.reason)
+
+    def _lose_requests(self) -> None:
+        lost, self.requests = self.requests, {}
+        for request in lost.values():
+            if not request.is_aborted:
+                self._frontend.move(request, self)
+
+
+class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves Generate for prompts of token ids; the text of token 5 is `w5`."""
+
+    link_type: type[EngineLink] = EngineLink
+
+    def __init__(self, engines: Sequence[str]) -> None:
+        self.frontend_id = "scripted"
+        self.epoch = secrets.randbits(63) | 1
+        self._engines = engines
+        self._waiting: list[Request] = []
+        self._turn = 0
+
+    async def start(self) -> str:
+        self.links = [self.link_type(self, address) for address in self._engines]
+        self._tasks = [asyncio.create_task(link.run()) for link in self.links]
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def Generate(
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        remaining_s = context.time_remaining()
+        requests = self.requests_of(request, None if remaining_s is None else int(remaining_s * 1000))
+        try:
+            for one in requests:
+                self._send(one)
+            position = 1
+            yield generate_pb2.GenerateResponse(position=position, started=generate_pb2.Started())
+            for index, one in enumerate(requests):
+                async for event in self._events_of(one, request.sampling.stop):
+                    position += 1
+                    event.output_index = index
+                    kind = "delta" if isinstance(event, generate_pb2.Delta) else "finished"
+                    yield generate_pb2.GenerateResponse(position=position, **{kind: event})
+        except _Refused as refusal:
+            await context.abort(refusal.code, refusal.message)
+        finally:
+            for one in requests:
+                self.on_client_gone(one)
+
+    def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
+        sampling = sampling_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        for name in ("n", "seed", "stop"):
+            sampling.ClearField(name)
+        first_seed = request.sampling.seed or secrets.randbits(62)
+        return [
+            Request(list(request.token_ids.ids), sampling, first_seed + index, remaining_ms)
+            for index in range(max(1, request.sampling.n))
+        ]
+
+    def on_client_gone(self, request: Request) -> None:
+        """Abort what has not ended."""
+        if not request.is_aborted:
+            self._abort(request, engine_pb2.ABORT_REASON_CLIENT)
+
+    def _abort(self, request: Request, reason: engine_pb2.AbortReason) -> None:
+        request.is_aborted = True
+        for link in self.links:
+            link.abort(request, reason)
+
+    async def _events_of(
+        self, request: Request, stops: Sequence[str]
+    ) -> AsyncIterator[generate_pb2.Delta | generate_pb2.Finished]:
+        text = ""
+        while True:
+            event = await request.events.get()
+            if isinstance(event, _Refused):
+                raise event
+            if not isinstance(event, list):
+                yield generate_pb2.Finished(reason=event)
+                return
+            for token_id in event:
+                text += f"w{token_id} "
+                if any(stop in text for stop in stops):
+                    self._abort(request, engine_pb2.ABORT_REASON_STOP_STRING)
+                    yield generate_pb2.Finished(reason=output_pb2.FINISH_REASON_STOP)
+                    return
+                yield generate_pb2.Delta(text=f"w{token_id} ", token_ids=[token_id])
+
+    def on_tokens(self, request: Request, token_ids: list[int], link: EngineLink) -> None:
+        request.output += token_ids
+        if token_ids:
+            request.events.put_nowait(token_ids)
+
+    def on_rejected(self, request: Request, rejected: engine_pb2.AddRejected, link: EngineLink) -> None:
+        if rejected.status.code in _FINAL_REJECTIONS:
+            code = next(one for one in grpc.StatusCode if one.value[0] == rejected.status.code)
+            request.events.put_nowait(_Refused(code, rejected.status.message))
+        else:
+            self.move(request, link)
+
+    def move(self, request: Request, link: EngineLink) -> None:
+        """Send a request to another engine, or to the same one where there is no other."""
+        request.attempt += 1
+        self._send(request, avoid=link)
+
+    def on_ready(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            self._send(request)
+
+    def _send(self, request: Request, *, avoid: EngineLink | None = None) -> None:
+        ready = [link for link in self.links if link.is_ready]
+        preferred = [link for link in ready if link is not avoid] or ready
+        if not preferred:
+            self._waiting.append(request)
+            asyncio.get_running_loop().call_later(_RECONNECT_LIMIT_S, self._give_up, request)
+            return
+        self._turn += 1
+        preferred[self._turn % len(preferred)].add(request)
+
+    def _give_up(self, request: Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.events.put_nowait(_Refused(grpc.StatusCode.UNAVAILABLE, "no engine is ready"))
+
+
+class _Refused(Exception):
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def pack(values: Sequence[int]) -> bytes:
+    """A column of u32."""
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def unpack(column: bytes) -> list[int]:
+    """The values of a column of u32. Raises Void for another length."""
+    if len(column) % 4:
+        raise Void
+    return list(struct.unpack(f"<{len(column) // 4}I", column))

@@ -1,0 +1,53 @@
+"""The conformance kit against frontends that were not written with ours: a right one, and many wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from launcher.conformance.check_frontend import check_frontend
+from launcher.conformance.report import Outcome, Report
+from tests.contract.scripted_frontend import ScriptedFrontend
+from tests.contract.wrong_frontends import WRONG_FRONTENDS
+
+LIMIT_S = 60.0
+# Where something is to be missing, this is waited for.
+SHORT_LIMIT_S = 2.0
+
+
+async def checked(
+    frontend_type: type[ScriptedFrontend], *, patience_s: float, only: Collection[str] = ()
+) -> Report:
+    frontends: list[ScriptedFrontend] = []
+
+    async def start(engines: Sequence[str]) -> str:
+        frontends.append(frontend_type(engines))
+        return await frontends[0].start()
+
+    try:
+        return await check_frontend(
+            ["127.0.0.1:0"] * 2,
+            patience_s=patience_s,
+            connect_s=LIMIT_S,
+            only=only,
+            start_frontend=start,
+        )
+    finally:
+        for frontend in frontends:
+            await frontend.stop()
+
+
+async def test_the_scripted_frontend_keeps_every_rule() -> None:
+    report = await checked(ScriptedFrontend, patience_s=LIMIT_S)
+    assert [result for result in report.results if result.outcome is not Outcome.KEPT] == []
+
+
+@pytest.mark.parametrize(("case", "wrong_frontend"), WRONG_FRONTENDS)
+async def test_a_wrong_frontend_is_noticed_by_the_case_of_its_rule(
+    case: str, wrong_frontend: type[ScriptedFrontend]
+) -> None:
+    report = await checked(wrong_frontend, patience_s=SHORT_LIMIT_S, only=[case])
+    (result,) = report.results
+    assert result.outcome in (Outcome.FINDING, Outcome.WARNING)
+    assert "the check failed" not in result.detail, result.detail

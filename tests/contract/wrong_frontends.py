@@ -1,0 +1,143 @@
+"""Frontends that break one rule each, with the name of the case that is to notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.contract.scripted_frontend import EngineLink, Request, ScriptedFrontend, Void
+from triptych.api.v1 import generate_pb2
+from triptych.engine.v1 import session_pb2
+
+
+class _EndsAtUnknownMessages(EngineLink):
+    def on_unknown(self) -> None:
+        raise Void
+
+
+class _UsesLoadingEngines(EngineLink):
+    def on_hello_ack(self, ack: session_pb2.HelloAck) -> None:
+        self.is_ready = True
+
+
+class _UsesAnyRevision(EngineLink):
+    def is_compatible(self, ack: session_pb2.HelloAck) -> bool:
+        return True
+
+
+class _RetriesAtOnce(EngineLink):
+    incompatible_retry_s = 0.1
+
+
+class _AcknowledgesNothing(EngineLink):
+    def acknowledge(self) -> None:
+        pass
+
+
+class _AcknowledgesTooMuch(EngineLink):
+    def acknowledge(self) -> None:
+        self.last_seq += 1
+        super().acknowledge()
+        self.last_seq -= 1
+
+
+class _OverlooksGaps(EngineLink):
+    def check_number(self, seq: int) -> None:
+        pass
+
+
+class _ResumesNothing(EngineLink):
+    def can_resume(self) -> bool:
+        return False
+
+
+class _ResumesTooEarly(EngineLink):
+    def resume_at(self) -> int:
+        return 0
+
+
+class _SendsNoAddAgain(EngineLink):
+    def send_add_again(self, handle: int, request: Request) -> None:
+        pass
+
+
+class _SendsNoAbortAgain(EngineLink):
+    def send_abort_again(self, handle: int) -> None:
+        pass
+
+
+class _OverlooksColumns(EngineLink):
+    def check_columns(self, handles: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
+        pass
+
+
+class _IgnoresDraining(EngineLink):
+    def on_draining(self) -> None:
+        pass
+
+
+class _IgnoresHangs(EngineLink):
+    def on_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> None:
+        pass
+
+
+class _ForgetsOutput(ScriptedFrontend):
+    def move(self, request: Request, link: EngineLink) -> None:
+        request.output.clear()
+        super().move(request, link)
+
+
+class _DrawsAnotherSeed(ScriptedFrontend):
+    def move(self, request: Request, link: EngineLink) -> None:
+        request.seed += 1
+        super().move(request, link)
+
+
+class _CountsNoAttempts(ScriptedFrontend):
+    def move(self, request: Request, link: EngineLink) -> None:
+        request.attempt -= 1
+        super().move(request, link)
+
+
+class _PassesEverythingOn(ScriptedFrontend):
+    def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
+        (first, *_) = super().requests_of(request, remaining_ms)
+        first.sampling.CopyFrom(request.sampling)
+        return [first]
+
+
+class _KeepsDeadlines(ScriptedFrontend):
+    def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
+        return super().requests_of(request, None)
+
+
+class _AbortsNothing(ScriptedFrontend):
+    def on_client_gone(self, request: Request) -> None:
+        pass
+
+
+def _with(link: type[EngineLink]) -> type[ScriptedFrontend]:
+    return type(link.__name__, (ScriptedFrontend,), {"link_type": link})
+
+
+WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
+    ("unknown_member", _with(_EndsAtUnknownMessages)),
+    ("loading_engine", _with(_UsesLoadingEngines)),
+    ("incompatible_engine", _with(_UsesAnyRevision)),
+    ("incompatible_engine_again", _with(_RetriesAtOnce)),
+    ("acknowledgements", _with(_AcknowledgesNothing)),
+    ("acknowledgements", _with(_AcknowledgesTooMuch)),
+    ("gap", _with(_OverlooksGaps)),
+    ("resume_after_cut", _with(_ResumesNothing)),
+    ("resume_after_cut", _with(_ResumesTooEarly)),
+    ("add_sent_again", _with(_SendsNoAddAgain)),
+    ("abort_sent_again", _with(_SendsNoAbortAgain)),
+    ("columns_that_do_not_fit", _with(_OverlooksColumns)),
+    ("draining_engine", _with(_IgnoresDraining)),
+    ("hung_engine", _with(_IgnoresHangs)),
+    ("resume_refused", _ForgetsOutput),
+    ("other_epoch", _DrawsAnotherSeed),
+    ("engine_that_leaves", _CountsNoAttempts),
+    ("sampling_group", _PassesEverythingOn),
+    ("deadline", _KeepsDeadlines),
+    ("cancelled_client", _AbortsNothing),
+)

@@ -1,0 +1,54 @@
+"""The conformance kit against our own engine: no rule of the specification is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from engine_svc.core.step import StepPlan
+from engine_svc.session import servicer
+from launcher.conformance.cases import Section
+from launcher.conformance.check_engine import ENGINE_CASES, check_engine
+from launcher.conformance.report import Outcome
+from tests.architecture.sources import ROOT
+from tests.engine_svc.fakes import LIMIT_S
+from tests.engine_svc.session.service_rig import ServiceRig, serving
+
+_STEP_S = 0.001
+
+
+async def test_our_engine_keeps_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "_HANDSHAKE_S", 1.0)
+    rig = ServiceRig()
+    rig.engine.replay_window_s = 1.0
+    # The fake model computes nothing; a request takes as long as one of a small model.
+    rig.executor.on_launch = _take_a_moment
+    draining: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        draining.append(asyncio.create_task(rig.servicer.drain()))
+
+    async with serving(rig):
+        # The fake model has no logits.
+        names = [case.name for case in ENGINE_CASES if case.name != "logprobs"]
+        report = await check_engine(rig.address, patience_s=LIMIT_S, only=names, drain=drain)
+        await asyncio.gather(*draining)
+    assert [result for result in report.results if result.outcome is not Outcome.KEPT] == []
+
+
+def test_sections_are_those_of_the_specification() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "protos/engine-session.md").read_text(), re.MULTILINE)
+    assert {section.value for section in Section} <= set(headings)
+
+
+def test_every_section_has_cases_and_names_are_unique() -> None:
+    assert {case.section for case in ENGINE_CASES} == set(Section)
+    names = [case.name for case in ENGINE_CASES]
+    assert len(names) == len(set(names))
+
+
+def _take_a_moment(plan: StepPlan) -> None:
+    time.sleep(_STEP_S)

@@ -1,0 +1,41 @@
+"""The conformance kit against our own frontend: no rule of the specification is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frontend_svc.build import Frontend
+from frontend_svc.config import FrontendConfig
+from launcher.conformance.cases import Section
+from launcher.conformance.check_frontend import FRONTEND_CASES, check_frontend
+from launcher.conformance.played_engine import HEARTBEAT_S
+from launcher.conformance.report import Outcome
+
+LIMIT_S = 60.0
+
+
+async def test_our_frontend_keeps_every_rule() -> None:
+    frontends: list[Frontend] = []
+
+    async def start(engines: Sequence[str]) -> str:
+        config = FrontendConfig(port=0, engine=tuple(engines), text_workers=1)
+        # On a busy machine heartbeats are late.
+        frontend = Frontend(config, heartbeat_s=2 * HEARTBEAT_S)
+        frontends.append(frontend)
+        address = await frontend.public.start()
+        frontend.connect(address)
+        return address
+
+    try:
+        report = await check_frontend(["127.0.0.1:0"] * 2, patience_s=LIMIT_S, start_frontend=start)
+    finally:
+        for frontend in frontends:
+            await frontend.public.stop(0)
+            await frontend.close()
+    assert [result for result in report.results if result.outcome is not Outcome.KEPT] == []
+
+
+def test_names_are_unique_and_each_section_but_adoption_has_cases() -> None:
+    assert {case.section for case in FRONTEND_CASES} == set(Section) - {Section.ADOPTION}
+    names = [case.name for case in FRONTEND_CASES]
+    assert len(names) == len(set(names))
