@@ -38,8 +38,8 @@ async def check_frontend(
     """Run all cases, or those of the names `only`, against the frontend whose public address is `frontend`.
 
     listen: where the two engines listen.  patience_s: how long an answer may take.  connect_s: the same of a
-    session at each engine, by default as long.  start_frontend: starts one, given the addresses of the engines,
-    and returns its own.  Raises a Finding if the frontend does not open a session at each engine.
+    session at each engine, by default as long.  start_frontend: starts one for the engines' addresses, and
+    returns its own.  Raises a Finding if the frontend does not open a session at each engine.
     """
     peer = FrontendUnderTest(listen, patience_s=patience_s, connect_s=connect_s or patience_s)
     await peer.start()

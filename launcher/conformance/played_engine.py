@@ -131,7 +131,6 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.epoch = secrets.randbits(63) | 1
         self.is_ready = True
         self.resumes = True
-        self.beats = True
         self.min_peer_revision = 0
         self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
 
@@ -265,7 +264,7 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for session in self.sessions:
-                if self.beats and session.num_streams and not session.has_ended:
+                if session.num_streams and not session.has_ended:
                     session.send(heartbeat=self.heartbeat)
 
     def _find(self, finding: Finding) -> None:
