@@ -11,6 +11,9 @@ from launcher.conformance.report import Outcome, Report
 from tests.contract.scripted_frontend import ScriptedFrontend
 from tests.contract.wrong_frontends import WRONG_FRONTENDS
 
+# They wait for what a frontend does not do: about a minute together.
+pytestmark = pytest.mark.chaos
+
 LIMIT_S = 60.0
 # Where something is to be missing, this is waited for.
 SHORT_LIMIT_S = 2.0
