@@ -37,8 +37,7 @@ _SERVED = {
     "orphan_grace_ms", "resume_state", "trace_context", "skip_reading_prefix_cache",
 }  # fmt: skip
 _HINTS = {
-    "external_request_id", "job_id", "is_last_step", "tool_name", "session_id", "data_parallel_rank",
-    "current_wave", "reasoning_ended", "stream_interval",
+    "external_request_id", "data_parallel_rank",
 }  # fmt: skip
 _SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "seed"}
 # These are served where they change nothing: a hash has no distribution.
@@ -199,7 +198,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     async def _serve(self, requests: AsyncIterator[engine_pb2.ConnectRequest], context: Any) -> None:
         hello = await self._read_hello(requests)
         self.check_hello(hello)
-        resumed = self.resumed_by(hello)
+        found = self.resumed_by(hello)
+        resumed = found if isinstance(found, Session) else None
         self.end_older(hello, resumed)
         features = self.common_features(hello)
         session = resumed or self.session_type(hello, features)
@@ -210,7 +210,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         session.link = link = Link(hello.resume.last_seq if resumed else 0)
         session.acknowledge(link.sent)
         session.changed.set()
-        ack = self.hello_ack(features, resume_ok=resumed is not None, is_resumable=session.is_resumable)
+        ack = self.hello_ack(features, is_resumable=session.is_resumable)
+        ack.resume_ok = resumed is not None
+        if not isinstance(found, Session):
+            ack.resume_refusal = found
         await context.write(engine_pb2.ConnectResponse(hello_ack=ack).SerializeToString())
         reader = asyncio.create_task(self._read(session, link, requests))
         try:
@@ -230,22 +233,31 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         return first.hello
 
     def check_hello(self, hello: session_pb2.Hello) -> None:
-        for value in (hello.frontend_id, hello.session_id):
-            if not 0 < len(value) <= _MAX_ID_CHARACTERS:
-                raise Ended(_Code.INVALID_ARGUMENT, "BAD_ID", "an id has 1 to 128 characters")
+        for value, least in ((hello.frontend_id, 1), (hello.session_id, 16)):
+            if not least <= len(value) <= _MAX_ID_CHARACTERS:
+                raise Ended(_Code.INVALID_ARGUMENT, "BAD_ID", f"this id has {least} to 128 characters")
         if hello.min_peer_revision > REVISION or hello.schema_revision < REVISION:
             raise Ended(_Code.FAILED_PRECONDITION, "REVISION_TOO_OLD", f"the revision here is {REVISION}")
 
     def common_features(self, hello: session_pb2.Hello) -> list[str]:
-        return [name for name in hello.features if name == "resume"]
+        return ["resume"] if "resume" in hello.features or hello.feature_set.resume else []
 
-    def resumed_by(self, hello: session_pb2.Hello) -> Session | None:
-        if not hello.HasField("resume") or not self.is_own_epoch(hello.resume.engine_epoch):
-            return None
+    def resumed_by(self, hello: session_pb2.Hello) -> Session | session_pb2.ResumeRefusal:
+        """The session that goes on, or why none does."""
+        if not hello.HasField("resume"):
+            return session_pb2.RESUME_REFUSAL_UNSPECIFIED
+        if not self.is_own_epoch(hello.resume.engine_epoch):
+            return session_pb2.RESUME_REFUSAL_OTHER_EPOCH
+        last_seq = hello.resume.last_seq
         for session in self.sessions:
             if session.is_resumable and not session.is_over and self.is_same_session(session.hello, hello):
-                return session if session.has_all_after(hello.resume.last_seq) else None
-        return None
+                if session.has_all_after(last_seq):
+                    return session
+                is_sent = last_seq <= session.last_seq
+                return (
+                    session_pb2.RESUME_REFUSAL_NOT_KEPT if is_sent else session_pb2.RESUME_REFUSAL_NEVER_SENT
+                )
+        return session_pb2.RESUME_REFUSAL_NO_SESSION
 
     def is_own_epoch(self, engine_epoch: int) -> bool:
         return engine_epoch == self.epoch
@@ -263,14 +275,14 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 session.end(Ended(_Code.ABORTED, "SUPERSEDED", "a newer session has begun"))
                 self.sessions.remove(session)
 
-    def hello_ack(self, features: list[str], *, resume_ok: bool, is_resumable: bool) -> session_pb2.HelloAck:
+    def hello_ack(self, features: list[str], *, is_resumable: bool) -> session_pb2.HelloAck:
         return session_pb2.HelloAck(
             engine_id="scripted",
             engine_epoch=self.epoch,
             dp_size=1,
             features=features,
+            feature_set=session_pb2.FeatureSet(resume="resume" in features),
             state=session_pb2.ENGINE_STATE_DRAINING if self.is_draining else session_pb2.ENGINE_STATE_READY,
-            resume_ok=resume_ok,
             ack_interval_messages=16,
             ack_interval_ms=50,
             replay_window_ms=int(self._replay_window_s * 1000) if is_resumable else 0,
@@ -389,6 +401,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         if self.is_draining:
             raise Ended(_Code.UNAVAILABLE, "ENGINE_DRAINING", "the engine drains")
         self.check_handle(session, entry)
+        self.check_request_id(session, entry)
         self.check_limit(session)
         self.check_fields(entry)
         ids = unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids)
@@ -400,6 +413,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     def check_handle(self, session: Session, entry: add_pb2.AddEntry) -> None:
         if entry.handle in session.running:
             raise Ended(_Code.ALREADY_EXISTS, "HANDLE_IN_USE", f"handle {entry.handle} is in flight")
+
+    def check_request_id(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        names = [running.name for running in session.running.values() if not running.is_aborted]
+        if (entry.request_id, entry.attempt) in names:
+            raise Ended(_Code.ALREADY_EXISTS, "REQUEST_ID_IN_USE", f"{entry.request_id} is in flight")
 
     def check_limit(self, session: Session) -> None:
         if len(session.running) >= MAX_INFLIGHT_ADDS:

@@ -26,6 +26,11 @@ class _TakesAnyId(ScriptedEngine):
         pass
 
 
+class _ReadsNamesAlone(ScriptedEngine):
+    def common_features(self, hello: session_pb2.Hello) -> list[str]:
+        return [name for name in hello.features if name == "resume"]
+
+
 class _EndsAtUnknownMessages(ScriptedEngine):
     def on_unknown(self, session: Session) -> None:
         session.end(Ended(grpc.StatusCode.INVALID_ARGUMENT, "", "unknown message"))
@@ -89,6 +94,12 @@ class _SendsOtherBytesAgain(ScriptedEngine):
     session_type = _EncodesAgain
 
 
+class _GivesNoReason(ScriptedEngine):
+    def resumed_by(self, hello: session_pb2.Hello) -> Session | session_pb2.ResumeRefusal:
+        found = super().resumed_by(hello)
+        return found if isinstance(found, Session) else session_pb2.RESUME_REFUSAL_UNSPECIFIED
+
+
 class _ResumesForAnyEpoch(ScriptedEngine):
     def is_own_epoch(self, engine_epoch: int) -> bool:
         return True
@@ -116,6 +127,11 @@ class _ResumesWithAGap(ScriptedEngine):
 class _RejectsKnownAdds(ScriptedEngine):
     def on_known_add(self, session: Session, entry: add_pb2.AddEntry) -> None:
         self.reject(session, entry, Ended(grpc.StatusCode.ALREADY_EXISTS, "", "known"))
+
+
+class _TakesARequestTwice(ScriptedEngine):
+    def check_request_id(self, session: Session, entry: add_pb2.AddEntry) -> None:
+        pass
 
 
 class _NeedsNoParams(ScriptedEngine):
@@ -213,17 +229,20 @@ WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("second_hello", _TakesASecondHello),
     ("bad_ids", _TakesAnyId),
     ("common_features", _RepeatsAllFeatures),
+    ("typed_features", _ReadsNamesAlone),
     ("newer_epoch", _KeepsOlderSessions),
     ("foreign_session_id", _EndsAllFrontends),
     ("gapless_numbers", _NumbersWithGaps),
     ("unacknowledged_messages", _KeepsNothing),
     ("resume_after_cut", _SendsOtherBytesAgain),
+    ("never_sent", _GivesNoReason),
     ("other_engine_epoch", _ResumesForAnyEpoch),
     ("unknown_session", _ResumesForAnyFrontend),
     ("acknowledged_further", _ResumesWithAGap),
     ("add_sent_again", _RejectsKnownAdds),
     ("neither_params", _NeedsNoParams),
     ("fields_of_the_frontend", _IgnoresFields),
+    ("request_in_flight", _TakesARequestTwice),
     ("handle_in_flight", _IgnoresTakenHandles),
     ("too_many_requests", _HasNoLimit),
     ("continued_request", _SendsOutputBack),

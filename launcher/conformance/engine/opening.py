@@ -12,6 +12,7 @@ CASES: Cases[EngineUnderTest] = Cases(Section.OPENING)
 
 _NEWER_REVISION = 1_000_000
 _MAX_ID_CHARACTERS = 128
+_MIN_SESSION_ID_CHARACTERS = 16
 _HELLO_LIMIT_S = 10.0
 
 
@@ -64,10 +65,10 @@ async def second_hello(engine: EngineUnderTest) -> None:
     await stream.must_end(grpc.StatusCode.INVALID_ARGUMENT)
 
 
-@CASES.must("frontend_id and session_id have 1 to 128 characters; others are refused.")
+@CASES.must("frontend_id has 1 to 128 characters, session_id 16 to 128; others are refused.")
 async def bad_ids(engine: EngineUnderTest) -> None:
-    for name in ("frontend_id", "session_id"):
-        for value in ("", "x" * (_MAX_ID_CHARACTERS + 1)):
+    for name, least in (("frontend_id", 1), ("session_id", _MIN_SESSION_ID_CHARACTERS)):
+        for value in ("x" * (least - 1), "x" * (_MAX_ID_CHARACTERS + 1)):
             stream = engine.connect()
             await stream.say_hello(**{name: value})
             await stream.must_end(grpc.StatusCode.INVALID_ARGUMENT)
@@ -103,6 +104,17 @@ async def common_features(engine: EngineUnderTest) -> None:
         seen = set(stream.hello_ack.features) if stream.hello_ack is not None else set()
         expected = set(named) & set(engine.facts.hello_ack.features)
         expect(seen == expected, f"features {sorted(expected)} of {list(named)}", sorted(seen))
+
+
+@CASES.must("A feature may be named or set in feature_set; hello_ack does both.")
+async def typed_features(engine: EngineUnderTest) -> None:
+    expected = [name for name in FEATURES if name in engine.facts.hello_ack.features]
+    typed = session_pb2.FeatureSet(**dict.fromkeys(FEATURES, True))
+    for fields in ({"features": FEATURES}, {"features": (), "feature_set": typed}):
+        ack = (await engine.open(**fields)).hello_ack or session_pb2.HelloAck()
+        expect(sorted(ack.features) == sorted(expected), f"features {expected}", list(ack.features))
+        in_set = [name for name in FEATURES if getattr(ack.feature_set, name)]
+        expect(in_set == expected, f"{expected} in feature_set", in_set)
 
 
 @CASES.must("A role in hello grants nothing: calls that change the engine are not served on a stream.")

@@ -7,7 +7,7 @@ from typing import Any
 from launcher.conformance.cases import Cases, NotApplicable, Section, expect
 from launcher.conformance.engine_stream import EngineStream
 from launcher.conformance.engine_under_test import EngineUnderTest, column
-from service_kit.errors import InvalidArgument, ResourceExhausted, ServiceError, Unimplemented
+from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, Unimplemented
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2
 
@@ -39,11 +39,14 @@ async def rejection_among_others(engine: EngineUnderTest) -> None:
     await stream.until_finished(1, 3)
 
 
-@CASES.must("An ADD without params is rejected with INVALID_ARGUMENT or UNIMPLEMENTED.")
+@CASES.must("An ADD without params is rejected with INVALID_ARGUMENT.")
 async def neither_params(engine: EngineUnderTest) -> None:
     entry = engine.entry(1)
     entry.ClearField("params")
-    await _must_refuse(engine, entry)
+    stream = await engine.open()
+    await stream.add(entry)
+    error = await stream.rejection_of(1)
+    expect(isinstance(error, InvalidArgument), "INVALID_ARGUMENT", _status(error))
 
 
 @CASES.must("Values that the model cannot have are rejected with INVALID_ARGUMENT.")
@@ -64,9 +67,10 @@ async def invalid_values(engine: EngineUnderTest) -> None:
         expect(isinstance(error, InvalidArgument), f"INVALID_ARGUMENT for {_shown(fields)}", _status(error))
 
 
-@CASES.must("`sampling.n` above 1 and `sampling.bad_words` are refused, and the status names the field.")
+@CASES.must("`sampling.n` above 1, `sampling.stop` and `sampling.bad_words` are refused, naming the field.")
 async def fields_of_the_frontend(engine: EngineUnderTest) -> None:
     await _must_refuse(engine, engine.entry(1, sampling={"n": 2}), names="n")
+    await _must_refuse(engine, engine.entry(1, sampling={"stop": ["x"]}), names="stop")
     await _must_refuse(engine, engine.entry(1, sampling={"bad_words": ["x"]}), names="bad_words")
 
 
@@ -92,6 +96,21 @@ async def handle_in_flight(engine: EngineUnderTest) -> None:
     record.rejected.clear()
     await stream.until_finished(1)
     expect(record.tokens[1] == await engine.reference(), "the tokens of the first request", record.tokens[1])
+
+
+@CASES.must("A request_id and attempt that are in flight in the session are not taken again: ALREADY_EXISTS.")
+async def request_in_flight(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    first = engine.entry(1, engine.long)
+    await stream.add(first)
+    await stream.add(engine.entry(2, request_id=first.request_id))
+    error = await stream.rejection_of(2)
+    expect(isinstance(error, AlreadyExists), "ALREADY_EXISTS", _status(error))
+    # Another attempt of it is another request.
+    await stream.add(engine.entry(3, request_id=first.request_id, attempt=1))
+    await stream.until_finished(3)
+    await stream.abort([1])
+    await stream.until_finished(1)
 
 
 @CASES.must("A handle may be used again after its end.")

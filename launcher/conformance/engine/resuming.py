@@ -7,10 +7,10 @@ import secrets
 
 import grpc
 
-from launcher.conformance.cases import Cases, Section, Turn, expect
+from launcher.conformance.cases import Cases, Section, Turn, expect, fail
 from launcher.conformance.engine_stream import EngineStream
 from launcher.conformance.engine_under_test import EngineUnderTest
-from triptych.engine.v1 import add_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 
 CASES: Cases[EngineUnderTest] = Cases(Section.RESUMING)
 
@@ -60,12 +60,13 @@ async def closed_without_goodbye(engine: EngineUnderTest) -> None:
     await resumed.until_finished(1)
 
 
-@CASES.must("resume_ok is false for another engine_epoch, and numbers begin at 1.")
+@CASES.must("resume_ok is false for another engine_epoch, resume_refusal says so, and numbers begin at 1.")
 async def other_engine_epoch(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     await stream.cut()
     epoch = engine.facts.hello_ack.engine_epoch ^ 1
-    await _must_be_new(await engine.resume(stream, engine_epoch=epoch))
+    resumed = await engine.resume(stream, engine_epoch=epoch)
+    await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_OTHER_EPOCH)
 
 
 @CASES.must("resume_ok is false for another session_id, frontend_id or frontend_epoch.")
@@ -77,7 +78,8 @@ async def unknown_session(engine: EngineUnderTest) -> None:
     ):
         stream = await engine.open()
         await stream.cut()
-        await _must_be_new(await engine.resume(stream, **other))
+        resumed = await engine.resume(stream, **other)
+        await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_NO_SESSION)
 
 
 @CASES.must("resume_ok is false where messages after last_seq were acknowledged before.")
@@ -90,21 +92,23 @@ async def acknowledged_further(engine: EngineUnderTest) -> None:
     await stream.add(engine.entry(2))
     await stream.until_finished(2)
     await stream.cut()
-    await _must_be_new(await engine.resume(stream, last_seq=1))
+    resumed = await engine.resume(stream, last_seq=1)
+    await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_NOT_KEPT)
 
 
 @CASES.must("resume_ok is false for a last_seq that was never sent.")
 async def never_sent(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     await stream.cut()
-    await _must_be_new(await engine.resume(stream, last_seq=1_000_000))
+    resumed = await engine.resume(stream, last_seq=1_000_000)
+    await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_NEVER_SENT)
 
 
 @CASES.must("Without the feature `resume` a session ends with its stream.")
 async def feature_not_named(engine: EngineUnderTest) -> None:
     stream = await engine.open(features=())
     await stream.cut()
-    await _must_be_new(await engine.resume(stream))
+    await _must_be_new(engine, await engine.resume(stream), session_pb2.RESUME_REFUSAL_NO_SESSION)
 
 
 @CASES.must("After replay_window_ms the session is over.", turn=Turn.BESIDE_OTHERS)
@@ -113,7 +117,7 @@ async def after_the_window(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     await stream.cut()
     await asyncio.sleep((engine.facts.hello_ack.replay_window_ms + 1000) / 1000)
-    await _must_be_new(await engine.resume(stream))
+    await _must_be_new(engine, await engine.resume(stream), session_pb2.RESUME_REFUSAL_NO_SESSION)
 
 
 @CASES.must("The stream that still carried a resumed session ends with ABORTED, SUPERSEDED.")
@@ -145,7 +149,15 @@ async def add_sent_again(engine: EngineUnderTest) -> None:
     expect(tokens == await engine.reference(), "the tokens of the reference, once", tokens)
 
 
-async def _must_be_new(resumed: EngineStream) -> None:
-    expect(resumed.hello_ack is not None and not resumed.hello_ack.resume_ok, "resume_ok false", "true")
+async def _must_be_new(
+    engine: EngineUnderTest, resumed: EngineStream, refusal: session_pb2.ResumeRefusal
+) -> None:
+    """A new session has begun, and hello_ack says why; an engine that never resumes need not say so."""
+    ack = resumed.hello_ack
+    if ack is None or ack.resume_ok:
+        fail("resume_ok false", "true")
+    if "resume" in engine.facts.hello_ack.features:
+        name = session_pb2.ResumeRefusal.Name(refusal)
+        expect(ack.resume_refusal == refusal, f"resume_refusal {name}", ack.resume_refusal)
     # Numbers that do not begin at 1 are a finding of the stream's own.
     await resumed.until(lambda: resumed.record.ready is not None, "ready in the new session")
