@@ -42,12 +42,14 @@ def test_each_field_of_a_request_is_the_cores_or_of_an_option_but_for_the_unserv
     asked = {name for message in messages for name in message.DESCRIPTOR.fields_by_name}
     assert asked >= CORE_FIELDS
     assert CORE_FIELDS.isdisjoint(FIELDS)
-    assert asked - CORE_FIELDS - set(FIELDS) == {"adapter", "media"}
+    assert asked - CORE_FIELDS - set(FIELDS) == {"adapter", "media", "job_id", "is_last_step"}
 
 
 UNOWNED = {
     "sampling.structured_output": make_request([5], structured_output={"regex": "a"}),
     "adapter": make_request([5], adapter="a"),
+    "job_id": make_request([5], job_id="a"),
+    "is_last_step": make_request([5], is_last_step=True),
     "media": make_request([5], media=[generate_pb2.Media(mime_type="image/png")]),
 }
 
