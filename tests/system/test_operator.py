@@ -109,7 +109,7 @@ async def test_streams_survive_pauses_sleeps_and_resets_with_the_ids_of_an_undis
 
 async def pause_and_resume(engine: Operated) -> None:
     await engine.running()
-    await engine.call(pause={"mode": KEEP})
+    await engine.call(pause={"mode": KEEP, "clear_cache": False})
     assert await engine.state() == session_pb2.ENGINE_STATE_PAUSED
     assert (await engine.call(is_paused={})).is_paused
     view = engine.stack.engine(engine.trio.engine)
