@@ -49,8 +49,8 @@ class Wire:
             inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
             writers.append(inner_writer)
             pumps = [
-                asyncio.create_task(self._pump(reader, inner_writer)),
-                asyncio.create_task(self._pump(inner_reader, writer)),
+                asyncio.create_task(self._pump(reader, inner_writer, is_up=True)),
+                asyncio.create_task(self._pump(inner_reader, writer, is_up=False)),
             ]
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -65,8 +65,16 @@ class Wire:
                 each.transport.abort()
             self._connections.discard(task)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
+        """Pass on what `reader` has, to the target or from it, until this end is closed."""
         while data := await reader.read(_CHUNK_BYTES):
             await self._is_open.wait()
+            if (passed := self._passed(data, writer, is_up=is_up)) != data:
+                writer.write(passed)
+                return
             writer.write(data)
             await writer.drain()
+
+    def _passed(self, data: bytes, writer: asyncio.StreamWriter, *, is_up: bool) -> bytes:
+        """What of `data` gets through; less than all of it breaks the connection behind that."""
+        return data

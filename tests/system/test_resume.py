@@ -173,7 +173,7 @@ async def connected(
             )
             yield rig
         finally:
-            proxy.gate.set()
+            proxy.thaw()
             await rig.client.close()
             gc.enable()
 
@@ -287,13 +287,13 @@ async def test_aborts_that_a_break_has_swallowed_are_sent_again():
     async with connected(engine) as rig:
         takers = rig.add(range(8))
         await rig.until_held(takers)
-        rig.proxy.gate.clear()
+        rig.proxy.freeze()
         rig.client.abort(range(1, 5), engine_pb2.ABORT_REASON_CLIENT)
         rig.proxy.cut()
         await rig.until_state(EngineState.RECONNECTING)
         # Also what is said while there is no stream at all.
         rig.client.abort(range(5, 7), engine_pb2.ABORT_REASON_CLIENT)
-        rig.proxy.gate.set()
+        rig.proxy.thaw()
         await rig.until_state(EngineState.READY)
         await rig.until_taken()
         engine.executor.gate.set()
@@ -308,7 +308,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
     async with connected(engine) as rig:
         takers = rig.add(range(_NUM_STREAMS))
         await rig.until_held(takers)
-        rig.proxy.gate.clear()
+        rig.proxy.freeze()
         await rig.until_state(EngineState.DOWN)
         assert {taker.losses[0].kind for taker in takers} == {LossKind.SILENCE}
         received = [list(taker.token_ids) for taker in takers]
@@ -316,7 +316,7 @@ async def test_an_engine_that_was_silent_is_ready_again_when_its_stale_outputs_a
         engine.executor.hold_at = 6
         engine.executor.gate.set()
         await asyncio.to_thread(engine.executor.wait_for_launches, 6)
-        rig.proxy.gate.set()
+        rig.proxy.thaw()
         await rig.until_state(EngineState.READY)
         await rig.until_taken()
         engine.executor.gate.set()

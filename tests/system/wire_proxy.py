@@ -6,105 +6,51 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-_CHUNK_BYTES = 65_536
+from launcher.conformance.wire import Wire
 
 
-class WireProxy:
-    """Between a client and `target`, host:port. `next_cut` says after how many bytes down each breaks.
-
-    While `gate` is closed, connections are taken and nothing passes, as with a process that is stopped.
-    """
+class WireProxy(Wire):
+    """Between a client and `target`, host:port. `next_cut` says after how many bytes down each breaks."""
 
     def __init__(self, target: str, *, next_cut: Callable[[], int | None] = lambda: None) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.num_connections = 0
+        super().__init__("127.0.0.1:0", target)
         self.num_cuts = 0  # by `cut_after`
         self.address = ""
         self._num_bytes_left: dict[bool, int | None] = {True: None, False: None}  # until such a cut, by is_up
-        self._target = target
         self._next_cut = next_cut
-        self._connections: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._cuts: dict[asyncio.StreamWriter, int | None] = {}  # bytes until a connection's own cut
 
     @property
     def num_open(self) -> int:
         return len(self._connections)
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
     def refuse(self) -> None:
         """Listen no more: connections from now on are refused."""
-        assert self._server is not None, "the proxy is started first"
         self._server.close()
-
-    def cut(self) -> None:
-        """Break every connection, with a reset on both sides."""
-        for connection in self._connections:
-            connection.cancel()
 
     def cut_after(self, num_bytes: int | None, *, is_up: bool) -> None:
         """Break the connection when more bytes than these are sent to the target or from it; None: do not."""
         self._num_bytes_left[is_up] = num_bytes
 
-    async def stop(self) -> None:
-        self.refuse()
-        self.cut()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a connection has a task"
-        self._connections.add(task)
-        self.num_connections += 1
-        writers = [writer]
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
+        self._cuts[writer] = None if is_up else self._next_cut()
         try:
-            host, _, port = self._target.rpartition(":")
-            engine_reader, engine_writer = await asyncio.open_connection(host, int(port))
-            writers.append(engine_writer)
-            pumps = [
-                asyncio.ensure_future(self._pump(reader, engine_writer, None, is_up=True)),
-                asyncio.ensure_future(self._pump(engine_reader, writer, self._next_cut(), is_up=False)),
-            ]
-            try:
-                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
-        except asyncio.CancelledError:
-            pass
+            await super()._pump(reader, writer, is_up=is_up)
         finally:
-            for each in writers:
-                each.transport.abort()
-            self._connections.discard(task)
+            del self._cuts[writer]
 
-    async def _pump(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        num_bytes_left: int | None,
-        *,
-        is_up: bool,
-    ) -> None:
-        while data := await reader.read(_CHUNK_BYTES):
-            await self.gate.wait()
-            if (limit := self._num_bytes_left[is_up]) is not None:
-                if len(data) > limit:
-                    writer.write(data[:limit])
-                    self._num_bytes_left[is_up] = None
-                    self.num_cuts += 1
-                    return
-                self._num_bytes_left[is_up] = limit - len(data)
-            if num_bytes_left is not None and len(data) >= num_bytes_left:
-                writer.write(data[:num_bytes_left])
-                return
-            if num_bytes_left is not None:
-                num_bytes_left -= len(data)
-            writer.write(data)
-            await writer.drain()
+    def _passed(self, data: bytes, writer: asyncio.StreamWriter, *, is_up: bool) -> bytes:
+        if (limit := self._num_bytes_left[is_up]) is not None:
+            if len(data) > limit:
+                self._num_bytes_left[is_up] = None
+                self.num_cuts += 1
+                return data[:limit]
+            self._num_bytes_left[is_up] = limit - len(data)
+        if (until_cut := self._cuts[writer]) is not None:
+            if len(data) > until_cut:
+                return data[:until_cut]
+            self._cuts[writer] = until_cut - len(data)
+        return data
 
 
 @contextlib.asynccontextmanager
@@ -113,7 +59,7 @@ async def proxied(
 ) -> AsyncIterator[WireProxy]:
     """A proxy in front of `target`, ended with the block."""
     proxy = WireProxy(target, next_cut=next_cut)
-    await proxy.start()
+    proxy.address = await proxy.start()
     try:
         yield proxy
     finally:
