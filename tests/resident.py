@@ -10,14 +10,13 @@ _KIB_PER_MIB = 1024
 
 
 def resident_mib() -> float:
-    """Of memory that it got itself, in MiB: pages of files are dropped by the system when it likes."""
+    """Of memory that it got itself, in MiB: pages of files are dropped by the system when it likes.
+
+    Without what the C library's heap holds free: an allocation may lie in a gap of it that earlier tests
+    left, and its pages then stay with the process when it is freed, whatever its size.
+    """
     # Garbage of other tests must not be freed between two readings.
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) / _KIB_PER_MIB
-
-
-def return_heap() -> None:
-    """Give freed memory of the C library's heap back: what a test allocates next would otherwise reuse it."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)

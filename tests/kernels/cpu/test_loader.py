@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import triptych_kernels
-from tests.resident import resident_mib, return_heap
+from tests.resident import resident_mib
 from triptych_kernels import cpu
 from triptych_kernels.cpu.loader import can_use_amx, find_isa, native_module
 from triptych_kernels.cpu.panel_memory import PanelMemory
@@ -238,7 +238,6 @@ def test_a_piece_larger_than_a_chunk_is_kept_by_no_other() -> None:
 
 def test_memory_goes_with_its_pieces() -> None:
     memory = PanelMemory()
-    return_heap()
     before = resident_mib()
     pieces = [memory.take(5 * _MIB).fill_(1) for _ in range(30)]
     assert resident_mib() - before > 145
