@@ -30,9 +30,12 @@ NATIVE := $(wildcard $(foreach folder,. avx2 avx512,kernels/triptych_kernels/cpu
 # The contract as it was last released: the descriptor set that `make released-protos` writes.
 RELEASED := protos/released.binpb
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+CONTRACT := triptych-contract-$(VERSION)
+DIST ?= dist
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos released-protos format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
+.PHONY: help setup demo serve protos released-protos contract format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +69,15 @@ protos: setup  ## regenerate the stubs beside the protos
 released-protos: setup $(BUF_STAMP)  ## record the contract of a release: later ones are checked against it
 	$(BUF) breaking --against $(RELEASED)
 	$(BUF) build --as-file-descriptor-set --exclude-source-info -o $(RELEASED)
+
+contract: setup $(BUF_STAMP)  ## the contract as files of a release, in dist/: a descriptor set and a buf module
+	rm -rf $(DIST)/$(CONTRACT) && mkdir -p $(DIST)
+	$(BUF) build --as-file-descriptor-set -o $(DIST)/$(CONTRACT).binpb
+	$(BUF) export . -o $(DIST)/$(CONTRACT)
+	cp LICENSE protos/README.md protos/engine-session.md $(DIST)/$(CONTRACT)
+	printf 'version: v2\nmodules:\n  - path: .\n' > $(DIST)/$(CONTRACT)/buf.yaml
+	tar -C $(DIST) -czf $(DIST)/$(CONTRACT).tar.gz $(CONTRACT)
+	rm -r $(DIST)/$(CONTRACT)
 
 format: setup  ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
