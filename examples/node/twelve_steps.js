@@ -16,10 +16,11 @@ const definitions = protoLoader.loadSync(
     'triptych/api/v1/model.proto',
     'triptych/api/v1/tokenizer.proto',
     'grpc/health/v1/health.proto',
+    'google/rpc/error_details.proto',
     'google/rpc/status.proto',
   ],
   {
-    includeDirs: [path.join(__dirname, '../../protos'), path.join(__dirname, 'protos')],
+    includeDirs: [path.join(__dirname, '../../protos'), path.join(__dirname, '../protos')],
     keepCase: true,
     longs: String,
     enums: String,
