@@ -32,7 +32,7 @@ RELEASED := protos/released.binpb
 PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos released-protos format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
+.PHONY: help setup demo serve protos released-protos format check test test-network test-polyglot test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,7 +102,11 @@ test: setup  ## the CPU suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-network: setup $(BUF_STAMP)  ## tests that need a package registry
-	$(BIN)/python -m pytest -m network
+	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m network
+
+# REQUIRE: the languages whose absence is an error; by default all that have a program.
+test-polyglot: setup $(BUF_STAMP)  ## the twelve steps in each language: make test-polyglot REQUIRE="python node"
+	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -v -rpsfE $(ARGS)
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
 	$(BIN)/python -m pytest -m chaos
