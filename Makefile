@@ -35,7 +35,7 @@ CONTRACT := triptych-contract-$(VERSION)
 DIST ?= dist
 CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos released-protos contract format check test test-network test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
+.PHONY: help setup demo serve protos released-protos contract format check test test-network test-polyglot test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,8 +67,8 @@ protos: setup  ## regenerate the stubs beside the protos
 		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:protos/%=%)
 
 released-protos: setup $(BUF_STAMP)  ## record the contract of a release: later ones are checked against it
-	$(BUF) breaking --against $(RELEASED)
-	$(BUF) build --as-file-descriptor-set --exclude-source-info -o $(RELEASED)
+	$(BUF) breaking protos --against $(RELEASED)
+	$(BUF) build protos --as-file-descriptor-set --exclude-source-info -o $(RELEASED)
 
 contract: setup $(BUF_STAMP)  ## the contract as files of a release, in dist/: a descriptor set and a buf module
 	rm -rf $(DIST)/$(CONTRACT) && mkdir -p $(DIST)
@@ -89,7 +89,7 @@ check: setup $(BUF_STAMP)  ## formatting, lint, types, import contracts, archite
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
 	$(BUF) lint
-	$(BUF) breaking --against $(RELEASED)
+	$(BUF) breaking protos --against $(RELEASED)
 	$(MAKE) --no-print-directory check-stubs
 	$(BIN)/python -m pytest tests/architecture -q
 
@@ -114,7 +114,11 @@ test: setup  ## the CPU suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-network: setup $(BUF_STAMP)  ## tests that need a package registry
-	$(BIN)/python -m pytest -m network
+	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m network
+
+# REQUIRE: the languages whose absence is an error; by default all that have a program.
+test-polyglot: setup $(BUF_STAMP)  ## the twelve steps in each language: make test-polyglot REQUIRE="python node"
+	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -v -rpsfE $(ARGS)
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
 	$(BIN)/python -m pytest -m chaos

@@ -1,12 +1,14 @@
 // Twelve steps with the public API from Node: `node twelve_steps.js HOST:PORT`. No generated code: protos are loaded.
+// Steps and results are described in ../README.md.
 'use strict';
 
 const path = require('path');
+const { setTimeout: sleep } = require('timers/promises');
 const grpc = require('@grpc/grpc-js');
 const protoLoader = require('@grpc/proto-loader');
 
 const PROMPT = 'Once upon a time';
-const DETAILS_KEY = 'grpc-status-details-bin';
+const TRACEPARENT = '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01';
 
 const definitions = protoLoader.loadSync(
   [
@@ -14,10 +16,11 @@ const definitions = protoLoader.loadSync(
     'triptych/api/v1/model.proto',
     'triptych/api/v1/tokenizer.proto',
     'grpc/health/v1/health.proto',
+    'google/rpc/error_details.proto',
     'google/rpc/status.proto',
   ],
   {
-    includeDirs: [path.join(__dirname, '../../protos'), path.join(__dirname, 'protos')],
+    includeDirs: [path.join(__dirname, '../../protos'), path.join(__dirname, '../../third_party')],
     keepCase: true,
     longs: String,
     enums: String,
@@ -32,104 +35,118 @@ function expect(condition, what) {
   if (!condition) throw new Error(what);
 }
 
-function say(step, name, text) {
-  console.log(`${String(step).padStart(2)} ${name.padEnd(10)} ${text}`);
+function show(step, name, result) {
+  console.log(`${String(step).padStart(2)} ${name.padEnd(12)} ${result}`);
 }
 
 function connect(target) {
   const credentials = grpc.credentials.createInsecure();
-  const options = {
+  const channelOverride = new grpc.Channel(target, credentials, {
+    'grpc.max_receive_message_length': 64 * 1024 * 1024,
     'grpc.keepalive_time_ms': 10000,
     'grpc.keepalive_timeout_ms': 5000,
-    'grpc.max_receive_message_length': 64 * 1024 * 1024,
-  };
+  });
+  const client = (Service) => new Service(target, credentials, { channelOverride });
   return {
-    health: new standard.health.v1.Health(target, credentials, options),
-    inference: new api.InferenceService(target, credentials, options),
-    models: new api.ModelService(target, credentials, options),
-    tokenizer: new api.TokenizerService(target, credentials, options),
+    channel: channelOverride,
+    health: client(standard.health.v1.Health),
+    inference: client(api.InferenceService),
+    models: client(api.ModelService),
+    tokenizer: client(api.TokenizerService),
   };
 }
 
 // One unary call as a promise, with a deadline.
-function call(client, method, request) {
-  const deadline = Date.now() + 60000;
+function call(client, method, request, timeoutMs = 60000) {
+  const deadline = Date.now() + timeoutMs;
   return new Promise((resolve, reject) => {
     client[method](request, { deadline }, (error, response) => (error ? reject(error) : resolve(response)));
   });
 }
 
-function generateUnary(clients, sampling) {
-  return call(clients.inference, 'GenerateUnary', { request: { prompt: PROMPT, sampling } });
+function generateUnary(clients, request, timeoutMs) {
+  return call(clients.inference, 'GenerateUnary', { request: { prompt: PROMPT, ...request } }, timeoutMs);
 }
 
-async function lookAround(clients) {
-  const health = await call(clients.health, 'Check', { service: 'triptych.api.v1.InferenceService' });
-  expect(health.status === 'SERVING', `health is ${health.status}`);
-  say(2, 'health', health.status);
-
-  const { models } = await call(clients.models, 'ListModels', {});
-  expect(models.length > 0 && models[0].max_model_len > 0, 'no model');
-  say(3, 'models', models.map((model) => `${model.name} (up to ${model.max_model_len} tokens)`).join(', '));
-
-  const info = await call(clients.models, 'GetServerInfo', {});
-  expect(info.version, 'the server tells no version');
-  say(4, 'server', `version ${info.version}, ${info.engines.length} engine(s)`);
+// The error of a call that must fail with `code`.
+async function refused(promise, code) {
+  const error = await promise.then(() => null, (reason) => reason);
+  expect(error?.code === code, `${error} instead of ${grpc.status[code]}`);
+  return error;
 }
 
-async function tokensAndBack(clients) {
-  const request = { text: PROMPT, add_special_tokens: false };
-  const { token_ids } = await call(clients.tokenizer, 'Tokenize', request);
-  expect(token_ids.length > 0, 'no tokens');
-  say(5, 'tokenize', `[${token_ids.join(', ')}]`);
-
-  const { text } = await call(clients.tokenizer, 'Detokenize', { token_ids });
-  expect(text.trim() === PROMPT, `another text: ${text}`);
-  say(6, 'detokenize', JSON.stringify(text));
+// The one field violation among the details of an error.
+function violationOf(error) {
+  const [trailer] = error.metadata.get('grpc-status-details-bin');
+  const { details } = definitions['google.rpc.Status'].deserialize(trailer);
+  const detail = details.find(({ type_url }) => type_url.endsWith('/google.rpc.BadRequest'));
+  const violations = definitions['google.rpc.BadRequest'].deserialize(detail.value).field_violations;
+  expect(violations.length === 1, `violations ${JSON.stringify(violations)}`);
+  return violations[0];
 }
 
-async function wholeAndStreamed(clients) {
-  const sampling = { temperature: 0, max_tokens: 24 };
-  const { outputs, usage } = await generateUnary(clients, sampling);
-  const [output] = outputs;
-  expect(/_(STOP|LENGTH)$/.test(output.reason), `finish reason ${output.reason}`);
-  expect(usage.num_completion_tokens === output.token_ids.length, `usage ${JSON.stringify(usage)}`);
-  expect(output.text.length >= 6, `too short a text to go on with: ${output.text}`);
-  say(7, 'unary', JSON.stringify(output.text));
+function greedy(max_tokens) {
+  return { temperature: 0, max_tokens, ignore_eos: true };
+}
 
-  const kinds = [];
+// 16 outputs as long as the model allows: many seconds.
+const ENDLESS = { n: 16, ignore_eos: true };
+
+// Start a stream and read its first message; returns the rest.
+async function open(clients, sampling) {
+  const responses = clients.inference.Generate({ prompt: PROMPT, sampling })[Symbol.asyncIterator]();
+  const { value } = await responses.next();
+  expect(value.event === 'started', `first event ${value.event}`);
+  return responses;
+}
+
+// Read a stream from its first delta to its end; returns the text.
+async function readText(responses) {
   let text = '';
-  for await (const response of clients.inference.Generate({ prompt: PROMPT, sampling })) {
-    kinds.push(response.event);
-    if (response.event === 'delta') text += response.delta.text;
+  let last = 'started';
+  for (let { value, done } = await responses.next(); !done; { value, done } = await responses.next()) {
+    expect(last !== 'finished' && value.event !== 'started', `${value.event} after ${last}`);
+    last = value.event;
+    if (last === 'delta') text += value.delta.text;
   }
-  expect(kinds[0] === 'started' && kinds.at(-1) === 'finished', `events ${kinds}`);
-  expect(kinds.slice(1, -1).every((kind) => kind === 'delta'), `events ${kinds}`);
-  expect(text === output.text, `another text than step 7: ${text}`);
-  say(8, 'stream', `the same text in ${kinds.length - 2} deltas`);
+  expect(last === 'finished', `last event ${last}`);
   return text;
 }
 
-async function sameSeed(clients) {
-  const sampling = { temperature: 1, seed: 7, max_tokens: 16 };
-  const first = (await generateUnary(clients, sampling)).outputs[0].text;
-  const second = (await generateUnary(clients, sampling)).outputs[0].text;
-  expect(first === second, `two texts of one seed: ${first} / ${second}`);
-  say(9, 'seed', JSON.stringify(first));
+async function waitUntilIdle(clients) {
+  const giveUpAt = Date.now() + 5000;
+  for (;;) {
+    const { engines } = await call(clients.models, 'GetServerInfo', {});
+    if (engines.every((engine) => engine.num_in_flight === 0)) return;
+    expect(Date.now() < giveUpAt, 'still in flight after 5 s');
+    await sleep(20);
+  }
 }
 
-async function stopString(clients, text) {
-  const stop = text.slice(Math.floor(text.length / 2)).slice(0, 3);
-  const { outputs } = await generateUnary(clients, { temperature: 0, max_tokens: 24, stop: [stop] });
+async function lookAround(clients) {
+  const { status } = await call(clients.health, 'Check', { service: 'triptych.api.v1.InferenceService' });
+  show(1, 'health', status);
+
+  const { models } = await call(clients.models, 'ListModels', {});
+  expect(models.length === 1, `${models.length} models`);
+  show(2, 'models', `${models[0].name}, up to ${models[0].max_model_len} tokens`);
+}
+
+async function unaryAndStream(clients) {
+  const { outputs, usage } = await generateUnary(clients, { sampling: greedy(24) });
   const [output] = outputs;
-  expect(output.reason === 'FINISH_REASON_STOP', `finish reason ${output.reason}`);
-  expect(output.stop_match.string === stop, `stopped on ${JSON.stringify(output.stop_match)}`);
-  expect(output.text === text.slice(0, text.indexOf(stop)), `text ${output.text}`);
-  say(10, 'stop', `${JSON.stringify(stop)} leaves ${JSON.stringify(output.text)}`);
+  expect(output.reason === 'FINISH_REASON_LENGTH', `finish reason ${output.reason}`);
+  expect(usage.num_completion_tokens === output.token_ids.length, `usage ${JSON.stringify(usage)}`);
+  show(3, 'unary', `${output.token_ids.length} tokens, finished by length`);
+
+  const text = await readText(await open(clients, greedy(24)));
+  expect(text === output.text, `another text than the unary answer: ${text}`);
+  show(4, 'stream', 'the text of the unary answer');
+  return text;
 }
 
-async function cancel(clients) {
-  const stream = clients.inference.Generate({ prompt: PROMPT, sampling: { ignore_eos: true } });
+async function cancelAndDeadline(clients) {
+  const stream = clients.inference.Generate({ prompt: PROMPT, sampling: ENDLESS });
   const code = await new Promise((resolve) => {
     stream.on('data', (response) => {
       if (response.event === 'delta') stream.cancel();
@@ -137,54 +154,80 @@ async function cancel(clients) {
     stream.on('error', (error) => resolve(error.code));
     stream.on('end', () => resolve(grpc.status.OK));
   });
-  expect(code === grpc.status.CANCELLED, `ended with status ${code}`);
+  expect(code === grpc.status.CANCELLED, `the cancelled stream ended with ${grpc.status[code]}`);
+  await waitUntilIdle(clients);
+  show(5, 'cancel', 'nothing in flight');
 
-  const giveUpAt = Date.now() + 5000;
-  for (;;) {
-    const { engines } = await call(clients.models, 'GetServerInfo', {});
-    if (engines.every((engine) => engine.num_in_flight === 0)) break;
-    expect(Date.now() < giveUpAt, 'still in flight after 5 s');
-    await new Promise((resolve) => setTimeout(resolve, 20));
-  }
-  say(11, 'cancel', 'nothing in flight');
+  await refused(generateUnary(clients, { sampling: ENDLESS }, 200), grpc.status.DEADLINE_EXCEEDED);
+  await waitUntilIdle(clients);
+  show(6, 'deadline', 'DEADLINE_EXCEEDED, nothing in flight');
 }
 
-function fieldViolations(error) {
-  const [trailer] = error.metadata.get(DETAILS_KEY);
-  if (!trailer) return [];
-  const status = definitions['google.rpc.Status'].deserialize(trailer);
-  return status.details
-    .filter((detail) => detail.type_url.endsWith('/google.rpc.BadRequest'))
-    .flatMap((detail) => definitions['google.rpc.BadRequest'].deserialize(detail.value).field_violations);
+async function refusals(clients) {
+  const unknown = await refused(generateUnary(clients, { model: 'nope' }), grpc.status.NOT_FOUND);
+  show(7, 'bad model', `NOT_FOUND: ${unknown.details}`);
+
+  const hot = generateUnary(clients, { sampling: { temperature: 99 } });
+  const { field, description } = violationOf(await refused(hot, grpc.status.INVALID_ARGUMENT));
+  show(8, 'bad field', `INVALID_ARGUMENT in ${field}: ${description}`);
+
+  const long = generateUnary(clients, { prompt: 'x'.repeat(5 << 20) });
+  const tooLong = violationOf(await refused(long, grpc.status.INVALID_ARGUMENT));
+  const request = { text: 'x'.repeat(500000), return_tokens: true };
+  const { tokens } = await call(clients.tokenizer, 'Tokenize', request);
+  expect(tokens.at(-1) === 'x', `the last token is ${tokens.at(-1)}`);
+  const result = `INVALID_ARGUMENT in ${tooLong.field}; ${tokens.length} tokens with their names came back`;
+  show(9, 'big prompt', result);
 }
 
-async function refusal(clients) {
-  const error = await generateUnary(clients, { temperature: 99 }).then(() => null, (refused) => refused);
-  expect(error !== null, 'a temperature of 99 was taken');
-  expect(error.code === grpc.status.INVALID_ARGUMENT, `${error}`);
-  const violations = fieldViolations(error);
-  expect(violations.some(({ field }) => field.includes('temperature')), `violations ${JSON.stringify(violations)}`);
-  say(12, 'refusal', violations.map(({ field, description }) => `${field}: ${description}`).join('; '));
+async function twoStreams(clients, text) {
+  const streams = [await open(clients, greedy(24)), await open(clients, greedy(24))];
+  const texts = await Promise.all(streams.map(readText));
+  expect(texts.every((each) => each === text), `other texts than the unary answer: ${texts}`);
+  show(10, 'two streams', 'the text of the unary answer, twice');
+}
+
+async function ids(clients) {
+  const metadata = new grpc.Metadata();
+  metadata.set('x-request-id', 'twelve-steps');
+  metadata.set('traceparent', TRACEPARENT);
+  const stream = clients.inference.Generate({ prompt: PROMPT, sampling: greedy(1) }, metadata);
+  const header = await new Promise((resolve, reject) => stream.on('metadata', resolve).on('error', reject));
+  stream.resume();
+  show(11, 'ids', `x-request-id ${header.get('x-request-id')}, x-trace-id ${header.get('x-trace-id')}`);
+}
+
+// Stream until the server asks the channel to leave its connection, and then once more.
+async function reconnect(clients) {
+  let hasLeft = false;
+  const giveUpAt = Date.now() + 60000;
+  const watched = new Promise((resolve, reject) => {
+    clients.channel.watchConnectivityState(grpc.connectivityState.READY, giveUpAt, (error) => {
+      hasLeft = true;
+      if (error) reject(new Error('no GOAWAY in 60 s'));
+      else resolve();
+    });
+  });
+  while (!hasLeft) await readText(await open(clients, greedy(200)));
+  await watched;
+  await readText(await open(clients, greedy(200)));
+  show(12, 'reconnect', 'a stream outlived its connection, the next call took another');
 }
 
 async function main(target) {
   const clients = connect(target);
-  await new Promise((resolve, reject) => {
-    clients.inference.waitForReady(Date.now() + 10000, (error) => (error ? reject(error) : resolve()));
-  });
-  say(1, 'connect', target);
   await lookAround(clients);
-  await tokensAndBack(clients);
-  const text = await wholeAndStreamed(clients);
-  await sameSeed(clients);
-  await stopString(clients, text);
-  await cancel(clients);
-  await refusal(clients);
-  console.log('OK: twelve steps');
-  Object.values(clients).forEach((client) => client.close());
+  const text = await unaryAndStream(clients);
+  await cancelAndDeadline(clients);
+  await refusals(clients);
+  await twoStreams(clients, text);
+  await ids(clients);
+  await reconnect(clients);
+  clients.channel.close();
+  console.log('OK');
 }
 
-main(process.argv[2] ?? '127.0.0.1:50051').catch((error) => {
+main(process.argv[2]).catch((error) => {
   console.error(`surprise: ${error.message}`);
   process.exit(1);
 });
