@@ -67,7 +67,8 @@ x_times() {
 }
 
 health=$(call grpc.health.v1.Health/Check "{\"service\": \"$API.InferenceService\"}")
-show 1 health "$(jq -r .status <<<"$health")"
+[[ $(jq -r .status <<<"$health") == SERVING ]] || surprise "health $health"
+show 1 health SERVING
 
 models=$(call $API.ModelService/ListModels '{}')
 show 2 models "$(jq -r '.models[] | "\(.name), up to \(.maxModelLen) tokens"' <<<"$models")"
