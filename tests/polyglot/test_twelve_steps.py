@@ -59,6 +59,32 @@ LANGUAGES = (
             "protoc-gen-go-grpc",
         ),
     ),
+    Language(
+        "cpp",
+        build="make -j2",
+        run="build/twelve_steps",
+        packages=("g++", "pkg-config", "libgrpc++-dev", "protobuf-compiler", "protobuf-compiler-grpc"),
+    ),
+    Language(
+        "java",
+        build="make",
+        run="build/twelve_steps",
+        packages=(
+            "default-jdk-headless",
+            "protobuf-compiler",
+            "protobuf-compiler-grpc-java-plugin",
+            "libgrpc-java",
+            # What libgrpc-java uses and does not depend on.
+            "libgeronimo-annotation-1.3-spec-java",
+            "libguava-java",
+            "libnetty-java",
+            "libperfmark-java",
+            "libprotobuf-java",
+        ),
+    ),
+    Language(
+        "ruby", build="make", run="ruby twelve_steps.rb", packages=("ruby", "ruby-grpc", "ruby-grpc-tools")
+    ),
 )
 # These need a package registry and nothing that must be compiled.
 LIGHT_LANGUAGES = (

@@ -40,6 +40,19 @@ ZERO_IS_A_VALUE = [
     "skip_reading_prefix_cache",
     "thinking_token_budget",
 ]
+# Of these, protoc makes C++ or Java that does not compile: each message has accessors of the same name.
+ACCESSORS_OF_EVERY_MESSAGE = {
+    "all_fields",
+    "default_instance",
+    "default_instance_for_type",
+    "descriptor",
+    "descriptor_for_type",
+    "initialization_error_string",
+    "internal_default_instance",
+    "parser_for_type",
+    "serialized_size",
+    "unknown_fields",
+}
 DENSE_COLUMNS = ["handles", "num_tokens", "num_tokens_wide", "token_ids", "sampled_logprobs", "sampled_ranks"]
 
 
@@ -91,6 +104,11 @@ def test_what_is_removed_is_reserved_by_number_and_name(files: Files) -> None:
             # Of an enum, the end is included.
             num_numbers = sum(reserved.end - reserved.start + 1 for reserved in enum.reserved_range)
             assert num_numbers == len(enum.reserved_name), enum.name
+
+
+def test_no_field_has_the_name_of_an_accessor_that_every_message_has(files: Files) -> None:
+    messages = [message for file in files for message in file.message_type]
+    assert [m.name for m in messages if {f.name for f in m.field} & ACCESSORS_OF_EVERY_MESSAGE] == []
 
 
 def test_there_are_no_maps_and_no_timestamps(files: Files) -> None:

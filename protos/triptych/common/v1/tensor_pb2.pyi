@@ -67,9 +67,9 @@ class SharedMemoryReference(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class RemoteReference(_message.Message):
-    __slots__ = ("transport", "descriptor")
+    __slots__ = ("transport", "location")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
     transport: str
-    descriptor: bytes
-    def __init__(self, transport: _Optional[str] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
+    location: bytes
+    def __init__(self, transport: _Optional[str] = ..., location: _Optional[bytes] = ...) -> None: ...
