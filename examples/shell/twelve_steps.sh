@@ -11,6 +11,7 @@ PROTOS=$(dirname "$0")/../protos
 TRACEPARENT=00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
+trap 'echo "surprise: line $LINENO failed" >&2' ERR
 
 PROMPT='"prompt": "Once upon a time"'
 SHORT="{$PROMPT, \"sampling\": {\"temperature\": 0, \"maxTokens\": 24, \"ignoreEos\": true}}"
