@@ -118,7 +118,7 @@ test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 
 # REQUIRE: the languages whose absence is an error; by default all that have a program.
 test-polyglot: setup $(BUF_STAMP)  ## the twelve steps in each language: make test-polyglot REQUIRE="python node"
-	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -v -rpsfE $(ARGS)
+	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -vv -rpsfE tests/polyglot $(ARGS)
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
 	$(BIN)/python -m pytest -m chaos

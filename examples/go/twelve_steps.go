@@ -157,7 +157,8 @@ func (c client) waitUntilIdle() {
 func (c client) lookAround() {
 	health, err := c.health.Check(ctx, &grpc_health_v1.HealthCheckRequest{Service: "triptych.api.v1.InferenceService"})
 	succeed(err)
-	show(1, "health", "%v", health.Status)
+	expect(health.Status == grpc_health_v1.HealthCheckResponse_SERVING, "health is %v", health.Status)
+	show(1, "health", "SERVING")
 
 	list, err := c.models.ListModels(ctx, &api.ListModelsRequest{})
 	succeed(err)

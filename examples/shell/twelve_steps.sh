@@ -11,6 +11,7 @@ PROTOS=$(dirname "$0")/../../third_party
 TRACEPARENT=00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
+trap 'echo "surprise: line $LINENO failed" >&2' ERR
 
 PROMPT='"prompt": "Once upon a time"'
 SHORT="{$PROMPT, \"sampling\": {\"temperature\": 0, \"maxTokens\": 24, \"ignoreEos\": true}}"
@@ -67,7 +68,8 @@ x_times() {
 }
 
 health=$(call grpc.health.v1.Health/Check "{\"service\": \"$API.InferenceService\"}")
-show 1 health "$(jq -r .status <<<"$health")"
+[[ $(jq -r .status <<<"$health") == SERVING ]] || surprise "health $health"
+show 1 health SERVING
 
 models=$(call $API.ModelService/ListModels '{}')
 show 2 models "$(jq -r '.models[] | "\(.name), up to \(.maxModelLen) tokens"' <<<"$models")"
