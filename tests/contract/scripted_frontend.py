@@ -147,7 +147,7 @@ class EngineLink:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RESUME_ATTEMPT_S) as attempt:
                         await self._run_stream(point, (limit, attempt))
-                await asyncio.sleep(0)
+                await asyncio.sleep(_RETRY_S)
 
     def can_resume(self) -> bool:
         return "resume" in self._ack.features
