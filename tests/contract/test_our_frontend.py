@@ -25,6 +25,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 NUM_STREAMS = 16
 NUM_TOKENS = 200
 NUM_CUTS = 6
+# A request of that many tokens does not end by itself meanwhile.
+SLOW_STEP_S = 0.3
 
 
 class RecordingEngine(ScriptedEngine):
@@ -134,11 +136,13 @@ async def test_our_frontend_follows_the_drain_of_another_engine(scene: Scene) ->
     await scene.until(lambda: all(engine.num_running for engine in scene.engines))
     leaving, staying = scene.engines
     num_accepted = len(leaving.accepted)
+    leaving.step_s = SLOW_STEP_S
     await leaving.drain()
     later = _prompts(5, 4)
     for prompt in later:
         scene.check(await collect(scene.stub, request_of(prompt, 5)), prompt, 5)
     assert leaving.num_running == 1
+    leaving.step_s = ScriptedEngine.step_s
     for answer, prompt in zip(await asyncio.gather(*calls), prompts, strict=True):
         scene.check(answer, prompt, NUM_TOKENS)
     assert len(leaving.accepted) == num_accepted
