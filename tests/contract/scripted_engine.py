@@ -180,6 +180,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.ready = ready
         self.epoch = secrets.randbits(63) | 1
         self.sessions: list[Session] = []
+        self.accepted: list[add_pb2.AddEntry] = []
         self.step_number = 0
         self.is_draining = False
         self._files = files or {}
@@ -208,6 +209,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         for task in self._tasks:
             task.cancel()
         await self._server.stop(0)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(session.running) for session in self.sessions)
 
     @property
     def _state(self) -> session_pb2.EngineState:
@@ -422,6 +427,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         remaining_s = entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
         session.running[entry.handle] = Running(entry, prompt, len(output), max_tokens, deadline_at)
+        self.accepted.append(entry)
 
     def on_known_add(self, session: Session, entry: add_pb2.AddEntry) -> None:
         """Ignores it: the frontend cannot know what arrived before its stream broke."""

@@ -11,17 +11,15 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from launcher.services import embedded_model
 from tests.contract import scripted_frontend
-from tests.contract.scripted_engine import EOS_TOKEN_ID, ScriptedEngine
+from tests.contract.our_engine import OurEngine, prompts_of, start_engine, until_both_used
+from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.scripted_frontend import ScriptedFrontend
-from tests.engine_svc.session.service_rig import StreamClient, make_entry
 from tests.system.generation import Answer, collect, request_of
-from tests.system.stack import WAIT_LIMIT_S, EngineView, Stack, address_of
+from tests.system.stack import WAIT_LIMIT_S, Stack
 from tests.system.wire_proxy import proxied
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import engine_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,30 +33,10 @@ StartFrontend = Callable[
 ]
 
 
-class OurEngine:
-    """A running engine, and what it generates for its own test client."""
-
-    def __init__(self, address: str, channel: grpc.aio.Channel, view: EngineView) -> None:
-        self.address = address
-        self.view = view
-        self._stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
-
-    async def greedy(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        client = StreamClient(self._stub, "reference")
-        await client.open()
-        options = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
-        await client.add(*(make_entry(number, prompt=one, **options) for number, one in enumerate(prompts)))
-        await client.until(lambda: len(client.finished) == len(prompts), patience_s=WAIT_LIMIT_S)
-        client.call.cancel()
-        return [client.tokens[number] for number in range(len(prompts))]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[OurEngine]:
     async with Stack() as stack:
-        child = await stack.start("engine", str(embedded_model()), "--port=0")
-        await stack.ready("engine", child)
-        yield OurEngine(address_of(child), stack.channel(child), stack.engine(child))
+        yield await start_engine(stack)
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +64,10 @@ async def python_frontend(engines: Sequence[str]) -> AsyncIterator[inference_pb2
 async def test_another_frontend_streams_what_our_engine_generates(
     engine: OurEngine, second_frontend: StartFrontend
 ) -> None:
-    (prompt,) = _prompts(1, 1)
+    (prompt,) = prompts_of(1, 1)
     async with second_frontend([engine.address]) as stub:
         answer = await collect(stub, request_of(prompt, NUM_TOKENS))
-    _check([answer], await engine.greedy([prompt]))
+    _check([answer], await engine.greedy([prompt], NUM_TOKENS))
     assert answer.text == "".join(f"w{token_id} " for token_id in answer.token_ids)
 
 
@@ -98,7 +76,7 @@ async def test_a_client_of_another_frontend_that_cancels_frees_our_engine_of_its
 ) -> None:
     num_before = (await engine.view.stats()).num_generated_tokens
     async with second_frontend([engine.address]) as stub:
-        call = stub.Generate(request_of(_prompts(2, 1)[0], 1900))
+        call = stub.Generate(request_of(prompts_of(2, 1)[0], 1900))
         while not (await call.read()).HasField("delta"):
             pass
         call.cancel()
@@ -110,8 +88,8 @@ async def test_a_client_of_another_frontend_that_cancels_frees_our_engine_of_its
 async def test_another_frontend_resumes_at_our_engine_wherever_the_stream_is_cut(
     engine: OurEngine, second_frontend: StartFrontend
 ) -> None:
-    rng, prompts = random.Random(3), _prompts(3, NUM_STREAMS)
-    expected = await engine.greedy(prompts)
+    rng, prompts = random.Random(3), prompts_of(3, NUM_STREAMS)
+    expected = await engine.greedy(prompts, NUM_TOKENS)
     num_before = (await engine.view.stats()).num_generated_tokens
     cuts = [rng.randrange(400, 3000) for _ in range(NUM_CUTS)]
     async with (
@@ -129,35 +107,22 @@ async def test_another_frontend_resumes_at_our_engine_wherever_the_stream_is_cut
 async def test_another_frontend_follows_the_drain_of_our_engine(second_frontend: StartFrontend) -> None:
     other = ScriptedEngine()
     async with Stack() as stack:
-        leaving = await stack.start("engine", str(embedded_model()), "--port=0", "--drain-deadline-s=60")
-        await stack.ready("engine", leaving)
-        view = stack.engine(leaving)
+        leaving = await start_engine(stack, "--drain-deadline-s=60")
         try:
-            async with second_frontend([address_of(leaving), await other.start()]) as stub:
-                async with asyncio.timeout(WAIT_LIMIT_S):
-                    # Until it uses both.
-                    while (
-                        not any(session.ended for session in other.sessions)
-                        or not (await view.stats()).num_finished
-                    ):
-                        await collect(stub, request_of(_prompts(6, 1)[0], 1))
+            async with second_frontend([leaving.address, await other.start()]) as stub:
+                await until_both_used(stub, leaving, other)
                 # Each gets every second request.
-                calls = [asyncio.create_task(collect(stub, request_of(one, 600))) for one in _prompts(4, 2)]
-                await view.until(lambda stats: stats.num_running == 1)
-                leaving.terminate()
-                for prompt in _prompts(5, 4):
+                calls = [asyncio.create_task(collect(stub, request_of(one, 600))) for one in prompts_of(4, 2)]
+                await leaving.view.until(lambda stats: stats.num_running == 1)
+                leaving.child.terminate()
+                for prompt in prompts_of(5, 4):
                     assert len((await collect(stub, request_of(prompt, 5))).token_ids) == 5
                 for answer in await asyncio.gather(*calls):
                     assert (len(answer.token_ids), answer.reason) == (600, output_pb2.FINISH_REASON_LENGTH)
-                await asyncio.wait_for(leaving.wait(), WAIT_LIMIT_S)
+                await asyncio.wait_for(leaving.child.wait(), WAIT_LIMIT_S)
         finally:
             await other.stop()
-        assert leaving.exit_code == 0
-
-
-def _prompts(seed: int, num_prompts: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(1, EOS_TOKEN_ID) for _ in range(8)] for _ in range(num_prompts)]
+        assert leaving.child.exit_code == 0
 
 
 def _check(answers: Sequence[Answer], expected: Sequence[list[int]]) -> None:

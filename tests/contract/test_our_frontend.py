@@ -12,13 +12,13 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from launcher.services import embedded_model
-from tests.contract.scripted_engine import EOS_TOKEN_ID, ScriptedEngine, Session, token_at
+from tests.contract.our_engine import prompts_of
+from tests.contract.scripted_engine import ScriptedEngine, pack, token_at
 from tests.system.generation import Answer, collect, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack
 from tests.system.wire_proxy import WireProxy, proxied
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import add_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,25 +29,14 @@ NUM_CUTS = 6
 SLOW_STEP_S = 0.3
 
 
-class RecordingEngine(ScriptedEngine):
-    """Remembers what it accepted, and has a wire of its own."""
+class WiredEngine(ScriptedEngine):
+    """It has a wire of its own."""
 
     wire: WireProxy
 
     def __init__(self) -> None:
         super().__init__()
-        self.accepted: list[add_pb2.AddEntry] = []
         self.cuts: list[int] = []  # the bytes after which connections are still to break
-
-    @property
-    def num_running(self) -> int:
-        return sum(len(session.running) for session in self.sessions)
-
-    def add(self, session: Session, entry: add_pb2.AddEntry) -> None:
-        num_running = len(session.running)
-        super().add(session, entry)
-        if len(session.running) > num_running:
-            self.accepted.append(entry)
 
     def next_cut(self) -> int | None:
         return self.cuts.pop() if self.cuts else None
@@ -56,7 +45,7 @@ class RecordingEngine(ScriptedEngine):
 class Scene:
     """The frontend and its engines."""
 
-    def __init__(self, engines: list[RecordingEngine], stub: inference_pb2_grpc.InferenceServiceStub) -> None:
+    def __init__(self, engines: list[WiredEngine], stub: inference_pb2_grpc.InferenceServiceStub) -> None:
         self.engines = engines
         self.stub = stub
 
@@ -69,7 +58,7 @@ class Scene:
     def seed_of(self, prompt: list[int]) -> int:
         """The seed of a request, which one engine has accepted once."""
         entries = [entry for engine in self.engines for entry in engine.accepted]
-        (entry,) = [one for one in entries if one.prompt_token_ids == _column(prompt)]
+        (entry,) = [one for one in entries if one.prompt_token_ids == pack(prompt)]
         return entry.request_seed
 
     def check(self, answer: Answer, prompt: list[int], num_tokens: int) -> None:
@@ -82,7 +71,7 @@ class Scene:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene() -> AsyncIterator[Scene]:
     async with AsyncExitStack() as exits:
-        engines = [RecordingEngine() for _ in range(2)]
+        engines = [WiredEngine() for _ in range(2)]
         for engine in engines:
             engine.wire = await exits.enter_async_context(
                 proxied(await engine.start(), next_cut=engine.next_cut)
@@ -100,7 +89,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def test_our_frontend_streams_what_another_engine_generates(scene: Scene) -> None:
-    prompt = _prompts(1, 1)[0]
+    prompt = prompts_of(1, 1)[0]
     answer = await collect(scene.stub, request_of(prompt, NUM_TOKENS))
     scene.check(answer, prompt, NUM_TOKENS)
     tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
@@ -108,7 +97,7 @@ async def test_our_frontend_streams_what_another_engine_generates(scene: Scene) 
 
 
 async def test_a_client_that_cancels_frees_another_engine_of_its_request(scene: Scene) -> None:
-    call = scene.stub.Generate(request_of(_prompts(2, 1)[0], 1900))
+    call = scene.stub.Generate(request_of(prompts_of(2, 1)[0], 1900))
     await call.read()
     assert sum(engine.num_running for engine in scene.engines) == 1
     call.cancel()
@@ -116,7 +105,7 @@ async def test_a_client_that_cancels_frees_another_engine_of_its_request(scene: 
 
 
 async def test_our_frontend_resumes_at_another_engine_wherever_the_stream_is_cut(scene: Scene) -> None:
-    rng, prompts = random.Random(3), _prompts(3, NUM_STREAMS)
+    rng, prompts = random.Random(3), prompts_of(3, NUM_STREAMS)
     sessions = [session for engine in scene.engines for session in engine.sessions]
     calls = [asyncio.create_task(collect(scene.stub, request_of(one, NUM_TOKENS))) for one in prompts]
     await scene.until(lambda: all(engine.num_running for engine in scene.engines))
@@ -131,14 +120,14 @@ async def test_our_frontend_resumes_at_another_engine_wherever_the_stream_is_cut
 
 
 async def test_our_frontend_follows_the_drain_of_another_engine(scene: Scene) -> None:
-    prompts = _prompts(4, 2)
+    prompts = prompts_of(4, 2)
     calls = [asyncio.create_task(collect(scene.stub, request_of(one, NUM_TOKENS))) for one in prompts]
     await scene.until(lambda: all(engine.num_running for engine in scene.engines))
     leaving, staying = scene.engines
     num_accepted = len(leaving.accepted)
     leaving.step_s = SLOW_STEP_S
     await leaving.drain()
-    later = _prompts(5, 4)
+    later = prompts_of(5, 4)
     for prompt in later:
         scene.check(await collect(scene.stub, request_of(prompt, 5)), prompt, 5)
     assert leaving.num_running == 1
@@ -146,13 +135,4 @@ async def test_our_frontend_follows_the_drain_of_another_engine(scene: Scene) ->
     for answer, prompt in zip(await asyncio.gather(*calls), prompts, strict=True):
         scene.check(answer, prompt, NUM_TOKENS)
     assert len(leaving.accepted) == num_accepted
-    assert [entry.prompt_token_ids for entry in staying.accepted[-4:]] == [_column(one) for one in later]
-
-
-def _prompts(seed: int, num_prompts: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(1, EOS_TOKEN_ID) for _ in range(8)] for _ in range(num_prompts)]
-
-
-def _column(prompt: list[int]) -> bytes:
-    return b"".join(token_id.to_bytes(4, "little") for token_id in prompt)
+    assert [entry.prompt_token_ids for entry in staying.accepted[-4:]] == [pack(one) for one in later]
