@@ -15,6 +15,9 @@ from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
+# Where this process is not run for seconds, the engine drops the connection of its client.
+_MAX_TRIES = 5
+
 
 class OurEngine:
     """A running engine of ours."""
@@ -27,13 +30,21 @@ class OurEngine:
 
     async def greedy(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
         """What it generates for a client that is not disturbed."""
-        client = StreamClient(self._stub, "reference")
-        await client.open()
         options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
-        await client.add(*(make_entry(number, prompt=one, **options) for number, one in enumerate(prompts)))
-        await client.until(lambda: len(client.finished) == len(prompts), patience_s=WAIT_LIMIT_S)
-        client.call.cancel()
-        return [client.tokens[number] for number in range(len(prompts))]
+        entries = [make_entry(number, prompt=one, **options) for number, one in enumerate(prompts)]
+        for _ in range(_MAX_TRIES):
+            client = StreamClient(self._stub, "reference")
+
+            def is_over(client: StreamClient = client) -> bool:
+                return client.is_over or len(client.finished) == len(prompts)
+
+            await client.open()
+            await client.add(*entries)
+            await client.until(is_over, patience_s=WAIT_LIMIT_S)
+            client.call.cancel()
+            if len(client.finished) == len(prompts):
+                return [client.tokens[number] for number in range(len(prompts))]
+        raise TimeoutError(f"the stream of a client ended {_MAX_TRIES} times before its requests")
 
     async def facts(self) -> tuple[session_pb2.Ready, dict[str, bytes]]:
         """What it announces, and its files by their digests."""

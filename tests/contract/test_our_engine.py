@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import grpc.aio
@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.contract import scripted_frontend
+from tests.contract.conftest import StartFrontend
 from tests.contract.our_engine import OurEngine, prompts_of, start_engine, until_both_used
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.scripted_frontend import ScriptedFrontend
@@ -27,11 +28,6 @@ NUM_STREAMS = 8
 NUM_TOKENS = 200
 NUM_CUTS = 6
 
-# The public API of a frontend for engines at these addresses.
-StartFrontend = Callable[
-    [Sequence[str]], AbstractAsyncContextManager[inference_pb2_grpc.InferenceServiceStub]
-]
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[OurEngine]:
@@ -46,26 +42,34 @@ def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scripted_frontend, name, WAIT_LIMIT_S)
 
 
-@pytest.fixture
-def second_frontend() -> StartFrontend:
-    return python_frontend
+@pytest.fixture(params=["python", pytest.param("javascript", marks=pytest.mark.network)])
+def second_frontend(request: pytest.FixtureRequest) -> StartFrontend:
+    """Starts a frontend that is not ours."""
+    return python_frontend if request.param == "python" else request.getfixturevalue("javascript_frontend")
 
 
 @asynccontextmanager
-async def python_frontend(engines: Sequence[str]) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
+async def python_frontend(engines: Sequence[str]) -> AsyncIterator[str]:
     frontend = ScriptedFrontend(engines)
     try:
-        async with grpc.aio.insecure_channel(await frontend.start()) as channel:
-            yield inference_pb2_grpc.InferenceServiceStub(channel)
+        yield await frontend.start()
     finally:
         await frontend.stop()
+
+
+@asynccontextmanager
+async def client_of(
+    frontend: AbstractAsyncContextManager[str],
+) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
+    async with frontend as address, grpc.aio.insecure_channel(address) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
 async def test_another_frontend_streams_what_our_engine_generates(
     engine: OurEngine, second_frontend: StartFrontend
 ) -> None:
     (prompt,) = prompts_of(1, 1)
-    async with second_frontend([engine.address]) as stub:
+    async with client_of(second_frontend([engine.address])) as stub:
         answer = await collect(stub, request_of(prompt, NUM_TOKENS))
     _check([answer], await engine.greedy([prompt], NUM_TOKENS))
     assert answer.text == "".join(f"w{token_id} " for token_id in answer.token_ids)
@@ -75,7 +79,7 @@ async def test_a_client_of_another_frontend_that_cancels_frees_our_engine_of_its
     engine: OurEngine, second_frontend: StartFrontend
 ) -> None:
     num_before = (await engine.view.stats()).num_generated_tokens
-    async with second_frontend([engine.address]) as stub:
+    async with client_of(second_frontend([engine.address])) as stub:
         call = stub.Generate(request_of(prompts_of(2, 1)[0], 1900))
         while not (await call.read()).HasField("delta"):
             pass
@@ -94,7 +98,7 @@ async def test_another_frontend_resumes_at_our_engine_wherever_the_stream_is_cut
     cuts = [rng.randrange(400, 3000) for _ in range(NUM_CUTS)]
     async with (
         proxied(engine.address, next_cut=lambda: cuts.pop() if cuts else None) as proxy,
-        second_frontend([proxy.address]) as stub,
+        client_of(second_frontend([proxy.address])) as stub,
     ):
         _check(
             await asyncio.gather(*(collect(stub, request_of(one, NUM_TOKENS)) for one in prompts)), expected
@@ -109,7 +113,7 @@ async def test_another_frontend_follows_the_drain_of_our_engine(second_frontend:
     async with Stack() as stack:
         leaving = await start_engine(stack, "--drain-deadline-s=60")
         try:
-            async with second_frontend([leaving.address, await other.start()]) as stub:
+            async with client_of(second_frontend([leaving.address, await other.start()])) as stub:
                 await until_both_used(stub, leaving, other)
                 # Each gets every second request.
                 calls = [asyncio.create_task(collect(stub, request_of(one, 600))) for one in prompts_of(4, 2)]
