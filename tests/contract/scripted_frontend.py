@@ -93,7 +93,6 @@ class EngineLink:
         self._hung_at: int | None = None  # step number
         self._ack = session_pb2.HelloAck()
         self._session_id = ""
-        self.sent: list[add_pb2.AddEntry] = []
 
     async def run(self) -> None:
         """One session after the other, until it is closed or cancelled."""
