@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def playing(*engine_flags: str, digest: str = "") -> AsyncIterator[Scene]:
+async def playing(
+    *engine_flags: str, digest: str = "", frontend_flags: Sequence[str] = ()
+) -> AsyncIterator[Scene]:
     """digest: of the second engine; by default that of ours."""
     async with Stack() as stack:
         ours = await start_engine(stack, *engine_flags)
@@ -96,7 +98,7 @@ async def playing(*engine_flags: str, digest: str = "") -> AsyncIterator[Scene]:
         second.answers = dict(zip(map(tuple, PROMPTS), answers, strict=True))
         async with proxied(await second.start()) as wire:
             known = [f"--engine={address}" for address in (ours.address, wire.address)]
-            flags = ("--port=0", "--text-workers=1", "--routing-policy=round-robin")
+            flags = ("--port=0", "--text-workers=1", "--routing-policy=round-robin", *frontend_flags)
             frontend = await stack.start("frontend", *flags, *known)
             await stack.ready("frontend", frontend)
             stub = stack.inference(frontend)
@@ -131,7 +133,7 @@ async def test_a_stream_of_another_engine_goes_on_at_ours_when_that_one_dies() -
 
 
 async def test_a_stream_goes_on_at_no_engine_of_another_fingerprint() -> None:
-    async with playing(digest="d" * 64) as scene:
+    async with playing(digest="d" * 64, frontend_flags=["--reconnect-window-s=1"]) as scene:
         lost, other = await scene.start_streams()
         num_accepted = len(scene.second.accepted)
         scene.ours.child.send_signal(signal.SIGKILL)
