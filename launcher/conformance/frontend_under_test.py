@@ -115,9 +115,14 @@ class FrontendUnderTest:
         )
 
     async def begin_case(self) -> None:
-        """Wait until the frontend uses both engines: requests are sent until each has got one."""
+        """Wait until the frontend uses both engines."""
         await self.until_connected()
         self.check()
+        await self.until_used()
+        await self._end_calls()
+
+    async def until_used(self) -> None:
+        """Send requests until each engine has got one."""
         try:
             async with asyncio.timeout(self._connect_s):
                 while not all(engine.session and engine.session.adds for engine in self.engines):
@@ -126,7 +131,6 @@ class FrontendUnderTest:
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
             fail("requests at each engine", [bool(engine.session) for engine in self.engines])
-        await self._end_calls()
 
     async def end_case(self, *, was_kept: bool) -> None:
         """Leave nothing of a case to the next one."""

@@ -132,6 +132,7 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.is_ready = True
         self.resumes = True
         self.min_peer_revision = 0
+        self.digest = "c" * 64
         self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
 
     async def start(self) -> None:
@@ -293,7 +294,7 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     def _ready(self) -> session_pb2.Ready:
         return session_pb2.Ready(
             model_name="conformance",
-            fingerprint=session_pb2.Fingerprint(digest="c" * 64, vocab_size=VOCAB_SIZE),
+            fingerprint=session_pb2.Fingerprint(digest=self.digest, vocab_size=VOCAB_SIZE),
             artifacts=self._artifacts(),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_INFLIGHT_ADDS,

@@ -6,10 +6,11 @@ It has the feature `resume`. What an engine of `wrong_engines.py` does otherwise
 from __future__ import annotations
 
 import asyncio
+import secrets
 import struct
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ _MAX_ID_CHARACTERS = 128
 _MAX_KEPT_BYTES = 8 * 1024 * 1024
 _MAX_ENDED = 8192
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_MAX_CHUNK_BYTES = 1024 * 1024
 
 _SERVED = {
     "handle", "request_id", "prompt_token_ids", "output_token_ids", "sampling", "request_seed", "attempt",
@@ -43,10 +45,19 @@ _SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids",
 # These are served where they change nothing: a hash has no distribution.
 _NEUTRAL = {
     "n": 1, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
-    "repetition_penalty": 1,
+    "repetition_penalty": 1, "min_tokens": 0,
 }  # fmt: skip
 
 _Code = grpc.StatusCode
+READY = session_pb2.Ready(
+    model_name="scripted",
+    fingerprint=session_pb2.Fingerprint(digest="0" * 64, vocab_size=VOCAB_SIZE),
+    max_model_len=MAX_MODEL_LEN,
+    max_num_seqs=MAX_INFLIGHT_ADDS,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=[EOS_TOKEN_ID],
+    supported_tasks=["generate"],
+)
 
 
 class Ended(Exception):
@@ -149,17 +160,30 @@ class Session:
 
 
 class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
-    """Serves sessions from `start` to `stop`."""
+    """Serves sessions from `start` to `stop`.
+
+    ready: what it announces.  files: the content of the artifacts of `ready`, by their digests.
+    """
 
     session_type: type[Session] = Session
     heartbeat_s = 0.5
     step_s = 0.002
 
-    def __init__(self, *, hello_limit_s: float = 10.0, replay_window_s: float = 5.0) -> None:
-        self.epoch = 9
+    def __init__(
+        self,
+        *,
+        ready: session_pb2.Ready = READY,
+        files: Mapping[str, bytes] | None = None,
+        hello_limit_s: float = 10.0,
+        replay_window_s: float = 5.0,
+    ) -> None:
+        self.ready = ready
+        self.epoch = secrets.randbits(63) | 1
         self.sessions: list[Session] = []
+        self.accepted: list[add_pb2.AddEntry] = []
         self.step_number = 0
         self.is_draining = False
+        self._files = files or {}
         self._hello_limit_s = hello_limit_s
         self._replay_window_s = replay_window_s
 
@@ -173,7 +197,9 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         )
         name = engine_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
         handlers = grpc.method_handlers_generic_handler(name, {"Connect": connect})
+        # It takes precedence over the same method below, whose messages are not serialized yet.
         self._server.add_generic_rpc_handlers((handlers,))
+        engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self._tasks = [asyncio.create_task(self._step_forever()), asyncio.create_task(self._beat_forever())]
@@ -184,10 +210,30 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             task.cancel()
         await self._server.stop(0)
 
+    @property
+    def num_running(self) -> int:
+        return sum(len(session.running) for session in self.sessions)
+
+    @property
+    def _state(self) -> session_pb2.EngineState:
+        return session_pb2.ENGINE_STATE_DRAINING if self.is_draining else session_pb2.ENGINE_STATE_READY
+
     async def drain(self) -> None:
         self.is_draining = True
         for session in self.sessions:
             session.send(draining=engine_pb2.Draining(deadline_ms=5000))
+
+    async def GetArtifacts(
+        self, request: engine_pb2.GetArtifactsRequest, context: Any
+    ) -> AsyncIterator[engine_pb2.GetArtifactsResponse]:
+        for artifact in self.ready.artifacts:
+            is_asked = not request.kinds or artifact.kind in request.kinds
+            if not is_asked or artifact.sha256 in request.known_sha256:
+                continue
+            content = self._files[artifact.sha256]
+            for offset in range(0, len(content), _MAX_CHUNK_BYTES):
+                chunk = content[offset : offset + _MAX_CHUNK_BYTES]
+                yield engine_pb2.GetArtifactsResponse(artifact=artifact, offset=offset, chunk=chunk)
 
     async def Connect(self, requests: AsyncIterator[engine_pb2.ConnectRequest], context: Any) -> None:
         try:
@@ -205,7 +251,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         session = resumed or self.session_type(hello, features)
         if resumed is None:
             self.sessions.append(session)
-            session.send(ready=self._ready())
+            session.send(ready=self.ready)
         # Taking a link from another stream ends that stream.
         session.link = link = Link(hello.resume.last_seq if resumed else 0)
         session.acknowledge(link.sent)
@@ -282,7 +328,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             dp_size=1,
             features=features,
             feature_set=session_pb2.FeatureSet(resume="resume" in features),
-            state=session_pb2.ENGINE_STATE_DRAINING if self.is_draining else session_pb2.ENGINE_STATE_READY,
+            state=self._state,
             ack_interval_messages=16,
             ack_interval_ms=50,
             replay_window_ms=int(self._replay_window_s * 1000) if is_resumable else 0,
@@ -291,17 +337,6 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             max_inflight_adds=MAX_INFLIGHT_ADDS,
             schema_revision=REVISION,
             min_peer_revision=REVISION,
-        )
-
-    def _ready(self) -> session_pb2.Ready:
-        return session_pb2.Ready(
-            model_name="scripted",
-            fingerprint=session_pb2.Fingerprint(digest="0" * 64, vocab_size=VOCAB_SIZE),
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=MAX_INFLIGHT_ADDS,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=[EOS_TOKEN_ID],
-            supported_tasks=["generate"],
         )
 
     async def _write(self, session: Session, link: Link, context: Any) -> None:
@@ -387,11 +422,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             return
         output = unpack(entry.output_token_ids)
         prompt = unpack(entry.prompt_token_ids)
-        limit = MAX_MODEL_LEN - len(prompt)
+        limit = self.ready.max_model_len - len(prompt)
         max_tokens = min(entry.sampling.max_tokens, limit) if entry.sampling.HasField("max_tokens") else limit
         remaining_s = entry.remaining_ms / 1000 if entry.HasField("remaining_ms") else None
         deadline_at = None if remaining_s is None else time.monotonic() + remaining_s
         session.running[entry.handle] = Running(entry, prompt, len(output), max_tokens, deadline_at)
+        self.accepted.append(entry)
 
     def on_known_add(self, session: Session, entry: add_pb2.AddEntry) -> None:
         """Ignores it: the frontend cannot know what arrived before its stream broke."""
@@ -405,7 +441,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.check_limit(session)
         self.check_fields(entry)
         ids = unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids)
-        if not entry.prompt_token_ids or len(ids) >= MAX_MODEL_LEN or max(ids) >= VOCAB_SIZE:
+        if (
+            not entry.prompt_token_ids
+            or len(ids) >= self.ready.max_model_len
+            or max(ids) >= self.ready.vocab_size
+        ):
             raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "prompt_token_ids: not of this model")
         if entry.sampling.temperature < 0:
             raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "temperature is below 0")
@@ -429,8 +469,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             if field.name not in _SERVED | _HINTS:
                 raise Ended(_Code.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", f"{field.name} is not served")
         for field, value in entry.sampling.ListFields():
-            if field.name not in _SERVED_SAMPLING and _NEUTRAL.get(field.name) != value:
+            if field.name not in _SERVED_SAMPLING and not self.is_neutral(field.name, value):
                 raise Ended(_Code.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", f"{field.name} is not served")
+
+    def is_neutral(self, name: str, value: object) -> bool:
+        return _NEUTRAL.get(name) == value
 
     def check_params(self, entry: add_pb2.AddEntry) -> None:
         if entry.WhichOneof("params") != "sampling":
@@ -487,8 +530,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
 
     def token(self, running: Running) -> int:
         """The next token, from the seed and the position alone."""
-        content = (running.prompt, running.entry.request_seed, running.num_tokens)
-        return zlib.crc32(repr(content).encode()) % EOS_TOKEN_ID
+        return token_at(running.prompt, running.entry.request_seed, running.num_tokens)
 
     async def _step_forever(self) -> None:
         while True:
@@ -506,9 +548,14 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             for session in self.sessions:
                 if session.link is not None:
                     has_work = bool(session.running)
-                    state = session_pb2.ENGINE_STATE_READY
-                    beat = session_pb2.Heartbeat(step_number=self.step_number, has_work=has_work, state=state)
+                    number, state = self.step_number, self._state
+                    beat = session_pb2.Heartbeat(step_number=number, has_work=has_work, state=state)
                     session.send(heartbeat=beat)
+
+
+def token_at(prompt: Sequence[int], seed: int, position: int) -> int:
+    """The token at a position of the output."""
+    return zlib.crc32(repr((tuple(prompt), seed, position)).encode()) % EOS_TOKEN_ID
 
 
 def pack(values: Iterable[int]) -> bytes:

@@ -26,9 +26,14 @@ _RESUME_LIMIT_S = 1.0
 _RESUME_ATTEMPT_S = 0.5
 _RETRY_S = 0.05
 _RECONNECT_LIMIT_S = 10.0
-_ENDS_FOR_GOOD = (grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 _FINAL_REJECTIONS = (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.UNIMPLEMENTED.value[0])
-_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.keepalive_time_ms", 500)]
+_GOODBYE_LIMIT_S = 1.0
+_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
 
 
 class Void(Exception):
@@ -50,6 +55,7 @@ class Request:
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     attempt: int = 0
     output: list[int] = field(default_factory=list)
+    digest: str = ""  # of the engine that its output is from
     has_begun: bool = False  # at the engine that has it now
     is_aborted: bool = False
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
@@ -74,9 +80,12 @@ class EngineLink:
 
     def __init__(self, frontend: ScriptedFrontend, address: str) -> None:
         self.requests: dict[int, Request] = {}
-        self.is_ready = False
+        self.is_open = False  # there is a stream
+        self.is_ready = False  # the engine takes requests
+        self.digest = ""
         self.last_seq = 0
         self._frontend = frontend
+        self._is_closing = False
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = engine_pb2_grpc.EngineCoreServiceStub(self._channel)
         self._handles = itertools.count(1)
@@ -84,12 +93,11 @@ class EngineLink:
         self._hung_at: int | None = None  # step number
         self._ack = session_pb2.HelloAck()
         self._session_id = ""
-        self.sent: list[add_pb2.AddEntry] = []
 
     async def run(self) -> None:
-        """One session after the other, until it is cancelled."""
+        """One session after the other, until it is closed or cancelled."""
         try:
-            while True:
+            while not self._is_closing:
                 pause_s = _RETRY_S
                 self._session_id = secrets.token_hex(16)
                 try:
@@ -117,13 +125,28 @@ class EngineLink:
     def send(self, **content: Any) -> None:
         self._outgoing.put_nowait(engine_pb2.ConnectRequest(**content))
 
+    def close(self) -> None:
+        """End the session: the engine ends the stream."""
+        self._is_closing = True
+        self.send(goodbye=engine_pb2.Goodbye())
+
     async def _run_session(self) -> None:
-        self.last_seq = 0
+        self.last_seq, self._hung_at = 0, None
         await self._run_stream(None)
         while self.can_resume():
-            point = session_pb2.ResumePoint(engine_epoch=self._ack.engine_epoch, last_seq=self.resume_at())
-            async with asyncio.timeout(_RESUME_LIMIT_S) as limit:
-                await self._run_stream(point, limit)
+            await self._resume()
+
+    async def _resume(self) -> None:
+        """Another stream of the session, to its end. Attempts are made one after the other."""
+        async with asyncio.timeout(_RESUME_LIMIT_S) as limit:
+            while limit.when() is not None:
+                point = session_pb2.ResumePoint(
+                    engine_epoch=self._ack.engine_epoch, last_seq=self.resume_at()
+                )
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_RESUME_ATTEMPT_S) as attempt:
+                        await self._run_stream(point, (limit, attempt))
+                await asyncio.sleep(_RETRY_S)
 
     def can_resume(self) -> bool:
         return "resume" in self._ack.features
@@ -131,8 +154,13 @@ class EngineLink:
     def resume_at(self) -> int:
         return self.last_seq
 
-    async def _run_stream(self, point: session_pb2.ResumePoint | None, limit: Any = None) -> None:
-        """Read one stream to its end. Raises unless its session may be resumed."""
+    async def _run_stream(
+        self, point: session_pb2.ResumePoint | None, limits: Sequence[asyncio.Timeout] = ()
+    ) -> None:
+        """Read one stream to its end. Raises unless its session may be resumed.
+
+        limits: of the time until the engine has taken the stream.
+        """
         call: Any = self._stub.Connect()
         self._outgoing = asyncio.Queue()
         writer: asyncio.Task[None] | None = None
@@ -154,17 +182,20 @@ class EngineLink:
                 raise Incompatible
             if point is not None and not self._ack.resume_ok:
                 raise Void
-            if limit is not None:
+            for limit in limits:
                 limit.reschedule(None)
+            if point is not None:
                 self.send_again()
             self.on_hello_ack(self._ack)
+            self.is_open = True
+            if self.is_ready:
+                self._frontend.on_ready()
             writer = asyncio.create_task(self._write(call))
             await self._read(call)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            if await call.code() in _ENDS_FOR_GOOD and point is None and not self._ack.features:
-                raise
+            await check_broken(call)
         finally:
-            self.is_ready = False
+            self.is_open = False
             call.cancel()
             if writer is not None:
                 writer.cancel()
@@ -174,7 +205,7 @@ class EngineLink:
 
     def on_hello_ack(self, ack: session_pb2.HelloAck) -> None:
         """A resumed session does not get ready again."""
-        self.is_ready = ack.resume_ok
+        self.is_ready = self.is_ready and ack.resume_ok
 
     def send_again(self) -> None:
         for handle, request in self.requests.items():
@@ -202,8 +233,7 @@ class EngineLink:
             except TimeoutError:
                 return
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # its stubs leave it out
-                # The status says whether it was broken; a session that is over is not resumed by the engine.
-                return
+                raise Void  # the engine leaves
             self.check_number(message.seq)
             self.last_seq = message.seq
             self._take(message)
@@ -219,7 +249,7 @@ class EngineLink:
     def _take(self, message: engine_pb2.ConnectResponse) -> None:
         match message.WhichOneof("message"):
             case "ready":
-                self.is_ready = True
+                self.is_ready, self.digest = True, message.ready.fingerprint.digest
                 self._frontend.on_ready()
             case "step":
                 self._take_step(message.step)
@@ -288,7 +318,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
     link_type: type[EngineLink] = EngineLink
 
     def __init__(self, engines: Sequence[str]) -> None:
-        self.frontend_id = "scripted"
+        self.frontend_id = f"scripted-{secrets.token_hex(4)}"
         self.epoch = secrets.randbits(63) | 1
         self._engines = engines
         self._waiting: list[Request] = []
@@ -305,6 +335,9 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
 
     async def stop(self) -> None:
         await self._server.stop(0)
+        for link in self.links:
+            link.close()
+        await asyncio.wait(self._tasks, timeout=_GOODBYE_LIMIT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -373,6 +406,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
 
     def on_tokens(self, request: Request, token_ids: list[int], link: EngineLink) -> None:
         request.output += token_ids
+        request.digest = link.digest
         if token_ids:
             request.events.put_nowait(token_ids)
 
@@ -394,7 +428,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             self._send(request)
 
     def _send(self, request: Request, *, avoid: EngineLink | None = None) -> None:
-        ready = [link for link in self.links if link.is_ready]
+        ready = [link for link in self.links if link.is_open and self.may_get(request, link)]
         preferred = [link for link in ready if link is not avoid] or ready
         if not preferred:
             self._waiting.append(request)
@@ -402,6 +436,9 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             return
         self._turn += 1
         preferred[self._turn % len(preferred)].add(request)
+
+    def may_get(self, request: Request, link: EngineLink) -> bool:
+        return link.is_ready and (not request.output or request.digest == link.digest)
 
     def _give_up(self, request: Request) -> None:
         if request in self._waiting:
@@ -413,6 +450,16 @@ class _Refused(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
+
+
+async def check_broken(call: Any) -> None:
+    """Raise Void unless a failed call may have been cut, with a session that goes on."""
+    code, details = await call.code(), await call.details() or ""
+    has_reason = any(key == "grpc-status-details-bin" for key, _ in await call.trailing_metadata() or ())
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        raise Incompatible
+    if has_reason or (code is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()):
+        raise Void
 
 
 def pack(values: Sequence[int]) -> bytes:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 
 import pytest
 
 from launcher.conformance.check_frontend import check_frontend
 from launcher.conformance.report import Outcome, Report
+from tests.contract.conftest import StartFrontend
 from tests.contract.scripted_frontend import ScriptedFrontend
 from tests.contract.wrong_frontends import WRONG_FRONTENDS
-
-# They wait for what a frontend does not do: about a minute together.
-pytestmark = pytest.mark.chaos
 
 LIMIT_S = 60.0
 # Where something is to be missing, this is waited for.
@@ -41,11 +40,25 @@ async def checked(
             await frontend.stop()
 
 
+@pytest.mark.chaos
 async def test_the_scripted_frontend_keeps_every_rule() -> None:
     report = await checked(ScriptedFrontend, patience_s=LIMIT_S)
     assert [result for result in report.results if result.outcome is not Outcome.KEPT] == []
 
 
+@pytest.mark.network
+async def test_the_frontend_in_javascript_keeps_every_rule(javascript_frontend: StartFrontend) -> None:
+    async with AsyncExitStack() as exits:
+
+        async def start(engines: Sequence[str]) -> str:
+            return await exits.enter_async_context(javascript_frontend(engines))
+
+        report = await check_frontend(["127.0.0.1:0"] * 2, patience_s=LIMIT_S, start_frontend=start)
+    assert [result for result in report.results if result.outcome is not Outcome.KEPT] == []
+
+
+# They wait for what a frontend does not do: about a minute together.
+@pytest.mark.chaos
 @pytest.mark.parametrize(("case", "wrong_frontend"), WRONG_FRONTENDS)
 async def test_a_wrong_frontend_is_noticed_by_the_case_of_its_rule(
     case: str, wrong_frontend: type[ScriptedFrontend]

@@ -129,6 +129,11 @@ class _RejectsKnownAdds(ScriptedEngine):
         self.reject(session, entry, Ended(grpc.StatusCode.ALREADY_EXISTS, "", "known"))
 
 
+class _RefusesPlainDefaults(ScriptedEngine):
+    def is_neutral(self, name: str, value: object) -> bool:
+        return False
+
+
 class _TakesARequestTwice(ScriptedEngine):
     def check_request_id(self, session: Session, entry: add_pb2.AddEntry) -> None:
         pass
@@ -242,6 +247,7 @@ WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("add_sent_again", _RejectsKnownAdds),
     ("neither_params", _NeedsNoParams),
     ("fields_of_the_frontend", _IgnoresFields),
+    ("plain_defaults", _RefusesPlainDefaults),
     ("request_in_flight", _TakesARequestTwice),
     ("handle_in_flight", _IgnoresTakenHandles),
     ("too_many_requests", _HasNoLimit),

@@ -98,6 +98,11 @@ class _CountsNoAttempts(ScriptedFrontend):
         super().move(request, link)
 
 
+class _MovesAnywhere(ScriptedFrontend):
+    def may_get(self, request: Request, link: EngineLink) -> bool:
+        return link.is_ready
+
+
 class _PassesEverythingOn(ScriptedFrontend):
     def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
         (first, *_) = super().requests_of(request, remaining_ms)
@@ -137,6 +142,7 @@ WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
     ("resume_refused", _ForgetsOutput),
     ("other_epoch", _DrawsAnotherSeed),
     ("engine_that_leaves", _CountsNoAttempts),
+    ("other_fingerprint", _MovesAnywhere),
     ("sampling_group", _PassesEverythingOn),
     ("deadline", _KeepsDeadlines),
     ("cancelled_client", _AbortsNothing),

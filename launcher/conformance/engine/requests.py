@@ -17,6 +17,10 @@ _LENGTH = output_pb2.FINISH_REASON_LENGTH
 _ABORT = output_pb2.FINISH_REASON_ABORT
 _MAX_LIMIT = 20_000
 _NUM_TOKENS = 16
+_PLAIN_DEFAULTS = {
+    "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,
+    "repetition_penalty": 1, "min_tokens": 0, "n": 1,
+}  # fmt: skip
 
 
 @CASES.must("An accepted request has first, its tokens, and one end; max_tokens ends it with LENGTH.")
@@ -83,6 +87,15 @@ async def fields_not_served(engine: EngineUnderTest) -> None:
     await _must_refuse(engine, engine.entry(1, pooling=sampling_pb2.PoolingParams()), names="pooling")
     embeds = tensor_pb2.Tensor(shape=[1, 1])
     await _must_refuse(engine, engine.entry(1, prompt_embeds=embeds), names="prompt_embeds")
+
+
+@CASES.must("A parameter that is set to its plain default is accepted as if it were unset.")
+async def plain_defaults(engine: EngineUnderTest) -> None:
+    stream = await engine.open()
+    await stream.add(engine.entry(1, sampling=_PLAIN_DEFAULTS))
+    await stream.until_finished(1)
+    tokens = stream.record.tokens[1]
+    expect(tokens == await engine.reference(), "the tokens of a request that sets none of these", tokens)
 
 
 @CASES.must("A handle that is in flight is not taken again; the request that has it continues.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.conformance.cases import Cases, Section, expect
 from launcher.conformance.frontend_under_test import Attempt, ClientCall, FrontendUnderTest
+from launcher.conformance.played_engine import PlayedEngine
 from service_kit.errors import Unavailable
 from triptych.engine.v1 import engine_pb2
 
@@ -47,6 +48,23 @@ async def other_epoch(frontend: FrontendUnderTest) -> None:
     call, attempt = await _running(frontend)
     attempt.engine.restart()
     await _must_move(frontend, call, attempt)
+
+
+@CASES.must("A request with output goes on at no engine of another fingerprint.")
+async def other_fingerprint(frontend: FrontendUnderTest) -> None:
+    call, attempt = await _running(frontend)
+    (other,) = [engine for engine in frontend.engines if engine is not attempt.engine]
+    other.restart(digest="d" * 64)
+    await frontend.until_used()
+    attempt.session.end()
+
+    def later() -> list[PlayedEngine]:
+        return [one.engine for one in frontend.attempts_of(call) if one.entry.attempt > attempt.entry.attempt]
+
+    # It goes on where it was, as that engine is back at once, or it ends.
+    await frontend.until(lambda: later() or call.is_over, "another ADD, or the end of the client's call")
+    expect(other not in later(), "the request at an engine of the same fingerprint", "at one of another")
+    other.restart()
 
 
 async def _running(frontend: FrontendUnderTest) -> tuple[ClientCall, Attempt]:
