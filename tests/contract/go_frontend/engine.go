@@ -29,6 +29,7 @@ const (
 	helloTimeout  = 10 * time.Second
 	resumeTimeout = 500 * time.Millisecond
 	resumeTime    = time.Second
+	resumePause   = 50 * time.Millisecond
 	maxMute       = 10 // streams in a row that break before a numbered message
 	silence       = 1500 * time.Millisecond
 	retry         = 300 * time.Millisecond
@@ -83,13 +84,13 @@ type engine struct {
 
 // facts is what scenarios look at.
 type facts struct {
-	streams, resumed, refusals        int
-	acks, maxUnacked, replayed        int
-	maxAckDelay                       time.Duration
-	alreadyFinished                   []uint32
-	rejections                        []string
-	endings                           []ending
-	lateTokens, lostEpochs, violation int
+	streams, resumed, refusals       int
+	acks, maxUnacked, replayed       int
+	maxAckDelay                      time.Duration
+	alreadyFinished                  []uint32
+	rejections                       []string
+	endings                          []ending
+	lateTokens, violation, drainings int
 }
 
 // run keeps a session with the engine until ctx ends.
@@ -118,10 +119,11 @@ func (e *engine) run(ctx context.Context) {
 			if wasOpen {
 				broke = time.Now()
 			}
-			if time.Since(broke) < resumeTime && mute < maxMute {
+			oneMore := wasOpen || how == broken // an attempt that was silent is not repeated
+			if oneMore && time.Since(broke) < resumeTime && mute < maxMute {
 				e.front.mu.Unlock()
-				if mute > 0 {
-					sleep(ctx, resumeTime/maxMute) // who closes at once would use up all attempts at once
+				if !wasOpen {
+					sleep(ctx, resumePause)
 				}
 				continue
 			}
@@ -330,6 +332,7 @@ func (e *engine) handle(m *enginev1.ConnectResponse) error {
 		}
 	case *enginev1.ConnectResponse_Draining:
 		e.draining = true
+		e.facts.drainings++
 		f.note("%s: draining, %d ms", e.addr, c.Draining.DeadlineMs)
 	case *enginev1.ConnectResponse_Dead:
 		f.note("%s: dead: %s", e.addr, c.Dead.Reason)
@@ -530,10 +533,10 @@ func classify(err error) ending {
 		return left
 	case s.Code() == codes.FailedPrecondition:
 		return incompatible
-	case reason == "NO_GOODBYE":
-		return broken
 	case (s.Code() == codes.ResourceExhausted || s.Code() == codes.Aborted) && reason != "":
 		return dismissed
+	case reason != "":
+		return void
 	}
 	return broken
 }

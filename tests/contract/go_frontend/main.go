@@ -14,6 +14,7 @@ import (
 	"time"
 
 	commonv1 "triptych/common/v1"
+	enginev1 "triptych/engine/v1"
 )
 
 const (
@@ -220,14 +221,24 @@ func generate(c *check, g given) {
 	stopped := ask(prompt(0), 40, func(r *request) { r.params.StopTokenIds = []uint32{token} })
 	one := ask(prompt(1), 1)
 	seeded, twin, other := ask(prompt(2), 60, sampled(0.9, 7)), ask(prompt(2), 60, sampled(0.9, 7)), ask(prompt(2), 60, sampled(0.9, 8))
+	text := ask(prompt(0), 40, func(r *request) { // what is the frontend's own has no effect on an engine
+		no, five, seed := false, int64(5), uint64(9)
+		r.params.Detokenize, r.params.SkipSpecialTokens, r.params.SpacesBetweenSpecialTokens = &no, &no, &no
+		r.params.IncludeStopInOutput, r.params.StreamInterval, r.params.Seed = true, &five, &seed
+		r.params.OutputKind = commonv1.OutputKind_OUTPUT_KIND_FINAL_ONLY
+	})
+	reseeded := ask(prompt(2), 60, sampled(0.9, 7), func(r *request) { other := uint64(8); r.params.Seed = &other })
 	bad := ask([]uint32{1, e.ready.VocabSize}, 5)
 	worse := ask(prompt(3), 0)
-	f.submit(again, stopped, one, seeded, bad, worse, twin, other)
-	c.that(allDone(f, again, stopped, one, seeded, bad, worse, twin, other), "no end")
+	rs := []*request{again, stopped, one, seeded, bad, worse, twin, other, text, reseeded}
+	f.submit(rs...)
+	c.that(allDone(f, rs...), "no end")
 
 	f.mu.Lock()
 	c.that(greedy.reason == length && len(greedy.output) == 40, "greedy: %s, %d", greedy.reason, len(greedy.output))
 	c.that(reflect.DeepEqual(again.output, greedy.output), "greedy differs")
+	c.that(reflect.DeepEqual(text.output, greedy.output), "parameters about text have an effect: %s", text.rejected)
+	c.that(reflect.DeepEqual(reseeded.output, seeded.output), "sampling.seed has an effect")
 	c.that(stopped.reason == stop && stopped.finished.GetStopTokenId() == token && reflect.DeepEqual(stopped.output, greedy.output[:at+1]),
 		"stop token: %s %v, %d tokens of %d", stopped.reason, stopped.finished, len(stopped.output), at+1)
 	c.that(one.reason == length && len(one.output) == 1, "max_tokens 1: %s, %d", one.reason, len(one.output))
@@ -325,7 +336,7 @@ func resume(c *check, g given) {
 	p.cut() // 1: between any two reads
 	back(1)
 	c.that(produced(f, long[0], 50), "no tokens after the first cut")
-	p.lose() // 2: what both sides send is lost: steps, and the ADD and the abort
+	p.lose() // 2: what both sides send is lost: steps and acks, and an ADD
 	f.submit(lost)
 	time.Sleep(200 * time.Millisecond)
 	p.cut()
@@ -462,6 +473,12 @@ func leave(c *check, g given, n int, tokens int64, fits func(int) bool) {
 	f.mu.Unlock()
 	next := ask(prompt(1), 20)
 	f.submit(next)
+	guest := newFrontend(g.addrs[0]) // a session that begins in the drain
+	there := guest.engines[0]
+	c.that(guest.wait(5*time.Second, func() bool {
+		return there.hello.GetState() == enginev1.EngineState_ENGINE_STATE_DRAINING && there.ready != nil && there.facts.drainings > 0
+	}), "no ready and draining in a session that begins in a drain")
+	c.that(guest.close(), "goodbye was not answered with OK")
 	c.that(allDone(f, append(rs, late, next)...), "no end")
 	same(c, append(rs, late, next), append(expected, expected[0][:20], expected[1][:20]))
 	c.that(f.wait(30*time.Second, func() bool { return len(first.facts.endings) > 0 }), "the stream of the drained engine does not end")
