@@ -407,6 +407,9 @@ func (e *engine) step(s *enginev1.Step) error {
 		if int(f.Row) >= len(handles) {
 			return violation("finished.row")
 		}
+		if byToken := f.Reason == stop || f.Reason == length; byToken && len(rows[f.Row]) == 0 {
+			return violation("an end by a token that is not there")
+		}
 		if r := e.requests[handles[f.Row]]; r != nil {
 			e.end(r, f.Reason, f)
 		} else {

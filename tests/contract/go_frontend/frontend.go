@@ -54,21 +54,6 @@ func (r *request) finish(reason commonv1.FinishReason, finished *enginev1.StepFi
 	r.done, r.reason, r.finished = true, reason, finished
 }
 
-// complete is why the output so far ends, as an engine continues it whatever its last token is.
-func (r *request) complete() commonv1.FinishReason {
-	p, n := r.params, len(r.output)
-	if n > 0 && int64(n) > p.GetMinTokens() {
-		last := r.output[n-1]
-		if has(p.StopTokenIds, last) || !p.IgnoreEos && has(r.ready.EosTokenIds, last) {
-			return commonv1.FinishReason_FINISH_REASON_STOP
-		}
-	}
-	if p.MaxTokens != nil && int64(n) >= *p.MaxTokens || r.ready != nil && len(r.prompt)+n >= int(r.ready.MaxModelLen) {
-		return commonv1.FinishReason_FINISH_REASON_LENGTH
-	}
-	return commonv1.FinishReason_FINISH_REASON_UNSPECIFIED
-}
-
 // frontend is one frontend process: it has a session with each engine, and requests.
 type frontend struct {
 	id    string
@@ -190,8 +175,6 @@ func (f *frontend) flush() {
 func (f *frontend) move(r *request) {
 	if r.aborted {
 		r.finish(commonv1.FinishReason_FINISH_REASON_ABORT, nil)
-	} else if reason := r.complete(); reason != commonv1.FinishReason_FINISH_REASON_UNSPECIFIED {
-		r.finish(reason, nil) // its last tokens came, and its end did not
 	} else {
 		r.attempt++
 		r.moves++
