@@ -35,6 +35,7 @@ class EngineRequests:
         self._router = OutputRouter()
         self._deadlines = Deadlines(self._router.by_id)
         self._ended: list[RequestOutput] = []  # of requests ended from outside, not yet published
+        self._step_number = 0  # of the newest step whose outputs were published
 
     @property
     def by_id(self) -> dict[str, tuple[Outbox, int]]:
@@ -66,7 +67,7 @@ class EngineRequests:
             self._ended.append(output)
 
     def adopt(self, command: Adopt) -> None:
-        self._deliver(self._router.adopt(command, self._stats.step_number))
+        self._deliver(self._router.adopt(command, self._step_number))
 
     def give_up(self, request_id: str) -> None:
         """End a request that will not be adopted, and keep its outputs no longer."""
@@ -85,6 +86,7 @@ class EngineRequests:
 
     def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Send each session its rows of a finished step."""
+        self._step_number = plan.step_number
         sampled = {plan.request_ids[row]: logprobs for row, logprobs in result.logprobs.items()}
         self._publish(outputs, sampled)
 
@@ -97,7 +99,7 @@ class EngineRequests:
         if self._ended:
             outputs = self._ended + outputs
             self._ended = []
-        steps = self._router.rows(outputs, sampled, self._stats.step_number)
+        steps = self._router.rows(outputs, sampled, self._step_number)
         # Statistics first: a client that receives the end of a request then finds its blocks free.
         self._stats.count_outputs(steps.values())
         self._stats.post()

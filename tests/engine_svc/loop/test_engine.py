@@ -294,6 +294,23 @@ def test_two_steps_are_in_flight_where_the_depth_is_two():
     assert plans == [1, 2]
 
 
+def test_outputs_have_the_number_of_their_step_and_not_of_the_one_launched_last():
+    numbers: list[int] = []
+
+    class NumbersOutbox(Outbox):
+        def publish(self, output: StepOutput) -> None:
+            numbers.append(output.step_number)
+            super().publish(output)
+
+    rig = Rig(max_in_flight=2)
+    rig.frontend.outbox = NumbersOutbox(max_bytes=1_000_000, wake=rig.frontend.woken.set)
+    # As above, two steps are in flight before the first one is published.
+    for handle in range(12):
+        rig.add(handle, max_tokens=1)
+    rig.serve(12)
+    assert numbers == [1, 2]
+
+
 def test_a_call_runs_between_steps_and_can_wait_for_those_in_flight():
     rig = Rig(max_in_flight=2)
     seen: list[tuple[str, int]] = []

@@ -1,0 +1,73 @@
+"""A frontend in Go, written from the protos and engine-session.md alone, against real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import launcher.tiny_model
+from tests.processes import announced, running_async
+
+pytestmark = pytest.mark.polyglot
+
+SOURCE = Path(__file__).parent / "go_frontend"
+MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
+COMMANDS = ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc")
+LIBRARIES = ("google.golang.org/grpc", "google.golang.org/protobuf", "github.com/golang/protobuf/proto")
+REQUIRED = os.environ.get("REQUIRE", "go").split()
+BUILD_LIMIT_S = 600
+RUN_LIMIT_S = 300
+
+
+@pytest.fixture(scope="module")
+def frontend(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The built program."""
+    missing = [command for command in COMMANDS if not shutil.which(command)]
+    missing += [name for name in LIBRARIES if not Path("/usr/share/gocode/src", name).is_dir()]
+    if missing:
+        stop = pytest.fail if "go" in REQUIRED else pytest.skip
+        stop(f"go: missing {' '.join(missing)}")
+    folder = tmp_path_factory.mktemp("go_frontend")
+    command = [str(SOURCE / "build.sh"), str(folder)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return str(folder / "frontend")
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "flags"),
+    [
+        ("generate,abort,resume,lapse", ()),
+        ("drain", ()),
+        # Shorter than the requests of the scenario take.
+        ("deadline", ("--drain-deadline-s=2",)),
+        ("death", ()),
+    ],
+)
+async def test_a_frontend_of_another_language_passes(
+    frontend: str, scenarios: str, flags: tuple[str, ...]
+) -> None:
+    async with _engine(*flags) as (first, pid), _engine() as (second, _):
+        command = (frontend, f"-engines={first},{second}", f"-pids={pid}", f"-scenarios={scenarios}")
+        options = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+        async with running_async(*command, **options) as process:
+            output, _ = await asyncio.wait_for(process.communicate(), RUN_LIMIT_S)
+    verdicts = [line.split()[:2] for line in output.decode().splitlines()]
+    assert verdicts == [["PASS", name] for name in scenarios.split(",")], output.decode()
+    assert process.returncode == 0
+
+
+@contextlib.asynccontextmanager
+async def _engine(*flags: str) -> AsyncIterator[tuple[str, int]]:
+    """Address and process id of an engine, which may be loading still."""
+    command = (sys.executable, "-m", "engine_svc.main", str(MODEL), "--port=0", "--num-threads=1", *flags)
+    async with announced(*command, stderr=asyncio.subprocess.DEVNULL) as (process, record):
+        yield str(record["address"]), process.pid
