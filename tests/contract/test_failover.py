@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,22 +89,22 @@ async def playing(
     *engine_flags: str, digest: str = "", frontend_flags: Sequence[str] = ()
 ) -> AsyncIterator[Scene]:
     """digest: of the second engine; by default that of ours."""
-    async with Stack() as stack:
+    async with Stack() as stack, AsyncExitStack() as exits:
         ours = await start_engine(stack, *engine_flags)
         ready, files = await ours.facts()
         ready.fingerprint.digest = digest or ready.fingerprint.digest
         second = ReplayingEngine(ready=ready, files=files)
         answers = await ours.greedy(PROMPTS, NUM_TOKENS)
         second.answers = dict(zip(map(tuple, PROMPTS), answers, strict=True))
-        async with proxied(await second.start()) as wire:
-            known = [f"--engine={address}" for address in (ours.address, wire.address)]
-            flags = ("--port=0", "--text-workers=1", "--routing-policy=round-robin", *frontend_flags)
-            frontend = await stack.start("frontend", *flags, *known)
-            await stack.ready("frontend", frontend)
-            stub = stack.inference(frontend)
-            await until_both_used(stub, ours, second)
-            yield Scene(stub, ours, second, wire)
-        await second.stop()
+        wire = await exits.enter_async_context(proxied(await second.start()))
+        exits.push_async_callback(second.stop)
+        known = [f"--engine={address}" for address in (ours.address, wire.address)]
+        flags = ("--port=0", "--text-workers=1", "--routing-policy=round-robin", *frontend_flags)
+        frontend = await stack.start("frontend", *flags, *known)
+        await stack.ready("frontend", frontend)
+        stub = stack.inference(frontend)
+        await until_both_used(stub, ours, second)
+        yield Scene(stub, ours, second, wire)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["death", "drain"])
