@@ -124,15 +124,22 @@ header() {
 }
 show 11 ids "x-request-id $(header X-Request-Id), x-trace-id $(header X-Trace-Id)"
 
-# Stream until the server asks the process to leave its connection, and then once more over another.
-lasting="{$PROMPT, \"sampling\": {\"n\": 4, \"ignoreEos\": true}}"
+# A stream of reflection that stays open until the server asks the process to leave its connection, and then gets an
+# answer more. The next call is on another connection.
+mkfifo "$WORK/requests"
+GODEBUG=http2debug=1 call grpc.reflection.v1.ServerReflection/ServerReflectionInfo "@$WORK/requests" \
+    2>"$WORK/log" >"$WORK/answers" &
+exec 3>"$WORK/requests"
+echo '{"listServices": ""}' >&3
 give_up_at=$((SECONDS + 60))
-: >"$WORK/log"
 until grep -q "received GOAWAY" "$WORK/log"; do
     ((SECONDS <= give_up_at)) || surprise "no GOAWAY in 60 s"
-    GODEBUG=http2debug=1 call $API.InferenceService/Generate "$lasting" 2>"$WORK/log" | jq -s '.[-1]' >"$WORK/last"
-    jq -e 'has("finished")' "$WORK/last" >"$WORK/check" || surprise "last event $(cat "$WORK/last")"
+    sleep 0.1
 done
+echo '{"listServices": ""}' >&3
+exec 3>&-
+wait $!
+[[ $(jq -s length "$WORK/answers") == 2 ]] || surprise "answers $(cat "$WORK/answers")"
 call $API.InferenceService/Generate "$SHORT" | joined >"$WORK/text"
 show 12 reconnect "a stream outlived its connection, the next call took another"
 echo OK
