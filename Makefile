@@ -117,8 +117,8 @@ test-network: setup $(BUF_STAMP)  ## tests that need a package registry
 	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m network
 
 # REQUIRE: the languages whose absence is an error; by default all that have a program.
-test-polyglot: setup $(BUF_STAMP)  ## the twelve steps in each language: make test-polyglot REQUIRE="python node"
-	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -vv -rpsfE tests/polyglot $(ARGS)
+test-polyglot: setup $(BUF_STAMP)  ## clients and a frontend in other languages: make test-polyglot REQUIRE="python node"
+	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -vv -rpsfE tests/polyglot tests/contract $(ARGS)
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
 	$(BIN)/python -m pytest -m chaos
