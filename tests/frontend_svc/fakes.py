@@ -105,6 +105,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         generation_config: dict | None = None,
         chat_template: str = "{{ messages }}",
         is_ready: bool = True,
+        is_draining: bool = False,
         max_inflight_adds: int = 0,
         max_model_len: int = MAX_MODEL_LEN,
         supported_tasks: Sequence[str] = ("generate",),
@@ -123,6 +124,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.dp_rank = dp_rank
         self.fingerprint = fingerprint
         self.is_ready = is_ready
+        self.is_draining = is_draining  # in hello_ack
         self.max_inflight_adds = max_inflight_adds
         self.max_model_len = max_model_len
         self.supported_tasks = supported_tasks
@@ -238,7 +240,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 engine_epoch=7,
                 dp_rank=self.dp_rank,
                 dp_size=2,
-                state=session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING,
+                state=self._state(),
                 max_inflight_adds=self.max_inflight_adds,
                 ack_interval_messages=4,
                 ack_interval_ms=200,
@@ -342,6 +344,11 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _state(self) -> session_pb2.EngineState:
+        if self.is_draining:
+            return session_pb2.ENGINE_STATE_DRAINING
+        return session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING
 
     def _ready(self) -> session_pb2.Ready:
         return session_pb2.Ready(

@@ -261,8 +261,10 @@ class EngineClient:
         elif kind == "adopted":
             self.requests.on_adopted(message.adopted)
         elif kind == "ready":
+            # The first one of a session that began in a drain does not cancel it.
+            is_cancelled = self.state is EngineState.DRAINING and self._ready_mailbox.has_arrived
             self._ready_mailbox.put(message.ready)
-            if self.state is EngineState.DRAINING:
+            if is_cancelled:
                 self._move_to(EngineState.LOADING)
                 self._become_ready()
         elif kind == "draining" and self.state in (EngineState.LOADING, EngineState.READY):
@@ -320,18 +322,23 @@ class ReadyMailbox:
     def __init__(self) -> None:
         self.was_read = False  # one of this session
         self._ready: session_pb2.Ready | None = None
-        self._has_arrived = asyncio.Event()
+        self._arrival = asyncio.Event()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there was one in this session."""
+        return self.was_read or self._ready is not None
 
     def put(self, ready: session_pb2.Ready) -> None:
         """Replace the message."""
         self._ready = ready
-        self._has_arrived.set()
+        self._arrival.set()
 
     async def get(self) -> session_pb2.Ready:
         """Wait for a message and return it. It stays in the mailbox until `note_read`."""
         while self._ready is None:
-            self._has_arrived.clear()
-            await self._has_arrived.wait()
+            self._arrival.clear()
+            await self._arrival.wait()
         return self._ready
 
     def note_read(self, ready: session_pb2.Ready) -> None:

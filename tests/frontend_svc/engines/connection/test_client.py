@@ -179,6 +179,19 @@ async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
         assert [(await read_all(one))[2] for one in (call, again)] == [[5], [6]]
 
 
+async def test_the_first_ready_of_a_session_that_begins_in_a_drain_does_not_cancel_it():
+    engine = FakeEngine(answer("x"), is_draining=True)
+    async with serving(engine, waits_ready=False) as (client, frontend):
+        (engine_client,) = frontend.directory.clients()
+        async with asyncio.timeout(WAIT_S):
+            while engine_client.model is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert engine_client.state is EngineState.DRAINING
+        engine.become_ready()
+        await client.wait_ready()
+        assert (await read_all(client.generate()))[1] == "x"
+
+
 async def test_a_dying_engines_last_words_are_known():
     async with serving_one() as (engine, client, frontend):
         call = client.generate()
