@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from dataclasses import replace
@@ -182,6 +183,22 @@ def test_facts_tell_what_was_built(llama):
     assert Built(config).core.facts.fingerprint == facts.fingerprint
     others = replace(config, logprobs_mode="raw_logits")
     assert Built(others).core.facts.fingerprint.digest != facts.fingerprint.digest
+
+
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_each_step_has_a_line_if_steps_are_logged_and_else_none(llama, caplog, is_logged):
+    config = EngineConfig(
+        model=str(llama), num_kv_blocks=100, num_threads=1, max_num_batched_tokens=16, log_steps=is_logged
+    )
+    built = Built(config)
+    with caplog.at_level(logging.INFO):
+        built.generate([list(range(20, 60)), list(range(9))], 12)
+    lines = [vars(record) for record in caplog.records if record.message == "step"]
+    stats = built.stats_snapshot.read()
+    assert sum(line["num_sampled"] for line in lines) == 24 * is_logged
+    # The last token of a request is not computed.
+    assert sum(line["num_prefill_tokens"] + line["num_decodes"] for line in lines) == (71 * is_logged)
+    assert len(lines) == stats.step_number * is_logged
 
 
 def test_prefix_cache_contents_are_published_where_enabled(llama):

@@ -943,3 +943,38 @@ def test_no_innocent_ends_with_an_error_unless_it_fails_twice_alone(first_seed):
             assert world.rig.stats_snapshot.read().scheduler.num_used_blocks == 0, seed
     # Most worlds are no reason for an engine to end.
     assert num_served > 30
+
+
+class PacedInbox(Inbox):
+    """Notes each wait and how many steps were planned before it; at wait `last` it calls `on_last`."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(max_commands=1000)
+        self.last = last
+        self.waits: list[tuple[int, float | None]] = []
+        self.num_planned = 0
+        self.on_last: Callable[[], None] = lambda: None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.waits.append((self.num_planned, timeout_s))
+        if len(self.waits) == self.last:
+            self.on_last()
+        super().wait(timeout_s)
+
+
+def test_while_no_request_can_run_the_loop_plans_once_a_millisecond(monkeypatch):
+    inbox = PacedInbox(last=20)
+    rig = Rig(inbox=inbox)
+    schedule = rig.scheduler.schedule
+
+    def blocked(now: float) -> StepPlan:
+        inbox.num_planned += 1
+        return StepPlan(0)
+
+    monkeypatch.setattr(rig.scheduler, "schedule", blocked)
+    inbox.on_last = lambda: monkeypatch.setattr(rig.scheduler, "schedule", schedule)
+    rig.add(1)
+    rig.serve(1)
+    # One plan before each wait: the loop does not spin.
+    assert inbox.waits[:20] == [(number, 0.001) for number in range(1, 21)]
+    assert rig.frontend.tokens == {1: expected_tokens(prompt_of(1), 1, 5)}
