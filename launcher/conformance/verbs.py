@@ -62,6 +62,7 @@ def frontend(
     patience_s: Annotated[
         float, typer.Option(min=0.1, max=_MAX_PATIENCE_S, help="limit of an answer")
     ] = 15.0,
+    stop: Annotated[str | None, typer.Option(help="command that stops the frontend, run last")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
 ) -> None:
     """Check a running frontend that uses the two engines at --listen, which the kit plays; exits as `engine`.
@@ -76,7 +77,9 @@ def frontend(
             f"triptych conformance: --listen is given {len(listen)} times, not {NUM_ENGINES}", file=sys.stderr
         )
         raise typer.Exit(_USAGE_ERROR)
-    checking = check_frontend(listen, frontend, patience_s=patience_s, only=only or ())
+    checking = check_frontend(
+        listen, frontend, patience_s=patience_s, only=only or (), stop_frontend=_runs(stop)
+    )
     raise typer.Exit(_report(checking, as_json=as_json))
 
 

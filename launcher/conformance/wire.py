@@ -20,12 +20,18 @@ class Wire:
     async def start(self) -> str:
         host, _, port = self._listen.rpartition(":")
         self._server = await asyncio.start_server(self._take, host, int(port))
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        return self._listen
 
     def cut(self) -> None:
         """Break every connection, with a reset on both sides."""
         for connection in self._connections:
             connection.cancel()
+
+    def refuse(self) -> None:
+        """Break every connection and refuse others until `start`, as the host of a dead process does."""
+        self._server.close()
+        self.cut()
 
     def freeze(self) -> None:
         """Take connections and let nothing through, as a process does that is stopped."""

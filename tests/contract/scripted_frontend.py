@@ -1,12 +1,14 @@
 """A second frontend, of token ids alone: written from `protos/engine-session.md` with stubs and gRPC alone.
 
-It has the feature `resume`. What one of `wrong_frontends.py` does otherwise is a method of its own here.
+It has the feature `resume`, and of `adopt` what lets other frontends continue its requests. What one of
+`wrong_frontends.py` does otherwise is a method of its own here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import secrets
 import struct
@@ -17,14 +19,15 @@ from typing import Any
 import grpc.aio
 
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
-from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 REVISION = 1
 _SILENCE_S = 1.5
-_RESUME_LIMIT_S = 1.0
-_RESUME_ATTEMPT_S = 0.5
 _RETRY_S = 0.05
+_GOODBYE_LIMIT_S = 1.0
+_MAX_INLINE_BYTES = 256 * 1024
+_CHUNK_BYTES = 1024 * 1024
 _RECONNECT_LIMIT_S = 10.0
 _ENDS_FOR_GOOD = (grpc.StatusCode.ABORTED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 _FINAL_REJECTIONS = (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.UNIMPLEMENTED.value[0])
@@ -47,15 +50,19 @@ class Request:
     sampling: sampling_pb2.SamplingParams
     seed: int
     remaining_ms: int | None
+    orphan_grace_ms: int = 0
+    embeds: tensor_pb2.Tensor | None = None
+    is_token: bytes = b""
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     attempt: int = 0
     output: list[int] = field(default_factory=list)
     has_begun: bool = False  # at the engine that has it now
+    digest: str = ""  # of the model that made the output
     is_aborted: bool = False
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
-    def entry(self, handle: int) -> add_pb2.AddEntry:
-        return add_pb2.AddEntry(
+    def entry(self, handle: int, *, others_may_adopt: bool) -> add_pb2.AddEntry:
+        entry = add_pb2.AddEntry(
             handle=handle,
             request_id=self.request_id,
             attempt=self.attempt,
@@ -64,13 +71,20 @@ class Request:
             sampling=self.sampling,
             request_seed=self.seed,
             remaining_ms=self.remaining_ms,
+            prompt_embeds=self.embeds,
+            is_token=self.is_token,
         )
+        if others_may_adopt and self.orphan_grace_ms:
+            entry.orphan_grace_ms, entry.resume_state = self.orphan_grace_ms, b"scripted"
+        return entry
 
 
 class EngineLink:
     """The frontend's side of one engine: its session, and the requests that were sent to it."""
 
     incompatible_retry_s = 5.0
+    resume_limit_s: float | None = 1.0
+    retries = True
 
     def __init__(self, frontend: ScriptedFrontend, address: str) -> None:
         self.requests: dict[int, Request] = {}
@@ -84,12 +98,14 @@ class EngineLink:
         self._hung_at: int | None = None  # step number
         self._ack = session_pb2.HelloAck()
         self._session_id = ""
-        self.sent: list[add_pb2.AddEntry] = []
+        self.digest = ""
+        self._stream: Any = None
+        self._uploads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """One session after the other, until it is cancelled."""
         try:
-            while True:
+            while self.retries or not self._session_id:
                 pause_s = _RETRY_S
                 self._session_id = secrets.token_hex(16)
                 try:
@@ -103,11 +119,53 @@ class EngineLink:
         finally:
             await self._channel.close(None)
 
+    async def say_goodbye(self) -> None:
+        if self._stream is not None:
+            self.send(goodbye=engine_pb2.Goodbye(reason="stops"))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_LIMIT_S):
+                    await self._stream.code()
+
     def add(self, request: Request) -> None:
         handle = next(self._handles)
         request.has_begun = False
         self.requests[handle] = request
-        self.send(add=add_pb2.Add(entries=[request.entry(handle)]))
+        if request.embeds is None or not self.is_uploaded(request.embeds):
+            self._send_add(handle, request)
+            return
+        task = asyncio.create_task(self._upload_and_send(handle, request))
+        self._uploads.add(task)
+        task.add_done_callback(self._uploads.discard)
+
+    def others_may_adopt(self) -> bool:
+        return "adopt" in self._ack.features
+
+    def is_uploaded(self, tensor: tensor_pb2.Tensor) -> bool:
+        return len(tensor.inline) > _MAX_INLINE_BYTES
+
+    async def _upload_and_send(self, handle: int, request: Request) -> None:
+        assert request.embeds is not None, "this is for requests with a tensor"
+        await self.upload(request.embeds.inline)
+        if self.requests.get(handle) is request:
+            self._send_add(handle, request)
+
+    async def upload(self, content: bytes) -> None:
+        header = engine_pb2.UploadBlobHeader(
+            sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
+        )
+        chunks = [content[first : first + _CHUNK_BYTES] for first in range(0, len(content), _CHUNK_BYTES)]
+        parts = [engine_pb2.UploadBlobRequest(header=header)]
+        parts += [engine_pb2.UploadBlobRequest(chunk=chunk) for chunk in chunks]
+        with contextlib.suppress(grpc.RpcError):
+            await self._stub.UploadBlob(iter(parts))
+
+    def _send_add(self, handle: int, request: Request) -> None:
+        entry = request.entry(handle, others_may_adopt=self.others_may_adopt())
+        if request.embeds is not None and self.is_uploaded(request.embeds):
+            content = request.embeds.inline
+            entry.prompt_embeds.blob.sha256 = hashlib.sha256(content).hexdigest()
+            entry.prompt_embeds.blob.size = len(content)
+        self.send(add=add_pb2.Add(entries=[entry]))
 
     def abort(self, request: Request, reason: engine_pb2.AbortReason) -> None:
         for handle, running in self.requests.items():
@@ -122,8 +180,9 @@ class EngineLink:
         await self._run_stream(None)
         while self.can_resume():
             point = session_pb2.ResumePoint(engine_epoch=self._ack.engine_epoch, last_seq=self.resume_at())
-            async with asyncio.timeout(_RESUME_LIMIT_S) as limit:
-                await self._run_stream(point, limit)
+            async with asyncio.timeout(self.resume_limit_s) as limit:
+                while not await self._run_stream(point, limit):  # noqa: ASYNC110  It opens one.
+                    await asyncio.sleep(_RETRY_S)
 
     def can_resume(self) -> bool:
         return "resume" in self._ack.features
@@ -131,9 +190,10 @@ class EngineLink:
     def resume_at(self) -> int:
         return self.last_seq
 
-    async def _run_stream(self, point: session_pb2.ResumePoint | None, limit: Any = None) -> None:
-        """Read one stream to its end. Raises unless its session may be resumed."""
+    async def _run_stream(self, point: session_pb2.ResumePoint | None, limit: Any = None) -> bool:
+        """Read one stream to its end; whether it was opened. Raises unless its session may be resumed."""
         call: Any = self._stub.Connect()
+        is_open = False
         self._outgoing = asyncio.Queue()
         writer: asyncio.Task[None] | None = None
         try:
@@ -142,14 +202,15 @@ class EngineLink:
                 session_id=self._session_id,
                 frontend_epoch=self._frontend.epoch,
                 schema_revision=REVISION,
-                features=["resume"],
+                features=["resume", "adopt"],
+                feature_set=session_pb2.FeatureSet(resume=True, adopt=True),
                 resume=point,
             )
             await call.write(engine_pb2.ConnectRequest(hello=hello))
             message = await call.read()
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # its stubs leave it out
                 raise Void
-            self._ack = message.hello_ack
+            self._ack, is_open = message.hello_ack, True
             if not self.is_compatible(self._ack):
                 raise Incompatible
             if point is not None and not self._ack.resume_ok:
@@ -158,16 +219,18 @@ class EngineLink:
                 limit.reschedule(None)
                 self.send_again()
             self.on_hello_ack(self._ack)
+            self._stream = call
             writer = asyncio.create_task(self._write(call))
             await self._read(call)
         except (grpc.RpcError, asyncio.InvalidStateError):
             if await call.code() in _ENDS_FOR_GOOD and point is None and not self._ack.features:
                 raise
         finally:
-            self.is_ready = False
+            self.is_ready, self._stream = False, None
             call.cancel()
             if writer is not None:
                 writer.cancel()
+        return is_open
 
     def is_compatible(self, ack: session_pb2.HelloAck) -> bool:
         return ack.min_peer_revision <= REVISION
@@ -184,7 +247,7 @@ class EngineLink:
                 self.send_abort_again(handle)
 
     def send_add_again(self, handle: int, request: Request) -> None:
-        self.send(add=add_pb2.Add(entries=[request.entry(handle)]))
+        self._send_add(handle, request)
 
     def send_abort_again(self, handle: int) -> None:
         self.send(abort=engine_pb2.Abort(handles=[handle]))
@@ -192,7 +255,10 @@ class EngineLink:
     async def _write(self, call: Any) -> None:
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._outgoing.get())
+                message = await self._outgoing.get()
+                await call.write(message)
+                if message.HasField("goodbye"):
+                    await call.done_writing()
 
     async def _read(self, call: Any) -> None:
         while True:
@@ -220,6 +286,7 @@ class EngineLink:
         match message.WhichOneof("message"):
             case "ready":
                 self.is_ready = True
+                self.digest = message.ready.fingerprint.digest
                 self._frontend.on_ready()
             case "step":
                 self._take_step(message.step)
@@ -246,12 +313,21 @@ class EngineLink:
         """Ignores it."""
 
     def on_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> None:
-        is_hung = heartbeat.has_work and heartbeat.step_started_age_ms > (heartbeat.step_budget_ms or 5000)
+        is_hung = heartbeat.has_work and heartbeat.step_started_age_ms > self.budget_ms(heartbeat)
         if is_hung and self._hung_at is None:
             self._hung_at, self.is_ready = heartbeat.step_number, False
+            self.abort_moved(list(self.requests))
             self._lose_requests()
         elif self._hung_at is not None and heartbeat.step_number > self._hung_at:
             self._hung_at, self.is_ready = None, True
+
+    def budget_ms(self, heartbeat: session_pb2.Heartbeat) -> int:
+        return heartbeat.step_budget_ms or 5000
+
+    def abort_moved(self, handles: Sequence[int]) -> None:
+        """The engine may come back, and must not go on with what moves to another."""
+        if handles:
+            self.send(abort=engine_pb2.Abort(handles=handles, reason=engine_pb2.ABORT_REASON_MIGRATED))
 
     def check_columns(self, handles: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
         if len(counts) != len(handles) or sum(counts) != len(tokens):
@@ -278,8 +354,11 @@ class EngineLink:
     def _lose_requests(self) -> None:
         lost, self.requests = self.requests, {}
         for request in lost.values():
-            if not request.is_aborted:
+            if self.is_moved(request):
                 self._frontend.move(request, self)
+
+    def is_moved(self, request: Request) -> bool:
+        return not request.is_aborted
 
 
 class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
@@ -305,6 +384,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
 
     async def stop(self) -> None:
         await self._server.stop(0)
+        await asyncio.gather(*(link.say_goodbye() for link in self.links))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -337,8 +417,16 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         for name in ("n", "seed", "stop"):
             sampling.ClearField(name)
         first_seed = request.sampling.seed or secrets.randbits(62)
+        prompt, embeds, is_token = list(request.token_ids.ids), None, b""
+        if request.HasField("embeds"):
+            is_token, embeds = request.embeds.is_token, rows_without_token(request.embeds)
+            prompt = [
+                token_id if flag else 0
+                for token_id, flag in zip(request.embeds.token_ids, is_token, strict=True)
+            ]
+        grace_ms = request.orphan_grace_ms
         return [
-            Request(list(request.token_ids.ids), sampling, first_seed + index, remaining_ms)
+            Request(prompt, sampling, first_seed + index, remaining_ms, grace_ms, embeds, is_token)
             for index in range(max(1, request.sampling.n))
         ]
 
@@ -373,6 +461,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
 
     def on_tokens(self, request: Request, token_ids: list[int], link: EngineLink) -> None:
         request.output += token_ids
+        request.digest = link.digest
         if token_ids:
             request.events.put_nowait(token_ids)
 
@@ -394,7 +483,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             self._send(request)
 
     def _send(self, request: Request, *, avoid: EngineLink | None = None) -> None:
-        ready = [link for link in self.links if link.is_ready]
+        ready = [link for link in self.links if link.is_ready and self.can_continue(request, link)]
         preferred = [link for link in ready if link is not avoid] or ready
         if not preferred:
             self._waiting.append(request)
@@ -402,6 +491,9 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             return
         self._turn += 1
         preferred[self._turn % len(preferred)].add(request)
+
+    def can_continue(self, request: Request, link: EngineLink) -> bool:
+        return not request.output or request.digest == link.digest
 
     def _give_up(self, request: Request) -> None:
         if request in self._waiting:
@@ -413,6 +505,15 @@ class _Refused(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
+
+
+def rows_without_token(prompt: generate_pb2.PromptEmbeds) -> tensor_pb2.Tensor:
+    """The embeddings of the positions that have no token."""
+    size = len(prompt.embeds.inline) // len(prompt.is_token)
+    rows = [number for number, flag in enumerate(prompt.is_token) if not flag]
+    content = b"".join(prompt.embeds.inline[number * size : (number + 1) * size] for number in rows)
+    shape = [len(rows), prompt.embeds.shape[1]]
+    return tensor_pb2.Tensor(dtype=prompt.embeds.dtype, shape=shape, inline=content)
 
 
 def pack(values: Sequence[int]) -> bytes:

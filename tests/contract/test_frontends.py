@@ -28,6 +28,9 @@ async def checked(
         frontends.append(frontend_type(engines))
         return await frontends[0].start()
 
+    async def stop() -> None:
+        await frontends.pop().stop()
+
     try:
         return await check_frontend(
             ["127.0.0.1:0"] * 2,
@@ -35,6 +38,7 @@ async def checked(
             connect_s=LIMIT_S,
             only=only,
             start_frontend=start,
+            stop_frontend=stop,
         )
     finally:
         for frontend in frontends:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tests.contract.scripted_frontend import EngineLink, Request, ScriptedFrontend, Void
 from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import session_pb2
 
 
@@ -80,6 +81,80 @@ class _IgnoresHangs(EngineLink):
         pass
 
 
+class _UsesAdoptionAnyway(EngineLink):
+    def others_may_adopt(self) -> bool:
+        return True
+
+
+class _JudgesByAgeAlone(EngineLink):
+    def budget_ms(self, heartbeat: session_pb2.Heartbeat) -> int:
+        return 5000
+
+
+class _AbortsNothingThatMoved(EngineLink):
+    def abort_moved(self, handles: Sequence[int]) -> None:
+        pass
+
+
+class _ConnectsOnce(EngineLink):
+    retries = False
+
+
+class _MovesCancelledRequests(EngineLink):
+    def is_moved(self, request: Request) -> bool:
+        return True
+
+
+class _ForgetsWhatDrains(EngineLink):
+    def on_draining(self) -> None:
+        super().on_draining()
+        self.requests.clear()
+
+
+class _ResumesForever(EngineLink):
+    resume_limit_s = None
+
+
+class _InlinesEverything(EngineLink):
+    def is_uploaded(self, tensor: tensor_pb2.Tensor) -> bool:
+        return False
+
+
+class _UploadsEverything(EngineLink):
+    def is_uploaded(self, tensor: tensor_pb2.Tensor) -> bool:
+        return True
+
+
+class _UploadsOnce(EngineLink):
+    has_uploaded = False
+
+    async def upload(self, content: bytes) -> None:
+        if not _UploadsOnce.has_uploaded:
+            _UploadsOnce.has_uploaded = True
+            await super().upload(content)
+
+
+class _SaysNoGoodbye(EngineLink):
+    async def say_goodbye(self) -> None:
+        pass
+
+
+class _CountsRequests(ScriptedFrontend):
+    num_requests = 0
+
+    def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
+        requests = super().requests_of(request, remaining_ms)
+        for one in requests:
+            self.num_requests += 1
+            one.request_id = f"request {self.num_requests}"
+        return requests
+
+
+class _ContinuesAtAnyModel(ScriptedFrontend):
+    def can_continue(self, request: Request, link: EngineLink) -> bool:
+        return True
+
+
 class _ForgetsOutput(ScriptedFrontend):
     def move(self, request: Request, link: EngineLink) -> None:
         request.output.clear()
@@ -134,6 +209,20 @@ WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
     ("columns_that_do_not_fit", _with(_OverlooksColumns)),
     ("draining_engine", _with(_IgnoresDraining)),
     ("hung_engine", _with(_IgnoresHangs)),
+    ("features_not_named", _with(_UsesAdoptionAnyway)),
+    ("request_to_adopt", _CountsRequests),
+    ("moved_request", _with(_AbortsNothingThatMoved)),
+    ("slow_step", _with(_JudgesByAgeAlone)),
+    ("other_fingerprint", _ContinuesAtAnyModel),
+    ("death_before_ready", _with(_UsesLoadingEngines)),
+    ("death_before_ready", _with(_ConnectsOnce)),
+    ("death_with_requests", _with(_MovesCancelledRequests)),
+    ("death_while_draining", _with(_ForgetsWhatDrains)),
+    ("death_while_resuming", _with(_ResumesForever)),
+    ("small_tensor", _with(_UploadsEverything)),
+    ("large_tensor", _with(_InlinesEverything)),
+    ("lost_blob", _with(_UploadsOnce)),
+    ("goodbye", _with(_SaysNoGoodbye)),
     ("resume_refused", _ForgetsOutput),
     ("other_epoch", _DrawsAnotherSeed),
     ("engine_that_leaves", _CountsNoAttempts),

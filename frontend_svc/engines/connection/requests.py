@@ -81,6 +81,10 @@ class EngineRequests:
             self.account.send(handle, 0 if handles else _num_pending_tokens(entry))
             entry.handle = handle
             handles.append(handle)
+            if not self.adoptions.are_possible:
+                # What belongs to a feature is not used at an engine without it.
+                entry.ClearField("resume_state")
+                entry.ClearField("orphan_grace_ms")
         self._tensors.send(entries, tensors, self._connection.stub)
         self._on_add(self._connection.ack.engine_id)
         return handles

@@ -65,8 +65,8 @@ def test_sections_are_those_of_the_specification() -> None:
     assert {section.value for section in Section} <= set(headings)
 
 
-def test_every_section_has_cases_and_names_are_unique() -> None:
-    assert {case.section for case in ENGINE_CASES} == set(Section)
+def test_names_are_unique_and_each_section_but_tensors_has_cases() -> None:
+    assert {case.section for case in ENGINE_CASES} == set(Section) - {Section.TENSORS}
     names = [case.name for case in ENGINE_CASES]
     assert len(names) == len(set(names))
 
