@@ -10,7 +10,7 @@ import pytest
 from launcher.conformance.check_engine import check_engine
 from launcher.conformance.report import Outcome
 from tests.contract.scripted_engine import ScriptedEngine
-from tests.contract.wrong_engines import WRONG_ENGINES
+from tests.contract.wrong_engines import SLOW_WRONG_ENGINES, WRONG_ENGINES
 
 # Of what the scripted engine does not serve.
 NOT_APPLICABLE = {
@@ -46,7 +46,10 @@ async def test_the_scripted_engine_keeps_every_rule() -> None:
     assert {result.name for result in report.with_outcome(Outcome.NOT_APPLICABLE)} == NOT_APPLICABLE
 
 
-@pytest.mark.parametrize(("case", "wrong_engine"), WRONG_ENGINES)
+@pytest.mark.parametrize(
+    ("case", "wrong_engine"),
+    [*WRONG_ENGINES, *(pytest.param(*slow, marks=pytest.mark.chaos) for slow in SLOW_WRONG_ENGINES)],
+)
 async def test_a_wrong_engine_is_noticed_by_the_case_of_its_rule(
     case: str, wrong_engine: type[ScriptedEngine]
 ) -> None:

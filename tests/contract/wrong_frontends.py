@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.contract.scripted_frontend import EngineLink, Request, ScriptedFrontend, Void
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
-from triptych.engine.v1 import session_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 
 
 class _EndsAtUnknownMessages(EngineLink):
@@ -59,6 +59,13 @@ class _ResumesTooEarly(EngineLink):
 class _SendsNoAddAgain(EngineLink):
     def send_add_again(self, handle: int, request: Request) -> None:
         pass
+
+
+class _SendsAllAgainInOne(EngineLink):
+    def send_again(self) -> None:
+        waiting = [(handle, request) for handle, request in self.requests.items() if not request.has_begun]
+        entries = [request.entry(handle, others_may_adopt=False) for handle, request in waiting]
+        self.send(add=add_pb2.Add(entries=entries))
 
 
 class _SendsNoAbortAgain(EngineLink):
@@ -196,6 +203,7 @@ def _with(link: type[EngineLink]) -> type[ScriptedFrontend]:
 
 WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
     ("unknown_member", _with(_EndsAtUnknownMessages)),
+    ("small_frames", _with(_SendsAllAgainInOne)),
     ("loading_engine", _with(_UsesLoadingEngines)),
     ("incompatible_engine", _with(_UsesAnyRevision)),
     ("incompatible_engine_again", _with(_RetriesAtOnce)),

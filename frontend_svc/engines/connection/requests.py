@@ -142,10 +142,7 @@ class EngineRequests:
                 logger.exception("a request failed to handle a lost engine", extra={"engine": loss.address})
 
     def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
-        if entries:
-            self._connection.session.add(entries)
-            message = engine_pb2.ConnectRequest()
-            message.add.entries.extend(entries)
+        for message in self._connection.session.add(entries):
             self._connection.send(message)
 
     def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:
