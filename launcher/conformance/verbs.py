@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _USAGE_ERROR = 2
 _MAX_PATIENCE_S = 600.0
+_COMMAND_S = 120.0
 
 conformance = typer.Typer(
     help="Check an engine or a frontend against the contract, protos/engine-session.md, rule by rule.",
@@ -85,12 +86,19 @@ def frontend(
 
 def _runs(command: str | None) -> Callable[[], Awaitable[object]] | None:
     """Runs a command of the shell to its end; None without one."""
+    from launcher.conformance.cases import expect, fail
+
     if command is None:
         return None
 
     async def run() -> None:
         process = await asyncio.create_subprocess_shell(command)
-        await process.wait()
+        try:
+            status = await asyncio.wait_for(process.wait(), _COMMAND_S)
+        except TimeoutError:
+            process.kill()
+            fail(f"the end of `{command}`", f"none in {_COMMAND_S:g} s")
+        expect(status == 0, f"exit status 0 of `{command}`", status)
 
     return run
 
