@@ -239,6 +239,14 @@ class FrontendUnderTest:
         expect(call.error is None, "an answer to the client", repr(call.error))
         expect(call.tokens == list(tokens), f"tokens {list(tokens)} at the client, once", call.tokens)
 
+    async def must_use(self, engine: PlayedEngine) -> None:
+        """Send a request, which must come to this engine, and is answered there."""
+        call = self.generate()
+        attempt = await self.attempt_of(call)
+        expect(attempt.engine is engine, f"an ADD at {engine.engine_id}", f"at {attempt.engine.engine_id}")
+        attempt.send([5], is_first=True, ends=True)
+        await self.must_finish(call, [5])
+
     def needs_resume(self, attempt: Attempt) -> None:
         if "resume" not in attempt.session.features:
             raise NotApplicable("the frontend does not name the feature resume")

@@ -91,9 +91,9 @@ async def death_before_ready(frontend: FrontendUnderTest) -> None:
         await dying.restart(**changes)
         await _hello(frontend, dying, num_hellos)
         for _ in range(_NUM_REQUESTS):
-            await _must_be_at(frontend, other)
+            await frontend.must_use(other)
         dying.kill()
-        await _must_be_at(frontend, other)
+        await frontend.must_use(other)
     await dying.restart()
     await frontend.until_used(dying)
 
@@ -166,14 +166,6 @@ async def goodbye(frontend: FrontendUnderTest) -> None:
 async def _hello(frontend: FrontendUnderTest, engine: PlayedEngine, num_hellos: int) -> None:
     """Wait until the engine has got more hellos than so many."""
     await frontend.until(lambda: engine.num_hellos > num_hellos, "a hello")
-
-
-async def _must_be_at(frontend: FrontendUnderTest, engine: PlayedEngine) -> None:
-    call = frontend.generate()
-    attempt = await frontend.attempt_of(call)
-    expect(attempt.engine is engine, "a request at the engine that is ready", "at the other one")
-    attempt.send([5], is_first=True, ends=True)
-    await frontend.must_finish(call, [5])
 
 
 async def _request_at(frontend: FrontendUnderTest, engine: PlayedEngine) -> tuple[ClientCall, Attempt]:

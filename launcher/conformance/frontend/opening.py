@@ -35,13 +35,11 @@ async def loading_engine(frontend: FrontendUnderTest) -> None:
     await frontend.until(
         lambda: loading.session and loading.session.last_ack, "ack of a heartbeat while loading"
     )
-    for call in [frontend.generate() for _ in range(_NUM_REQUESTS)]:
-        attempt = await frontend.attempt_of(call)
-        expect(attempt.engine is other, "ADDs at the loaded engine", "one at the engine that is loading")
+    for _ in range(_NUM_REQUESTS):
+        await frontend.must_use(other)
     loading.become_ready()
     await other.restart(is_ready=False, state=session_pb2.ENGINE_STATE_LOADING)
-    attempt = await frontend.attempt_of(frontend.generate())
-    expect(attempt.engine is loading, "the ADD at the engine that is ready", "at the one that is loading")
+    await frontend.must_use(loading)
 
 
 @CASES.must("An engine whose min_peer_revision is above the frontend's is not used.")
@@ -53,8 +51,7 @@ async def incompatible_engine(frontend: FrontendUnderTest) -> None:
     for _ in range(_NUM_REQUESTS):
         # Over some time, in which the frontend may come back.
         await asyncio.sleep(_WATCHED_S / _NUM_REQUESTS)
-        attempt = await frontend.attempt_of(frontend.generate())
-        expect(attempt.engine is other, "ADDs at the compatible engine", "one at the newer engine")
+        await frontend.must_use(other)
 
 
 @CASES.should("An incompatible engine is tried again only after seconds.")
