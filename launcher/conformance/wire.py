@@ -46,6 +46,10 @@ class Wire:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server.is_serving():
+            # It was taken just before.
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None, "a connection has a task"
         self._connections.add(task)
