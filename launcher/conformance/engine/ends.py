@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from launcher.conformance.cases import Cases, NotApplicable, Section, Turn, expect
-from launcher.conformance.engine_under_test import EngineUnderTest, column
+from launcher.conformance.engine_under_test import NUM_REFERENCE_TOKENS, EngineUnderTest, column
 from service_kit.errors import NotFound, Unavailable
 from triptych.engine.v1 import session_pb2
 
@@ -47,7 +47,7 @@ async def death(engine: EngineUnderTest) -> None:
     await parked.add(orphan)
     await parked.until_tokens(1)
     await parked.cut()
-    await busy.add(engine.entry(1))
+    await busy.add(engine.entry(1, engine.long))
     await busy.until_tokens(1)
     await busy.add(engine.entry(2))
     after = await engine.restart()
@@ -62,7 +62,7 @@ async def death(engine: EngineUnderTest) -> None:
         await after.adopt(9, orphan.request_id)
         error = await after.rejection_of(9)
         expect(isinstance(error, NotFound), "NOT_FOUND", repr(error))
-    given = busy.record.tokens[1]
+    given = busy.record.tokens[1][: NUM_REFERENCE_TOKENS // 2]
     await after.add(engine.entry(1, output_token_ids=column(given), attempt=1))
     await after.until_finished(1)
     tokens = given + after.record.tokens[1]
