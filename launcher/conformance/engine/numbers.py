@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
 
 import grpc
 
@@ -20,7 +19,7 @@ _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 
 _NUM_UNREAD_REQUESTS = 8
 # The limit of the text, and what gRPC may buffer on the way.
 _NUM_UNREAD_MESSAGES = 3 * 8192
-_NUM_REFUSED = 1000  # ADDs of one message that fills the window
+_NUM_REFUSED = 4000  # fewer than the ends that an engine remembers
 _MAX_FILLING_S = 30.0
 _FULL_WINDOW_S = 2.0
 _NUM_HELD_HEARTBEATS = 2
@@ -110,17 +109,24 @@ async def unread_messages(engine: EngineUnderTest) -> None:
 
 
 async def _with_full_window(engine: EngineUnderTest) -> EngineStream:
-    """A stream with more unacknowledged messages than the engine keeps."""
+    """A stream with more unacknowledged messages than the engine keeps.
+
+    They are answers to aborts of requests that have ended, the largest that cost an engine little.
+    """
     engine.needs("resume")
     stream = await engine.open()
     record, max_bytes = stream.record, engine.facts.hello_ack.replay_window_bytes
-    handles: Iterable[int] = range(1, _NUM_REFUSED + 1)
+    # Those that are sent with the most bytes.
+    handles = range(2**32 - _NUM_REFUSED, 2**32)
+    await stream.add(*map(_refused, handles))
+    await stream.until(lambda: len(record.rejected) == _NUM_REFUSED, f"{_NUM_REFUSED} rejections")
     ends_at = time.monotonic() + _MAX_FILLING_S
     while record.size_bytes <= max_bytes:
         if time.monotonic() > ends_at:
-            raise NotApplicable(f"{max_bytes} bytes of rejections take longer than {_MAX_FILLING_S:g} s")
-        await stream.add(*(_refused(handle) for handle in handles))
-        await stream.until(lambda: len(record.rejected) == _NUM_REFUSED, f"{_NUM_REFUSED} rejections")
+            raise NotApplicable(f"it takes longer than {_MAX_FILLING_S:g} s to have {max_bytes} bytes sent")
+        record.already_finished.clear()
+        await stream.abort(handles)
+        await stream.until(lambda: len(record.already_finished) == _NUM_REFUSED, "already_finished")
     return stream
 
 
