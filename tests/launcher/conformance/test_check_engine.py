@@ -32,7 +32,7 @@ async def test_our_engine_keeps_every_rule(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def start(listen: str) -> None:
         rig = ServiceRig(listen=listen, epoch=len(rigs) + 1, max_replay_bytes=_MAX_REPLAY_BYTES)
-        rig.engine.replay_window_s = 1.0
+        rig.engine.replay_window_s = 2.0
         # The fake model computes nothing; a request takes as long as one of a small model.
         rig.executor.on_launch = _take_a_moment
         rigs.append(rig)
