@@ -22,6 +22,7 @@ class Section(Enum):
     ADOPTION = "8. Orphans and adoption"
     HEALTH = "9. Health"
     ENDS = "10. Ends"
+    TENSORS = "11. Tensors"
 
 
 class Finding(Exception):

@@ -32,15 +32,16 @@ async def check_engine(
     connect_s: float | None = None,
     only: Collection[str] = (),
     drain: Callable[[], Awaitable[object]] | None = None,
+    restart: Callable[[], Awaitable[object]] | None = None,
     on_result: Callable[[Result], object] = lambda result: None,
 ) -> Report:
     """Run all cases, or those of the names `only`.
 
     patience_s: how long an answer may take.  connect_s: the same of the first session, by default as long.
-    drain: makes the engine drain; without it that case is left out.
+    drain, restart: see `EngineFacts`; without them their cases do not apply.
     Raises a Finding if the engine does not open a session at all.
     """
-    facts = await inspect_engine(target, patience_s=connect_s or patience_s, drain=drain)
+    facts = await inspect_engine(target, patience_s=connect_s or patience_s, drain=drain, restart=restart)
     facts.patience_s = patience_s
 
     async def check(case: Case[EngineUnderTest]) -> None:

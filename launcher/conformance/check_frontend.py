@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from launcher.conformance.cases import Case
 from launcher.conformance.frontend import (
+    adoption,
     ends,
     health,
     numbers,
@@ -13,12 +14,13 @@ from launcher.conformance.frontend import (
     requests,
     resuming,
     steps,
+    tensors,
     transport,
 )
 from launcher.conformance.frontend_under_test import FrontendUnderTest
 from launcher.conformance.report import Report, Result, run_cases
 
-_SECTIONS = (transport, opening, numbers, resuming, requests, steps, health, ends)
+_SECTIONS = (transport, opening, numbers, resuming, requests, steps, adoption, health, ends, tensors)
 FRONTEND_CASES: tuple[Case[FrontendUnderTest], ...] = tuple(
     case for section in _SECTIONS for case in section.CASES
 )
@@ -33,15 +35,19 @@ async def check_frontend(
     connect_s: float | None = None,
     only: Collection[str] = (),
     start_frontend: Callable[[Sequence[str]], Awaitable[str]] | None = None,
+    stop_frontend: Callable[[], Awaitable[object]] | None = None,
     on_result: Callable[[Result], object] = lambda result: None,
 ) -> Report:
     """Run all cases, or those of the names `only`, against the frontend whose public address is `frontend`.
 
     listen: where the two engines listen.  patience_s: how long an answer may take.  connect_s: the same of a
     session at each engine, by default as long.  start_frontend: starts one for the engines' addresses, and
-    returns its own.  Raises a Finding if the frontend does not open a session at each engine.
+    returns its own.  stop_frontend: stops it; without it that case does not apply.
+    Raises a Finding if the frontend does not open a session at each engine.
     """
-    peer = FrontendUnderTest(listen, patience_s=patience_s, connect_s=connect_s or patience_s)
+    peer = FrontendUnderTest(
+        listen, patience_s=patience_s, connect_s=connect_s or patience_s, stop_frontend=stop_frontend
+    )
     await peer.start()
     try:
         addresses = [engine.address for engine in peer.engines]

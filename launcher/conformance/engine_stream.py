@@ -68,6 +68,12 @@ class EngineStream:
         await self.until(lambda: self.hello_ack is not None, "hello_ack")
         await self.until(lambda: self.record.ready is not None, "ready")
 
+    async def is_greeted(self) -> bool:
+        """Send hello; whether hello_ack comes, and not the end of the stream."""
+        await self.say_hello()
+        await self.until(lambda: self.hello_ack is not None or self.is_over, "hello_ack")
+        return self.hello_ack is not None
+
     async def send(self, **message: Any) -> None:
         await self.send_bytes(engine_pb2.ConnectRequest(**message).SerializeToString())
 
@@ -86,6 +92,10 @@ class EngineStream:
 
     async def abort(self, handles: Sequence[int], **fields: Any) -> None:
         await self.send(abort=engine_pb2.Abort(handles=handles, **fields))
+
+    async def adopt(self, handle: int, request_id: str) -> None:
+        entry = engine_pb2.AdoptEntry(handle=handle, request_id=request_id)
+        await self.send(adopt=engine_pb2.Adopt(entries=[entry]))
 
     async def ack(self, last_seq: int | None = None) -> None:
         """Acknowledge what was received, or the messages up to `last_seq`."""
@@ -152,11 +162,17 @@ class EngineStream:
     async def rejection_of(self, handle: int) -> ServiceError:
         """The error that the ADD or the adoption of `handle` was rejected with."""
         record, expected = self.record, f"add_rejected of handle {handle}"
+        accepted = (record.first, record.finished, record.adopted)
         await self.until(
-            lambda: handle in record.rejected or handle in record.first or handle in record.finished, expected
+            lambda: handle in record.rejected or any(handle in some for some in accepted), expected
         )
         expect(handle in record.rejected, expected, "it was accepted")
         return record.rejected[handle]
+
+    async def must_break(self) -> None:
+        """Wait for the end of the stream, which must be an error."""
+        await self.until(lambda: self.is_over, "the end of the stream")
+        expect(self.error is not None, "an end of the stream with an error", self.end)
 
     async def must_end(self, code: grpc.StatusCode, reason: str = "") -> None:
         """Wait for the end of the stream; it must have this status."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
 
-from launcher.conformance.cases import NotApplicable, expect
+from launcher.conformance.cases import NotApplicable, expect, fail
 from launcher.conformance.engine_stream import EngineStream
 from service_kit.channel import CHANNEL_OPTIONS, parse_target
 from triptych.common.v1 import sampling_pb2
@@ -25,17 +26,25 @@ _NUM_PROMPT_TOKENS = 8
 # The longest request of a case; it is aborted before its end.
 _MAX_LONG_TOKENS = 2000
 _SEED = 7
+# How long the process that follows a killed one may take, with its model.
+_RESTART_S = 60.0
+_RECONNECT_S = 0.05
 
 
 @dataclass(slots=True)
 class EngineFacts:
-    """What is the same for all cases of a run. drain: makes the engine drain, if the caller knows how."""
+    """What is the same for all cases of a run.
+
+    drain: makes the engine drain.  restart: kills the engine and starts another process at its address.  Both
+    if the caller knows how.
+    """
 
     address: str
     patience_s: float
     hello_ack: session_pb2.HelloAck
     ready: session_pb2.Ready
     drain: Callable[[], Awaitable[object]] | None = None
+    restart: Callable[[], Awaitable[object]] | None = None
     reference: list[int] = field(default_factory=list)
     comparing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -114,6 +123,36 @@ class EngineUnderTest:
         expect(resumed.hello_ack is not None and resumed.hello_ack.resume_ok, "resume_ok true", "false")
         return resumed
 
+    async def restart(self) -> EngineStream:
+        """Kill the engine. Returns a stream to the process that follows it, which may be loading."""
+        if self.facts.restart is None:
+            raise NotApplicable("it is not known how to kill the engine: --restart COMMAND")
+        await self.facts.restart()
+        ends_at = time.monotonic() + _RESTART_S
+        while not await (stream := self.connect()).is_greeted():
+            expect(time.monotonic() < ends_at, f"another process within {_RESTART_S:g} s", stream.end)
+            await asyncio.sleep(_RECONNECT_S)
+        assert stream.hello_ack is not None, "a stream that is greeted has it"
+        self.facts.hello_ack = stream.hello_ack
+        return stream
+
+    async def until_loaded(self, stream: EngineStream) -> None:
+        """Wait for ready after a restart."""
+        stream.patience_s = _RESTART_S
+        await stream.until(lambda: stream.record.ready is not None, "ready")
+        stream.patience_s = self.facts.patience_s
+
+    async def must_be_new(self, resumed: EngineStream, refusal: session_pb2.ResumeRefusal) -> None:
+        """A new session has begun, and hello_ack says why; an engine that never resumes need not say so."""
+        ack = resumed.hello_ack
+        if ack is None or ack.resume_ok:
+            fail("resume_ok false", "true")
+        if "resume" in self.facts.hello_ack.features:
+            name = session_pb2.ResumeRefusal.Name(refusal)
+            expect(ack.resume_refusal == refusal, f"resume_refusal {name}", ack.resume_refusal)
+        # Numbers that do not begin at 1 are a finding of the stream's own.
+        await resumed.until(lambda: resumed.record.ready is not None, "ready in the new session")
+
     def needs(self, feature: str) -> None:
         """Raise NotApplicable if the engine does not have `feature`."""
         if feature not in self.facts.hello_ack.features:
@@ -165,10 +204,10 @@ class EngineUnderTest:
     def _stream(
         self, hello: dict[str, Any], *, options: Sequence[tuple[str, int]] = (), **keywords: Any
     ) -> EngineStream:
-        unlimited = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-        channel = grpc.aio.insecure_channel(
-            self.facts.address, options=[*CHANNEL_OPTIONS["internal"], *unlimited, *options]
-        )
+        unlimited = {"grpc.max_send_message_length": -1, "grpc.max_receive_message_length": -1}
+        # Of two values of one option gRPC takes the first.
+        values = {**dict(CHANNEL_OPTIONS["internal"]), **unlimited, **dict(options)}
+        channel = grpc.aio.insecure_channel(self.facts.address, options=list(values.items()))
         self._channels.append(channel)
         stream = EngineStream(channel, hello, patience_s=self.facts.patience_s, **keywords)
         self._streams.append(stream)
@@ -176,10 +215,16 @@ class EngineUnderTest:
 
 
 async def inspect_engine(
-    target: str, *, patience_s: float, drain: Callable[[], Awaitable[object]] | None = None
+    target: str,
+    *,
+    patience_s: float,
+    drain: Callable[[], Awaitable[object]] | None = None,
+    restart: Callable[[], Awaitable[object]] | None = None,
 ) -> EngineFacts:
     """What an engine says of itself in its first messages. Raises a Finding if it does not say it."""
-    facts = EngineFacts(parse_target(target), patience_s, session_pb2.HelloAck(), session_pb2.Ready(), drain)
+    facts = EngineFacts(
+        parse_target(target), patience_s, session_pb2.HelloAck(), session_pb2.Ready(), drain, restart
+    )
     async with EngineUnderTest(facts) as engine:
         stream = await engine.open()
         assert stream.hello_ack is not None and stream.record.ready is not None, "an open stream has both"

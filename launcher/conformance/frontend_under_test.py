@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
 from launcher.conformance.cases import NotApplicable, expect, fail
-from launcher.conformance.played_engine import EOS_TOKEN_ID, PlayedEngine, Session
+from launcher.conformance.played_engine import EOS_TOKEN_ID, HIDDEN_SIZE, PlayedEngine, Session
 from service_kit.channel import open_channel
-from service_kit.errors import ServiceError, from_rpc_error
+from service_kit.errors import ServiceError, from_rpc_error, to_parts
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
-from triptych.common.v1 import sampling_pb2
-from triptych.engine.v1 import add_pb2
+from triptych.common.v1 import error_pb2, sampling_pb2, tensor_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
 
+EMBEDDING_BYTES = 4 * HIDDEN_SIZE  # of one position, in fp32
 _NUM_PROMPT_TOKENS = 8
 # Between requests that show whether an engine is used.
 _PROBE_S = 0.05
@@ -71,6 +72,13 @@ class Attempt:
         """Send tokens of the request: see `Session.send_tokens`."""
         self.session.send_tokens(self.entry.handle, token_ids, **options)
 
+    def reject(self, error: ServiceError) -> None:
+        code, message, details = to_parts(error)
+        status = error_pb2.ErrorStatus(code=code, message=message, details=details)
+        rejected = engine_pb2.AddRejected(handle=self.entry.handle, attempt=self.entry.attempt, status=status)
+        self.session.in_flight.discard(self.entry.handle)
+        self.session.send(add_rejected=rejected)
+
     @property
     def output(self) -> list[int]:
         """The tokens that it continues."""
@@ -81,8 +89,16 @@ class Attempt:
 class FrontendUnderTest:
     """Two engines and the clients of a frontend. A case is between `begin_case` and `end_case`."""
 
-    def __init__(self, listen: Sequence[str], *, patience_s: float, connect_s: float) -> None:
+    def __init__(
+        self,
+        listen: Sequence[str],
+        *,
+        patience_s: float,
+        connect_s: float,
+        stop_frontend: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
         self.patience_s = patience_s
+        self.stop_frontend = stop_frontend
         self._connect_s = connect_s
         self.engines = [
             PlayedEngine(number, address, self._on_change) for number, address in enumerate(listen)
@@ -118,28 +134,17 @@ class FrontendUnderTest:
         """Wait until the frontend uses both engines."""
         await self.until_connected()
         self.check()
-        await self.until_used()
+        await self.until_used(*self.engines)
         await self._end_calls()
-
-    async def until_used(self) -> None:
-        """Send requests until each engine has got one."""
-        try:
-            async with asyncio.timeout(self._connect_s):
-                while not all(engine.session and engine.session.adds for engine in self.engines):
-                    self.check()
-                    self.generate()
-                    await asyncio.sleep(_PROBE_S)
-        except TimeoutError:
-            fail("requests at each engine", [bool(engine.session) for engine in self.engines])
 
     async def end_case(self, *, was_kept: bool) -> None:
         """Leave nothing of a case to the next one."""
         await self._end_calls()
         for engine in self.engines:
             session = engine.session
-            is_as_before = engine.is_ready and engine.resumes and session and len(session.hellos) == 1
+            is_as_before = session and len(session.hellos) == 1 and not engine.is_changed
             if not was_kept or not is_as_before:
-                engine.restart()
+                await engine.restart()
             engine.finding = None
 
     def check(self) -> None:
@@ -159,11 +164,27 @@ class FrontendUnderTest:
 
         await self._until(is_over, expected, limit_s=limit_s)
 
-    def generate(self, max_tokens: int = 6, *, timeout_s: float | None = None, **sampling: Any) -> ClientCall:
-        """A client's request with a prompt of its own."""
-        prompt = [1 + secrets.randbelow(EOS_TOKEN_ID - 1) for _ in range(_NUM_PROMPT_TOKENS)]
+    def generate(
+        self,
+        max_tokens: int = 6,
+        *,
+        timeout_s: float | None = None,
+        num_prompt_tokens: int = _NUM_PROMPT_TOKENS,
+        orphan_grace_ms: int | None = None,
+        embeds: bytes = b"",
+        **sampling: Any,
+    ) -> ClientCall:
+        """A client's request with a prompt of its own. embeds: those of fp32 that come before its tokens."""
+        prompt = [1 + secrets.randbelow(EOS_TOKEN_ID - 1) for _ in range(num_prompt_tokens)]
         params = sampling_pb2.SamplingParams(max_tokens=max_tokens, **sampling)
-        request = generate_pb2.GenerateRequest(token_ids=generate_pb2.TokenIds(ids=prompt), sampling=params)
+        request = generate_pb2.GenerateRequest(sampling=params, orphan_grace_ms=orphan_grace_ms)
+        if embeds:
+            num_embeds = len(embeds) // EMBEDDING_BYTES
+            is_token = bytes(num_embeds) + bytes([1]) * num_prompt_tokens
+            prompt = [0] * num_embeds + prompt
+            request.embeds.CopyFrom(_prompt_embeds(embeds, is_token, prompt))
+        else:
+            request.token_ids.ids[:] = prompt
         call = ClientCall(self._stub.Generate(request, timeout=timeout_s), prompt, self._on_change)
         self._calls.append(call)
         return call
@@ -191,6 +212,22 @@ class FrontendUnderTest:
         expect(found(), f"an ADD with attempt {least}", f"the client's call ended: {call.error!r}")
         return found()[0]
 
+    async def until_used(self, *engines: PlayedEngine) -> None:
+        """Wait until these engines get requests, which takes some that are sent for it."""
+        num_adds, probes = [engine.num_adds for engine in engines], []
+        try:
+            async with asyncio.timeout(self._connect_s):
+                while any(engine.num_adds == num for engine, num in zip(engines, num_adds, strict=True)):
+                    self.check()
+                    probes.append(self.generate())
+                    await asyncio.sleep(_PROBE_S)
+        except TimeoutError:
+            fail("requests at each engine", [bool(engine.session) for engine in engines])
+        for probe in probes:
+            await probe.cancel()
+            for attempt in self.attempts_of(probe):
+                attempt.session.abort(attempt.entry.handle)
+
     async def until_tokens(self, call: ClientCall, num_tokens: int) -> None:
         await self.until(
             lambda: len(call.tokens) >= num_tokens or call.is_over, f"{num_tokens} tokens at the client"
@@ -201,6 +238,14 @@ class FrontendUnderTest:
         await self.until(lambda: call.is_over, "the end of the client's call")
         expect(call.error is None, "an answer to the client", repr(call.error))
         expect(call.tokens == list(tokens), f"tokens {list(tokens)} at the client, once", call.tokens)
+
+    async def must_use(self, engine: PlayedEngine) -> None:
+        """Send a request, which must come to this engine, and is answered there."""
+        call = self.generate()
+        attempt = await self.attempt_of(call)
+        expect(attempt.engine is engine, f"an ADD at {engine.engine_id}", f"at {attempt.engine.engine_id}")
+        attempt.send([5], is_first=True, ends=True)
+        await self.must_finish(call, [5])
 
     def needs_resume(self, attempt: Attempt) -> None:
         if "resume" not in attempt.session.features:
@@ -224,7 +269,16 @@ class FrontendUnderTest:
         self._calls.clear()
         for engine in self.engines:
             for session in engine.sessions:
-                session.abort_all()
+                for handle in sorted(session.in_flight):
+                    session.abort(handle)
 
     def _on_change(self) -> None:
         self._changed.set()
+
+
+def _prompt_embeds(embeds: bytes, is_token: bytes, token_ids: Sequence[int]) -> generate_pb2.PromptEmbeds:
+    content = embeds + bytes(EMBEDDING_BYTES * sum(is_token))
+    tensor = tensor_pb2.Tensor(
+        dtype=tensor_pb2.D_TYPE_FP32, shape=[len(is_token), HIDDEN_SIZE], inline=content
+    )
+    return generate_pb2.PromptEmbeds(embeds=tensor, is_token=is_token, token_ids=token_ids)

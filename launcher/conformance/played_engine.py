@@ -24,12 +24,14 @@ VOCAB_SIZE = 1000
 EOS_TOKEN_ID = VOCAB_SIZE - 1
 MAX_MODEL_LEN = 2048
 MAX_INFLIGHT_ADDS = 256
+HIDDEN_SIZE = 64
 HEARTBEAT_S = 0.5
 REPLAY_WINDOW_MS = 5000
 ACK_INTERVAL_MESSAGES = 16
 ACK_INTERVAL_MS = 50
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
 _MAX_ID_CHARACTERS = 128
+_BLOB_TTL_MS = 60_000
 
 
 class Session:
@@ -39,10 +41,11 @@ class Session:
         self.hellos = [hello]
         self.features = features
         self.adds: list[add_pb2.AddEntry] = []
+        self.blobs_at_add: dict[str, bytes] = {}  # what was uploaded before the last of them
         self.in_flight: set[int] = set()
         self.aborts: list[tuple[int, int]] = []  # handles and reasons
         self.last_ack = 0
-        self.is_closed = False  # goodbye was received
+        self.goodbye: engine_pb2.Goodbye | None = None
         self.num_streams = 0  # that are open
         self.error: ServiceError | None = None
         self.has_ended = False
@@ -92,9 +95,9 @@ class Session:
             self.in_flight.discard(handle)
         self.send(step=step)
 
-    def abort_all(self) -> None:
-        """End every request in flight with ABORT."""
-        for handle in sorted(self.in_flight):
+    def abort(self, handle: int) -> None:
+        """End a request in flight with ABORT."""
+        if handle in self.in_flight:
             self.send_tokens(handle, [], finished=[{"row": 0, "reason": output_pb2.FINISH_REASON_ABORT}])
 
     def end(self, error: ServiceError | None = None) -> None:
@@ -124,16 +127,24 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.finding: Finding | None = None  # about what a frontend sent
         self._listen = listen
         self._on_change = on_change
+        self.is_alive = True
+        self.num_hellos = self.num_adds = 0  # of this process and those before
         self._files = {session_pb2.ARTIFACT_KIND_TOKENIZER: _tokenizer()}
         self._reset()
 
     def _reset(self) -> None:
         self.epoch = secrets.randbits(63) | 1
-        self.is_ready = True
+        self.is_changed = False
+        self.features: tuple[str, ...] = ("resume",)
+        self.digest = "c" * 64
+        self.state = session_pb2.ENGINE_STATE_READY  # in hello_ack
+        self.is_ready = True  # ready is sent
+        self.greets = True  # hello_ack is sent
         self.resumes = True
         self.min_peer_revision = 0
-        self.digest = "c" * 64
-        self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
+        self.max_frame_bytes = _MAX_FRAME_BYTES
+        self.blobs: dict[str, bytes] = {}
+        self.heartbeat = session_pb2.Heartbeat()
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=INTERNAL.options())
@@ -156,14 +167,27 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         await self.wire.stop()
         await self._server.stop(0)
 
-    def restart(self, **changes: Any) -> None:
+    def change(self, **attributes: Any) -> None:
+        """Behave otherwise until the next `restart`."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+            self.is_changed = True
+
+    def kill(self) -> None:
+        """Be dead until `restart`: connections break, and others are refused."""
+        self.is_alive, self.is_changed = False, True
+        self.wire.refuse()
+
+    async def restart(self, **changes: Any) -> None:
         """Be another process at the same address, with these attributes; connections break."""
         self.sessions.clear()
         self._reset()
-        for name, value in changes.items():
-            setattr(self, name, value)
+        self.change(**changes)
         self.wire.thaw()
         self.wire.cut()
+        if not self.is_alive:
+            await self.wire.start()
+            self.is_alive = True
 
     @property
     def session(self) -> Session | None:
@@ -172,7 +196,7 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         return open_ones[-1] if open_ones else None
 
     def become_ready(self) -> None:
-        self.is_ready = True
+        self.change(is_ready=True, state=session_pb2.ENGINE_STATE_READY)
         for session in self.sessions:
             session.send(ready=self._ready())
 
@@ -185,6 +209,23 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             if not is_known and (not request.kinds or artifact.kind in request.kinds):
                 yield engine_pb2.GetArtifactsResponse(artifact=artifact, chunk=self._files[artifact.kind])
 
+    async def UploadBlob(
+        self, requests: AsyncIterator[engine_pb2.UploadBlobRequest], context: Any
+    ) -> engine_pb2.UploadBlobResponse:
+        header, content = engine_pb2.UploadBlobHeader(), b""
+        async for request in requests:
+            if request.HasField("header"):
+                header = request.header
+            content += request.chunk
+        digest = hashlib.sha256(content).hexdigest()
+        try:
+            expect(header.size_bytes == len(content), f"an upload of {header.size_bytes} bytes", len(content))
+            expect(header.sha256 == digest, f"an upload with the digest {header.sha256}", digest)
+        except Finding as finding:
+            self._find(finding)
+        self.blobs[digest] = content
+        return engine_pb2.UploadBlobResponse(sha256=digest, ttl_ms=_BLOB_TTL_MS)
+
     async def Connect(self, requests: AsyncIterator[engine_pb2.ConnectRequest], context: Any) -> None:
         """A session as a case wants it, with all messages that the frontend has not processed."""
         first = await anext(aiter(requests), None)
@@ -196,8 +237,15 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             self._find(finding)
             return
         hello = first.hello
+        self.num_hellos += 1
+        self._on_change()
+        if not self.greets:
+            # Until the frontend gives up, or the connection breaks.
+            await asyncio.Event().wait()
         resumed = self._resumed_by(hello)
-        features = [name for name in hello.features if name == "resume"]
+        features = [
+            name for name in self.features if name in hello.features or getattr(hello.feature_set, name)
+        ]
         session = resumed or Session(hello, features)
         if resumed is None:
             self.sessions.append(session)
@@ -226,7 +274,11 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         if not self.resumes or not hello.HasField("resume") or hello.resume.engine_epoch != self.epoch:
             return None
         for session in self.sessions:
-            if not session.has_ended and session.hellos[0].session_id == hello.session_id:
+            if (
+                session.features
+                and not session.has_ended
+                and session.hellos[0].session_id == hello.session_id
+            ):
                 return session
         return None
 
@@ -236,17 +288,21 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             while (following := session.next_after(sent)) is not None:
                 sent, serialized = following
                 await context.write(serialized)
-            if session.has_ended or session.is_closed:
+            if session.has_ended or session.goodbye is not None:
                 return
             await session.changed.wait()
 
     async def _read(self, session: Session, requests: AsyncIterator[engine_pb2.ConnectRequest]) -> None:
         async for message in requests:
+            if message.ByteSize() > self.max_frame_bytes:
+                self._find(Finding(f"messages of {self.max_frame_bytes} bytes at most", message.ByteSize()))
             match message.WhichOneof("message"):
                 case "hello":
                     self._find(Finding("hello once in a stream", "a second one"))
                 case "add":
+                    self.num_adds += 1
                     session.adds += message.add.entries
+                    session.blobs_at_add.update(self.blobs)
                     session.in_flight.update(entry.handle for entry in message.add.entries)
                 case "abort":
                     session.aborts += [(handle, message.abort.reason) for handle in message.abort.handles]
@@ -257,13 +313,14 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                         self._find(Finding(sent, last_seq))
                     session.last_ack = max(session.last_ack, last_seq)
                 case "goodbye":
-                    session.is_closed = True
+                    session.goodbye = message.goodbye
                     session.changed.set()
             self._on_change()
 
     async def _beat_forever(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            self.heartbeat.state = self.state
             for session in self.sessions:
                 if session.num_streams and not session.has_ended:
                     session.send(heartbeat=self.heartbeat)
@@ -273,19 +330,19 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self._on_change()
 
     def _hello_ack(self, features: list[str], *, resume_ok: bool) -> session_pb2.HelloAck:
-        state = session_pb2.ENGINE_STATE_READY if self.is_ready else session_pb2.ENGINE_STATE_LOADING
         return session_pb2.HelloAck(
             engine_id=self.engine_id,
             engine_epoch=self.epoch,
             dp_size=1,
             features=features,
-            state=state,
+            feature_set=session_pb2.FeatureSet(**dict.fromkeys(features, True)),
+            state=self.state,
             resume_ok=resume_ok,
             ack_interval_messages=ACK_INTERVAL_MESSAGES,
             ack_interval_ms=ACK_INTERVAL_MS,
-            replay_window_ms=REPLAY_WINDOW_MS if features else 0,
+            replay_window_ms=REPLAY_WINDOW_MS if "resume" in features else 0,
             replay_window_bytes=8 * 1024 * 1024,
-            max_frame_bytes=_MAX_FRAME_BYTES,
+            max_frame_bytes=self.max_frame_bytes,
             max_inflight_adds=MAX_INFLIGHT_ADDS,
             schema_revision=REVISION,
             min_peer_revision=self.min_peer_revision,
@@ -301,6 +358,8 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS_TOKEN_ID],
             supported_tasks=["generate"],
+            hidden_size=HIDDEN_SIZE,
+            takes_prompt_embeds=True,
         )
 
     def _artifacts(self) -> list[session_pb2.Artifact]:

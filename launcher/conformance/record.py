@@ -25,6 +25,7 @@ class Record:
         self.draining: engine_pb2.Draining | None = None
         self.heartbeats: list[session_pb2.Heartbeat] = []
         self.steps: list[step_pb2.Step] = []
+        self.size_bytes = 0
         self._messages: list[bytes] = []
 
     @property
@@ -51,6 +52,7 @@ class Record:
             )
             return
         self._messages.append(serialized)
+        self.size_bytes += len(serialized)
         self._apply(message)
 
     def _apply(self, message: engine_pb2.ConnectResponse) -> None:

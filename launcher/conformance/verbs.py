@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _USAGE_ERROR = 2
 _MAX_PATIENCE_S = 600.0
+_COMMAND_S = 120.0
 
 conformance = typer.Typer(
     help="Check an engine or a frontend against the contract, protos/engine-session.md, rule by rule.",
@@ -35,6 +36,9 @@ def engine(
     only: Annotated[list[str] | None, typer.Option(help="a case to run; repeatable")] = None,
     patience_s: Annotated[float, typer.Option(min=0.1, max=_MAX_PATIENCE_S, help="limit of an answer")] = 5.0,
     drain: Annotated[str | None, typer.Option(help="command that drains the engine, run last")] = None,
+    restart: Annotated[
+        str | None, typer.Option(help="command that kills the engine and starts another at its address")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
 ) -> None:
     """Check a running engine; exits 0 without findings, 1 with some or if it cannot be reached.
@@ -45,12 +49,8 @@ def engine(
 
     _check_names(only or (), {case.name for case in ENGINE_CASES})
 
-    async def run_drain() -> None:
-        process = await asyncio.create_subprocess_shell(drain or "")
-        await process.wait()
-
     checking = check_engine(
-        address, patience_s=patience_s, only=only or (), drain=run_drain if drain else None
+        address, patience_s=patience_s, only=only or (), drain=_runs(drain), restart=_runs(restart)
     )
     raise typer.Exit(_report(checking, as_json=as_json))
 
@@ -63,6 +63,7 @@ def frontend(
     patience_s: Annotated[
         float, typer.Option(min=0.1, max=_MAX_PATIENCE_S, help="limit of an answer")
     ] = 15.0,
+    stop: Annotated[str | None, typer.Option(help="command that stops the frontend, run last")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
 ) -> None:
     """Check a running frontend that uses the two engines at --listen, which the kit plays; exits as `engine`.
@@ -77,8 +78,29 @@ def frontend(
             f"triptych conformance: --listen is given {len(listen)} times, not {NUM_ENGINES}", file=sys.stderr
         )
         raise typer.Exit(_USAGE_ERROR)
-    checking = check_frontend(listen, frontend, patience_s=patience_s, only=only or ())
+    checking = check_frontend(
+        listen, frontend, patience_s=patience_s, only=only or (), stop_frontend=_runs(stop)
+    )
     raise typer.Exit(_report(checking, as_json=as_json))
+
+
+def _runs(command: str | None) -> Callable[[], Awaitable[object]] | None:
+    """Runs a command of the shell to its end; None without one."""
+    from launcher.conformance.cases import expect, fail
+
+    if command is None:
+        return None
+
+    async def run() -> None:
+        process = await asyncio.create_subprocess_shell(command)
+        try:
+            status = await asyncio.wait_for(process.wait(), _COMMAND_S)
+        except TimeoutError:
+            process.kill()
+            fail(f"the end of `{command}`", f"none in {_COMMAND_S:g} s")
+        expect(status == 0, f"exit status 0 of `{command}`", status)
+
+    return run
 
 
 def _check_names(only: Sequence[str], names: set[str]) -> None:

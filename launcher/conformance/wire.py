@@ -20,12 +20,18 @@ class Wire:
     async def start(self) -> str:
         host, _, port = self._listen.rpartition(":")
         self._server = await asyncio.start_server(self._take, host, int(port))
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        return self._listen
 
     def cut(self) -> None:
         """Break every connection, with a reset on both sides."""
         for connection in self._connections:
             connection.cancel()
+
+    def refuse(self) -> None:
+        """Break every connection and refuse others until `start`, as the host of a dead process does."""
+        self._server.close()
+        self.cut()
 
     def freeze(self) -> None:
         """Take connections and let nothing through, as a process does that is stopped."""
@@ -40,6 +46,10 @@ class Wire:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server.is_serving():
+            # It was taken just before.
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None, "a connection has a task"
         self._connections.add(task)

@@ -313,6 +313,8 @@ class EngineLink {
       this.frontend.onReady();
     } else if (this.hungAt === null && has_work && isLate) {
       this.hungAt = BigInt(step_number);
+      // It may come back, and must not go on with what moves to another engine.
+      for (const [handle, request] of this.requests) this.sendAbort(handle, request, "ABORT_REASON_MIGRATED");
       this.loseRequests();
     }
   }
@@ -379,6 +381,10 @@ class Frontend {
 
   // Serves the Generate call of a client.
   generate(call) {
+    if (call.request.input !== "token_ids") {
+      call.emit("error", { code: grpc.status.UNIMPLEMENTED, details: "no input but token_ids is served" });
+      return;
+    }
     const { n, seed, stop = [], ...sampling } = call.request.sampling || {};
     const firstSeed = seed ? BigInt(seed) : random64();
     const open = new Set();

@@ -29,6 +29,8 @@ MAX_MODEL_LEN = 2048
 MAX_INFLIGHT_ADDS = 64
 _MAX_ID_CHARACTERS = 128
 _MAX_KEPT_BYTES = 8 * 1024 * 1024
+_MAX_UNSENT = 8192
+_MAX_UNACKNOWLEDGED_BEATS = 4
 _MAX_ENDED = 8192
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MAX_CHUNK_BYTES = 1024 * 1024
@@ -101,8 +103,9 @@ class Link:
 class Session:
     """What a frontend has here, over as many streams as it takes."""
 
-    def __init__(self, hello: session_pb2.Hello, features: Iterable[str]) -> None:
+    def __init__(self, hello: session_pb2.Hello, features: Iterable[str], *, max_kept_bytes: int) -> None:
         self.hello = hello
+        self.max_kept_bytes = max_kept_bytes
         self.is_resumable = "resume" in features
         self.running: dict[int, Running] = {}
         self.ended: dict[int, tuple[str, int]] = {}  # oldest first
@@ -113,6 +116,7 @@ class Session:
         self.last_seq = 0
         self._kept: dict[int, bytes] = {}
         self._num_kept_bytes = 0
+        self._num_unacknowledged_beats = 0
 
     def send(self, **content: Any) -> None:
         if self.is_over:
@@ -123,9 +127,23 @@ class Session:
             message.heartbeat.last_seq = self.last_seq - 1
         self._kept[self.last_seq] = message.SerializeToString()
         self._num_kept_bytes += len(self._kept[self.last_seq])
-        if self._num_kept_bytes > _MAX_KEPT_BYTES:
-            self.end(Ended(_Code.RESOURCE_EXHAUSTED, "SLOW_READER", "messages are not acknowledged"))
+        self.check_unsent()
         self.changed.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether steps wait for acknowledgements."""
+        return self._num_kept_bytes > self.max_kept_bytes
+
+    def check_unsent(self) -> None:
+        if self.link is not None and self.last_seq - self.link.sent > _MAX_UNSENT:
+            self.end(Ended(_Code.RESOURCE_EXHAUSTED, "SLOW_READER", "messages are not read"))
+
+    def on_beat(self) -> None:
+        """End a session whose messages are not acknowledged."""
+        self._num_unacknowledged_beats = self._num_unacknowledged_beats + 1 if self.is_full else 0
+        if self._num_unacknowledged_beats > _MAX_UNACKNOWLEDGED_BEATS:
+            self.end(Ended(_Code.RESOURCE_EXHAUSTED, "SLOW_READER", "messages are not acknowledged"))
 
     def next_message(self, link: Link) -> bytes | None:
         if link.sent >= self.last_seq:
@@ -168,6 +186,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
     session_type: type[Session] = Session
     heartbeat_s = 0.5
     step_s = 0.002
+    load_s = 0.5
+    max_taken_bytes = _MAX_MESSAGE_BYTES
 
     def __init__(
         self,
@@ -176,9 +196,11 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         files: Mapping[str, bytes] | None = None,
         hello_limit_s: float = 10.0,
         replay_window_s: float = 5.0,
+        max_kept_bytes: int = _MAX_KEPT_BYTES,
     ) -> None:
         self.ready = ready
         self.epoch = secrets.randbits(63) | 1
+        self.is_loading = False
         self.sessions: list[Session] = []
         self.accepted: list[add_pb2.AddEntry] = []
         self.step_number = 0
@@ -186,9 +208,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self._files = files or {}
         self._hello_limit_s = hello_limit_s
         self._replay_window_s = replay_window_s
+        self._max_kept_bytes = max_kept_bytes
 
-    async def start(self) -> str:
-        options = [("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+    async def start(self, port: int = 0) -> str:
+        options = [("grpc.max_receive_message_length", self.max_taken_bytes), ("grpc.so_reuseport", 0)]
         # A frontend pings every 0.5 s.
         options += [("grpc.http2.min_ping_interval_without_data_ms", 400), ("grpc.http2.max_ping_strikes", 0)]
         self._server = grpc.aio.server(options=options)
@@ -200,10 +223,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         # It takes precedence over the same method below, whose messages are not serialized yet.
         self._server.add_generic_rpc_handlers((handlers,))
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         self._tasks = [asyncio.create_task(self._step_forever()), asyncio.create_task(self._beat_forever())]
-        return f"127.0.0.1:{port}"
+        return f"127.0.0.1:{self._port}"
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -216,7 +239,26 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
 
     @property
     def _state(self) -> session_pb2.EngineState:
+        if self.is_loading:
+            return session_pb2.ENGINE_STATE_LOADING
         return session_pb2.ENGINE_STATE_DRAINING if self.is_draining else session_pb2.ENGINE_STATE_READY
+
+    async def restart(self) -> None:
+        """Be another process at the same address, which loads from its first session on."""
+        await self.stop()
+        self.sessions.clear()
+        self.epoch = self.another_epoch()
+        self.is_loading = True
+        await self.start(self._port)
+
+    def another_epoch(self) -> int:
+        return self.epoch + 1
+
+    def _end_loading(self, epoch: int) -> None:
+        if self.is_loading and epoch == self.epoch:
+            self.is_loading = False
+            for session in self.sessions:
+                session.send(ready=self.ready)
 
     async def drain(self) -> None:
         self.is_draining = True
@@ -248,10 +290,13 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         resumed = found if isinstance(found, Session) else None
         self.end_older(hello, resumed)
         features = self.common_features(hello)
-        session = resumed or self.session_type(hello, features)
+        session = resumed or self.session_type(hello, features, max_kept_bytes=self._max_kept_bytes)
         if resumed is None:
             self.sessions.append(session)
-            session.send(ready=self.ready)
+            if not self.is_loading:
+                session.send(ready=self.ready)
+            elif len(self.sessions) == 1:
+                asyncio.get_running_loop().call_later(self.load_s, self._end_loading, self.epoch)
         # Taking a link from another stream ends that stream.
         session.link = link = Link(hello.resume.last_seq if resumed else 0)
         session.acknowledge(link.sent)
@@ -332,7 +377,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             ack_interval_messages=16,
             ack_interval_ms=50,
             replay_window_ms=int(self._replay_window_s * 1000) if is_resumable else 0,
-            replay_window_bytes=_MAX_KEPT_BYTES,
+            replay_window_bytes=self._max_kept_bytes if is_resumable else 0,
             max_frame_bytes=_MAX_MESSAGE_BYTES,
             max_inflight_adds=MAX_INFLIGHT_ADDS,
             schema_revision=REVISION,
@@ -434,8 +479,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
 
     def check(self, session: Session, entry: add_pb2.AddEntry) -> None:
         """Raise Ended for an entry that is not accepted."""
-        if self.is_draining:
-            raise Ended(_Code.UNAVAILABLE, "ENGINE_DRAINING", "the engine drains")
+        self.check_state()
         self.check_handle(session, entry)
         self.check_request_id(session, entry)
         self.check_limit(session)
@@ -449,6 +493,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "prompt_token_ids: not of this model")
         if entry.sampling.temperature < 0:
             raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "temperature is below 0")
+
+    def check_state(self) -> None:
+        if self.is_loading:
+            raise Ended(_Code.UNAVAILABLE, "ENGINE_LOADING", "the model is not loaded")
+        if self.is_draining:
+            raise Ended(_Code.UNAVAILABLE, "ENGINE_DRAINING", "the engine drains")
 
     def check_handle(self, session: Session, entry: add_pb2.AddEntry) -> None:
         if entry.handle in session.running:
@@ -537,7 +587,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             await asyncio.sleep(self.step_s)
             self.step_number += 1
             for session in list(self.sessions):
-                if session.running:
+                if session.running and not session.is_full:
                     session.send(step=self.step(session))
                 if self.is_draining and not session.running:
                     session.end()
@@ -551,6 +601,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                     number, state = self.step_number, self._state
                     beat = session_pb2.Heartbeat(step_number=number, has_work=has_work, state=state)
                     session.send(heartbeat=beat)
+                    session.on_beat()
 
 
 def token_at(prompt: Sequence[int], seed: int, position: int) -> int:

@@ -1,12 +1,14 @@
 """A second frontend, of token ids alone: written from `protos/engine-session.md` with stubs and gRPC alone.
 
-It has the feature `resume`. What one of `wrong_frontends.py` does otherwise is a method of its own here.
+It has the feature `resume`, and of `adopt` what lets other frontends continue its requests. What one of
+`wrong_frontends.py` does otherwise is a method of its own here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import secrets
 import struct
@@ -17,14 +19,15 @@ from typing import Any
 import grpc.aio
 
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
-from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 
 REVISION = 1
 _SILENCE_S = 1.5
-_RESUME_LIMIT_S = 1.0
 _RESUME_ATTEMPT_S = 0.5
 _RETRY_S = 0.05
+_MAX_INLINE_BYTES = 256 * 1024
+_CHUNK_BYTES = 1024 * 1024
 _RECONNECT_LIMIT_S = 10.0
 _FINAL_REJECTIONS = (grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.UNIMPLEMENTED.value[0])
 _GOODBYE_LIMIT_S = 1.0
@@ -52,16 +55,19 @@ class Request:
     sampling: sampling_pb2.SamplingParams
     seed: int
     remaining_ms: int | None
+    orphan_grace_ms: int = 0
+    embeds: tensor_pb2.Tensor | None = None
+    is_token: bytes = b""
     request_id: str = field(default_factory=lambda: secrets.token_hex(16))
     attempt: int = 0
     output: list[int] = field(default_factory=list)
-    digest: str = ""  # of the engine that its output is from
+    digest: str = ""  # of the model that made the output
     has_begun: bool = False  # at the engine that has it now
     is_aborted: bool = False
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
-    def entry(self, handle: int) -> add_pb2.AddEntry:
-        return add_pb2.AddEntry(
+    def entry(self, handle: int, *, others_may_adopt: bool) -> add_pb2.AddEntry:
+        entry = add_pb2.AddEntry(
             handle=handle,
             request_id=self.request_id,
             attempt=self.attempt,
@@ -70,13 +76,19 @@ class Request:
             sampling=self.sampling,
             request_seed=self.seed,
             remaining_ms=self.remaining_ms,
+            prompt_embeds=self.embeds,
+            is_token=self.is_token,
         )
+        if others_may_adopt and self.orphan_grace_ms:
+            entry.orphan_grace_ms, entry.resume_state = self.orphan_grace_ms, b"scripted"
+        return entry
 
 
 class EngineLink:
     """The frontend's side of one engine: its session, and the requests that were sent to it."""
 
     incompatible_retry_s = 5.0
+    resume_limit_s: float | None = 1.0
 
     def __init__(self, frontend: ScriptedFrontend, address: str) -> None:
         self.requests: dict[int, Request] = {}
@@ -84,8 +96,8 @@ class EngineLink:
         self.is_ready = False  # the engine takes requests
         self.digest = ""
         self.last_seq = 0
+        self.is_closing = False  # no session follows
         self._frontend = frontend
-        self._is_closing = False
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = engine_pb2_grpc.EngineCoreServiceStub(self._channel)
         self._handles = itertools.count(1)
@@ -93,11 +105,12 @@ class EngineLink:
         self._hung_at: int | None = None  # step number
         self._ack = session_pb2.HelloAck()
         self._session_id = ""
+        self._uploads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """One session after the other, until it is closed or cancelled."""
         try:
-            while not self._is_closing:
+            while not self.is_closing:
                 pause_s = _RETRY_S
                 self._session_id = secrets.token_hex(16)
                 try:
@@ -115,7 +128,42 @@ class EngineLink:
         handle = next(self._handles)
         request.has_begun = False
         self.requests[handle] = request
-        self.send(add=add_pb2.Add(entries=[request.entry(handle)]))
+        if request.embeds is None or not self.is_uploaded(request.embeds):
+            self._send_add(handle, request)
+            return
+        task = asyncio.create_task(self._upload_and_send(handle, request))
+        self._uploads.add(task)
+        task.add_done_callback(self._uploads.discard)
+
+    def others_may_adopt(self) -> bool:
+        return "adopt" in self._ack.features
+
+    def is_uploaded(self, tensor: tensor_pb2.Tensor) -> bool:
+        return len(tensor.inline) > _MAX_INLINE_BYTES
+
+    async def _upload_and_send(self, handle: int, request: Request) -> None:
+        assert request.embeds is not None, "this is for requests with a tensor"
+        await self.upload(request.embeds.inline)
+        if self.requests.get(handle) is request:
+            self._send_add(handle, request)
+
+    async def upload(self, content: bytes) -> None:
+        header = engine_pb2.UploadBlobHeader(
+            sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
+        )
+        chunks = [content[first : first + _CHUNK_BYTES] for first in range(0, len(content), _CHUNK_BYTES)]
+        parts = [engine_pb2.UploadBlobRequest(header=header)]
+        parts += [engine_pb2.UploadBlobRequest(chunk=chunk) for chunk in chunks]
+        with contextlib.suppress(grpc.RpcError):
+            await self._stub.UploadBlob(iter(parts))
+
+    def _send_add(self, handle: int, request: Request) -> None:
+        entry = request.entry(handle, others_may_adopt=self.others_may_adopt())
+        if request.embeds is not None and self.is_uploaded(request.embeds):
+            content = request.embeds.inline
+            entry.prompt_embeds.blob.sha256 = hashlib.sha256(content).hexdigest()
+            entry.prompt_embeds.blob.size = len(content)
+        self.send(add=add_pb2.Add(entries=[entry]))
 
     def abort(self, request: Request, reason: engine_pb2.AbortReason) -> None:
         for handle, running in self.requests.items():
@@ -127,8 +175,8 @@ class EngineLink:
 
     def close(self) -> None:
         """End the session: the engine ends the stream."""
-        self._is_closing = True
-        self.send(goodbye=engine_pb2.Goodbye())
+        self.is_closing = True
+        self.send(goodbye=engine_pb2.Goodbye(reason="stops"))
 
     async def _run_session(self) -> None:
         self.last_seq, self._hung_at = 0, None
@@ -138,14 +186,16 @@ class EngineLink:
 
     async def _resume(self) -> None:
         """Another stream of the session, to its end. Attempts are made one after the other."""
-        async with asyncio.timeout(_RESUME_LIMIT_S) as limit:
-            while limit.when() is not None:
+        async with asyncio.timeout(self.resume_limit_s) as limit:
+            is_taken = False
+            while not is_taken:
                 point = session_pb2.ResumePoint(
                     engine_epoch=self._ack.engine_epoch, last_seq=self.resume_at()
                 )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RESUME_ATTEMPT_S) as attempt:
                         await self._run_stream(point, (limit, attempt))
+                is_taken = attempt.when() is None
                 await asyncio.sleep(_RETRY_S)
 
     def can_resume(self) -> bool:
@@ -170,7 +220,8 @@ class EngineLink:
                 session_id=self._session_id,
                 frontend_epoch=self._frontend.epoch,
                 schema_revision=REVISION,
-                features=["resume"],
+                features=["resume", "adopt"],
+                feature_set=session_pb2.FeatureSet(resume=True, adopt=True),
                 resume=point,
             )
             await call.write(engine_pb2.ConnectRequest(hello=hello))
@@ -193,12 +244,21 @@ class EngineLink:
             writer = asyncio.create_task(self._write(call))
             await self._read(call)
         except (grpc.RpcError, asyncio.InvalidStateError):
-            await check_broken(call)
+            await self.check_broken(call)
         finally:
             self.is_open = False
             call.cancel()
             if writer is not None:
                 writer.cancel()
+
+    async def check_broken(self, call: Any) -> None:
+        """Raise unless a failed call may have been cut, with a session that goes on."""
+        code, details = await call.code(), await call.details() or ""
+        has_reason = any(key == "grpc-status-details-bin" for key, _ in await call.trailing_metadata() or ())
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            raise Incompatible
+        if has_reason or (code is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()):
+            raise Void
 
     def is_compatible(self, ack: session_pb2.HelloAck) -> bool:
         return ack.min_peer_revision <= REVISION
@@ -215,7 +275,7 @@ class EngineLink:
                 self.send_abort_again(handle)
 
     def send_add_again(self, handle: int, request: Request) -> None:
-        self.send(add=add_pb2.Add(entries=[request.entry(handle)]))
+        self._send_add(handle, request)
 
     def send_abort_again(self, handle: int) -> None:
         self.send(abort=engine_pb2.Abort(handles=[handle]))
@@ -223,7 +283,10 @@ class EngineLink:
     async def _write(self, call: Any) -> None:
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._outgoing.get())
+                message = await self._outgoing.get()
+                await call.write(message)
+                if message.HasField("goodbye"):
+                    await call.done_writing()
 
     async def _read(self, call: Any) -> None:
         while True:
@@ -276,12 +339,21 @@ class EngineLink:
         """Ignores it."""
 
     def on_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> None:
-        is_hung = heartbeat.has_work and heartbeat.step_started_age_ms > (heartbeat.step_budget_ms or 5000)
+        is_hung = heartbeat.has_work and heartbeat.step_started_age_ms > self.budget_ms(heartbeat)
         if is_hung and self._hung_at is None:
             self._hung_at, self.is_ready = heartbeat.step_number, False
+            self.abort_moved(list(self.requests))
             self._lose_requests()
         elif self._hung_at is not None and heartbeat.step_number > self._hung_at:
             self._hung_at, self.is_ready = None, True
+
+    def budget_ms(self, heartbeat: session_pb2.Heartbeat) -> int:
+        return heartbeat.step_budget_ms or 5000
+
+    def abort_moved(self, handles: Sequence[int]) -> None:
+        """The engine may come back, and must not go on with what moves to another."""
+        if handles:
+            self.send(abort=engine_pb2.Abort(handles=handles, reason=engine_pb2.ABORT_REASON_MIGRATED))
 
     def check_columns(self, handles: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
         if len(counts) != len(handles) or sum(counts) != len(tokens):
@@ -308,8 +380,11 @@ class EngineLink:
     def _lose_requests(self) -> None:
         lost, self.requests = self.requests, {}
         for request in lost.values():
-            if not request.is_aborted:
+            if self.is_moved(request):
                 self._frontend.move(request, self)
+
+    def is_moved(self, request: Request) -> bool:
+        return not request.is_aborted
 
 
 class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
@@ -370,8 +445,16 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         for name in ("n", "seed", "stop"):
             sampling.ClearField(name)
         first_seed = request.sampling.seed or secrets.randbits(62)
+        prompt, embeds, is_token = list(request.token_ids.ids), None, b""
+        if request.HasField("embeds"):
+            is_token, embeds = request.embeds.is_token, rows_without_token(request.embeds)
+            prompt = [
+                token_id if flag else 0
+                for token_id, flag in zip(request.embeds.token_ids, is_token, strict=True)
+            ]
+        grace_ms = request.orphan_grace_ms
         return [
-            Request(list(request.token_ids.ids), sampling, first_seed + index, remaining_ms)
+            Request(prompt, sampling, first_seed + index, remaining_ms, grace_ms, embeds, is_token)
             for index in range(max(1, request.sampling.n))
         ]
 
@@ -428,7 +511,9 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
             self._send(request)
 
     def _send(self, request: Request, *, avoid: EngineLink | None = None) -> None:
-        ready = [link for link in self.links if link.is_open and self.may_get(request, link)]
+        ready = [
+            link for link in self.links if link.is_open and link.is_ready and self.can_continue(request, link)
+        ]
         preferred = [link for link in ready if link is not avoid] or ready
         if not preferred:
             self._waiting.append(request)
@@ -437,8 +522,8 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         self._turn += 1
         preferred[self._turn % len(preferred)].add(request)
 
-    def may_get(self, request: Request, link: EngineLink) -> bool:
-        return link.is_ready and (not request.output or request.digest == link.digest)
+    def can_continue(self, request: Request, link: EngineLink) -> bool:
+        return not request.output or request.digest == link.digest
 
     def _give_up(self, request: Request) -> None:
         if request in self._waiting:
@@ -452,14 +537,13 @@ class _Refused(Exception):
         self.code, self.message = code, message
 
 
-async def check_broken(call: Any) -> None:
-    """Raise Void unless a failed call may have been cut, with a session that goes on."""
-    code, details = await call.code(), await call.details() or ""
-    has_reason = any(key == "grpc-status-details-bin" for key, _ in await call.trailing_metadata() or ())
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        raise Incompatible
-    if has_reason or (code is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()):
-        raise Void
+def rows_without_token(prompt: generate_pb2.PromptEmbeds) -> tensor_pb2.Tensor:
+    """The embeddings of the positions that have no token."""
+    size = len(prompt.embeds.inline) // len(prompt.is_token)
+    rows = [number for number, flag in enumerate(prompt.is_token) if not flag]
+    content = b"".join(prompt.embeds.inline[number * size : (number + 1) * size] for number in rows)
+    shape = [len(rows), prompt.embeds.shape[1]]
+    return tensor_pb2.Tensor(dtype=prompt.embeds.dtype, shape=shape, inline=content)
 
 
 def pack(values: Sequence[int]) -> bytes:

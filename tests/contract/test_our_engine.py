@@ -38,8 +38,9 @@ async def engine() -> AsyncIterator[OurEngine]:
 @pytest.fixture(autouse=True)
 def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the machine is does not matter: no limit of time ends a session or a request."""
-    for name in ("_SILENCE_S", "_RESUME_LIMIT_S", "_RESUME_ATTEMPT_S", "_RECONNECT_LIMIT_S"):
+    for name in ("_SILENCE_S", "_RESUME_ATTEMPT_S", "_RECONNECT_LIMIT_S"):
         monkeypatch.setattr(scripted_frontend, name, WAIT_LIMIT_S)
+    monkeypatch.setattr(scripted_frontend.EngineLink, "resume_limit_s", WAIT_LIMIT_S)
 
 
 @pytest.fixture(params=["python", pytest.param("javascript", marks=pytest.mark.network)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tests.contract.scripted_engine import EOS_TOKEN_ID, Ended, Link, Running, ScriptedEngine, Session, pack
 from triptych.common.v1 import output_pb2
@@ -36,6 +37,17 @@ class _EndsAtUnknownMessages(ScriptedEngine):
         session.end(Ended(grpc.StatusCode.INVALID_ARGUMENT, "", "unknown message"))
 
 
+class _RejectsUnknownFields(ScriptedEngine):
+    def check_fields(self, entry: add_pb2.AddEntry) -> None:
+        super().check_fields(entry)
+        if len(UnknownFieldSet(entry)):
+            raise Ended(grpc.StatusCode.INVALID_ARGUMENT, "", "unknown field")
+
+
+class _TakesAnySize(ScriptedEngine):
+    max_taken_bytes = -1
+
+
 class _KeepsOlderSessions(ScriptedEngine):
     def end_older(self, hello: session_pb2.Hello, resumed: Session | None) -> None:
         pass
@@ -62,6 +74,32 @@ class _SkipsNumbers(Session):
 
 class _NumbersWithGaps(ScriptedEngine):
     session_type = _SkipsNumbers
+
+
+class _SendsAllTheSame(Session):
+    is_full = False  # type: ignore[assignment]
+
+
+class _StepsWithAFullWindow(ScriptedEngine):
+    session_type = _SendsAllTheSame
+
+
+class _WaitsForever(Session):
+    def on_beat(self) -> None:
+        pass
+
+
+class _KeepsSlowReaders(ScriptedEngine):
+    session_type = _WaitsForever
+
+
+class _QueuesEverything(Session):
+    def check_unsent(self) -> None:
+        pass
+
+
+class _QueuesWithoutLimit(ScriptedEngine):
+    session_type = _QueuesEverything
 
 
 class _ForgetsWhatItSent(Session):
@@ -184,6 +222,12 @@ class _AbortsAnyAttempt(ScriptedEngine):
         super().abort(session, engine_pb2.Abort(handles=abort.handles))
 
 
+class _AbortsInAllSessions(ScriptedEngine):
+    def abort(self, session: Session, abort: engine_pb2.Abort) -> None:
+        for each in self.sessions:
+            super().abort(each, abort)
+
+
 class _AnswersNoLateAbort(ScriptedEngine):
     def abort(self, session: Session, abort: engine_pb2.Abort) -> None:
         running = [handle for handle in abort.handles if handle in session.running]
@@ -229,8 +273,33 @@ class _FailsAtGoodbye(ScriptedEngine):
         session.end(Ended(grpc.StatusCode.ABORTED, "", "goodbye"))
 
 
+class _KeepsItsEpoch(ScriptedEngine):
+    def another_epoch(self) -> int:
+        return self.epoch
+
+
+class _ContinuesNothing(ScriptedEngine):
+    def check_fields(self, entry: add_pb2.AddEntry) -> None:
+        super().check_fields(entry)
+        if entry.output_token_ids:
+            raise Ended(grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", "output_token_ids")
+
+
+class _HoldsAddsWhileLoading(ScriptedEngine):
+    def check_state(self) -> None:
+        pass
+
+
+class _ForgetsSessionsWhileLoading(ScriptedEngine):
+    def resumed_by(self, hello: session_pb2.Hello) -> Session | session_pb2.ResumeRefusal:
+        return session_pb2.RESUME_REFUSAL_NO_SESSION if self.is_loading else super().resumed_by(hello)
+
+
 WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("unknown_member", _EndsAtUnknownMessages),
+    ("unknown_field", _RejectsUnknownFields),
+    ("oversized_message", _TakesAnySize),
+    ("two_frontends", _AbortsInAllSessions),
     ("second_hello", _TakesASecondHello),
     ("bad_ids", _TakesAnyId),
     ("common_features", _RepeatsAllFeatures),
@@ -238,7 +307,10 @@ WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("newer_epoch", _KeepsOlderSessions),
     ("foreign_session_id", _EndsAllFrontends),
     ("gapless_numbers", _NumbersWithGaps),
+    ("loading", _HoldsAddsWhileLoading),
+    ("loading", _ForgetsSessionsWhileLoading),
     ("unacknowledged_messages", _KeepsNothing),
+    ("full_replay_window", _StepsWithAFullWindow),
     ("resume_after_cut", _SendsOtherBytesAgain),
     ("never_sent", _GivesNoReason),
     ("other_engine_epoch", _ResumesForAnyEpoch),
@@ -262,4 +334,12 @@ WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("stop_token", _NamesStopsAsLength),
     ("heartbeats", _BeatsSlowly),
     ("goodbye", _FailsAtGoodbye),
+    ("death", _KeepsItsEpoch),
+    ("death", _ContinuesNothing),
+)
+
+# Their cases wait for seconds.
+SLOW_WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
+    ("unacknowledged_session", _KeepsSlowReaders),
+    ("unread_messages", _QueuesWithoutLimit),
 )

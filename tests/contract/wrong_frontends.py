@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.contract.scripted_frontend import EngineLink, Request, ScriptedFrontend, Void
 from triptych.api.v1 import generate_pb2
-from triptych.engine.v1 import session_pb2
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
 
 
 class _EndsAtUnknownMessages(EngineLink):
@@ -60,6 +62,13 @@ class _SendsNoAddAgain(EngineLink):
         pass
 
 
+class _SendsAllAgainInOne(EngineLink):
+    def send_again(self) -> None:
+        waiting = [(handle, request) for handle, request in self.requests.items() if not request.has_begun]
+        entries = [request.entry(handle, others_may_adopt=False) for handle, request in waiting]
+        self.send(add=add_pb2.Add(entries=entries))
+
+
 class _SendsNoAbortAgain(EngineLink):
     def send_abort_again(self, handle: int) -> None:
         pass
@@ -80,6 +89,85 @@ class _IgnoresHangs(EngineLink):
         pass
 
 
+class _UsesAdoptionAnyway(EngineLink):
+    def others_may_adopt(self) -> bool:
+        return True
+
+
+class _JudgesByAgeAlone(EngineLink):
+    def budget_ms(self, heartbeat: session_pb2.Heartbeat) -> int:
+        return 5000
+
+
+class _AbortsNothingThatMoved(EngineLink):
+    def abort_moved(self, handles: Sequence[int]) -> None:
+        pass
+
+
+class _ConnectsOnce(EngineLink):
+    def on_hello_ack(self, ack: session_pb2.HelloAck) -> None:
+        super().on_hello_ack(ack)
+        self.is_closing = True
+
+
+class _MovesCancelledRequests(EngineLink):
+    def is_moved(self, request: Request) -> bool:
+        return True
+
+
+class _ForgetsWhatDrains(EngineLink):
+    def on_draining(self) -> None:
+        super().on_draining()
+        self.requests.clear()
+
+
+class _ResumesForever(EngineLink):
+    resume_limit_s = None
+
+    async def check_broken(self, call: Any) -> None:
+        pass
+
+
+class _InlinesEverything(EngineLink):
+    def is_uploaded(self, tensor: tensor_pb2.Tensor) -> bool:
+        return False
+
+
+class _UploadsEverything(EngineLink):
+    def is_uploaded(self, tensor: tensor_pb2.Tensor) -> bool:
+        return True
+
+
+class _UploadsOnce(EngineLink):
+    has_uploaded = False
+
+    async def upload(self, content: bytes) -> None:
+        if not _UploadsOnce.has_uploaded:
+            _UploadsOnce.has_uploaded = True
+            await super().upload(content)
+
+
+class _SaysNoGoodbye(EngineLink):
+    def close(self) -> None:
+        pass
+
+
+class _CountsRequests(ScriptedFrontend):
+    num_requests = 0
+
+    def requests_of(self, request: generate_pb2.GenerateRequest, remaining_ms: int | None) -> list[Request]:
+        requests = super().requests_of(request, remaining_ms)
+        for one in requests:
+            self.num_requests += 1
+            one.request_id = f"request {self.num_requests}"
+        return requests
+
+
+class _ContinuesAtAnyModel(ScriptedFrontend):
+    def can_continue(self, request: Request, link: EngineLink) -> bool:
+        return True
+
+
 class _ForgetsOutput(ScriptedFrontend):
     def move(self, request: Request, link: EngineLink) -> None:
         request.output.clear()
@@ -96,11 +184,6 @@ class _CountsNoAttempts(ScriptedFrontend):
     def move(self, request: Request, link: EngineLink) -> None:
         request.attempt -= 1
         super().move(request, link)
-
-
-class _MovesAnywhere(ScriptedFrontend):
-    def may_get(self, request: Request, link: EngineLink) -> bool:
-        return link.is_ready
 
 
 class _PassesEverythingOn(ScriptedFrontend):
@@ -126,6 +209,7 @@ def _with(link: type[EngineLink]) -> type[ScriptedFrontend]:
 
 WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
     ("unknown_member", _with(_EndsAtUnknownMessages)),
+    ("small_frames", _with(_SendsAllAgainInOne)),
     ("loading_engine", _with(_UsesLoadingEngines)),
     ("incompatible_engine", _with(_UsesAnyRevision)),
     ("incompatible_engine_again", _with(_RetriesAtOnce)),
@@ -139,10 +223,23 @@ WRONG_FRONTENDS: tuple[tuple[str, type[ScriptedFrontend]], ...] = (
     ("columns_that_do_not_fit", _with(_OverlooksColumns)),
     ("draining_engine", _with(_IgnoresDraining)),
     ("hung_engine", _with(_IgnoresHangs)),
+    ("features_not_named", _with(_UsesAdoptionAnyway)),
+    ("request_to_adopt", _CountsRequests),
+    ("moved_request", _with(_AbortsNothingThatMoved)),
+    ("slow_step", _with(_JudgesByAgeAlone)),
+    ("other_fingerprint", _ContinuesAtAnyModel),
+    ("death_before_ready", _with(_UsesLoadingEngines)),
+    ("death_before_ready", _with(_ConnectsOnce)),
+    ("death_with_requests", _with(_MovesCancelledRequests)),
+    ("death_while_draining", _with(_ForgetsWhatDrains)),
+    ("death_while_resuming", _with(_ResumesForever)),
+    ("small_tensor", _with(_UploadsEverything)),
+    ("large_tensor", _with(_InlinesEverything)),
+    ("lost_blob", _with(_UploadsOnce)),
+    ("goodbye", _with(_SaysNoGoodbye)),
     ("resume_refused", _ForgetsOutput),
     ("other_epoch", _DrawsAnotherSeed),
     ("engine_that_leaves", _CountsNoAttempts),
-    ("other_fingerprint", _MovesAnywhere),
     ("sampling_group", _PassesEverythingOn),
     ("deadline", _KeepsDeadlines),
     ("cancelled_client", _AbortsNothing),

@@ -116,9 +116,9 @@ class EngineClient:
             return
         self._is_closing = True
         if self._connection.has_stream:
-            goodbye = engine_pb2.Goodbye(
-                reason="the frontend stops", leaves_adoptable=self.requests.adoptions.are_left
-            )
+            adoptions = self.requests.adoptions
+            leaves_adoptable = adoptions.are_left and adoptions.are_possible
+            goodbye = engine_pb2.Goodbye(reason="the frontend stops", leaves_adoptable=leaves_adoptable)
             self._connection.close_stream(goodbye)
             await asyncio.wait({self._task}, timeout=_CLOSE_DEADLINE_S)
         self._task.cancel()

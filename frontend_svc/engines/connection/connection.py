@@ -109,7 +109,11 @@ class EngineConnection:
             self._resend(stream)
         else:
             self.session = EngineSession(self.session.session_id)
-            self.session.open(self.ack.engine_epoch, is_resumable=RESUME in self.ack.features)
+            self.session.open(
+                self.ack.engine_epoch,
+                is_resumable=RESUME in self.ack.features,
+                max_frame_bytes=self.ack.max_frame_bytes,
+            )
         self._stream = stream
         return is_resumed
 

@@ -81,6 +81,10 @@ class EngineRequests:
             self.account.send(handle, 0 if handles else _num_pending_tokens(entry))
             entry.handle = handle
             handles.append(handle)
+            if not self.adoptions.are_possible:
+                # What belongs to a feature is not used at an engine without it.
+                entry.ClearField("resume_state")
+                entry.ClearField("orphan_grace_ms")
         self._tensors.send(entries, tensors, self._connection.stub)
         self._on_add(self._connection.ack.engine_id)
         return handles
@@ -138,10 +142,7 @@ class EngineRequests:
                 logger.exception("a request failed to handle a lost engine", extra={"engine": loss.address})
 
     def _send_adds(self, entries: Sequence[add_pb2.AddEntry]) -> None:
-        if entries:
-            self._connection.session.add(entries)
-            message = engine_pb2.ConnectRequest()
-            message.add.entries.extend(entries)
+        for message in self._connection.session.add(entries):
             self._connection.send(message)
 
     def _send_abort(self, handles: list[int], reason: engine_pb2.AbortReason) -> None:

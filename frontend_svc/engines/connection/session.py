@@ -6,14 +6,16 @@ Knows no stream and no client of a request.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from frontend_svc.output.processor import StepColumns
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2
 
-# Far below the limit of an engine, and large enough that a usual session is one message.
+# Large enough that a usual session is one message; an engine may take less.
 _MAX_FRAME_BYTES = 16 * 1024 * 1024
+# Of an entry in its message, and of the message itself.
+_OVERHEAD_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class EngineSession:
         self.engine_epoch = 0
         self.is_resumable = False
         self.last_seq = 0
+        self._max_frame_bytes = _MAX_FRAME_BYTES
         self._open: dict[int, _OpenRequest] = {}
         self._num_moved = 0
 
@@ -46,10 +49,14 @@ class EngineSession:
         """Requests that were sent to other engines, and that this engine has not ended."""
         return self._num_moved
 
-    def open(self, engine_epoch: int, *, is_resumable: bool) -> None:
-        """Note that the engine has accepted the session as a new one."""
+    def open(self, engine_epoch: int, *, is_resumable: bool, max_frame_bytes: int) -> None:
+        """Note that the engine has accepted the session as a new one.
+
+        max_frame_bytes: what it takes in a message; 0 if it does not say.
+        """
         self.engine_epoch = engine_epoch
         self.is_resumable = is_resumable
+        self._max_frame_bytes = min(max_frame_bytes or _MAX_FRAME_BYTES, _MAX_FRAME_BYTES)
 
     def resume_point(self) -> session_pb2.ResumePoint | None:
         """From where another stream resumes it; None if it cannot be resumed."""
@@ -61,10 +68,12 @@ class EngineSession:
         """Whether the engine that answered is the same process and resumes the session."""
         return self.is_resumable and ack.resume_ok and ack.engine_epoch == self.engine_epoch
 
-    def add(self, entries: Iterable[add_pb2.AddEntry]) -> None:
-        """Record requests that are sent."""
+    def add(self, entries: Iterable[add_pb2.AddEntry]) -> Iterator[engine_pb2.ConnectRequest]:
+        """Record requests, and return the messages that send them."""
+        entries = list(entries)
         for entry in entries:
             self._open[entry.handle] = _OpenRequest(entry.attempt, entry)
+        return self._in_messages(entries)
 
     def adopt(self, entry: engine_pb2.AdoptEntry) -> None:
         """Record a request that the engine is asked to hand over."""
@@ -118,8 +127,8 @@ class EngineSession:
 
         An aborted ADD is sent as well: without it the engine would not answer its abort.
         """
-        for entries in _in_frames(request.entry for request in self._open.values()):
-            yield engine_pb2.ConnectRequest(add=add_pb2.Add(entries=entries))
+        entries = [request.entry for request in self._open.values() if request.entry is not None]
+        yield from self._in_messages(entries)
         adopts = [request.adopt for request in self._open.values() if request.adopt is not None]
         if adopts:
             yield engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=adopts))
@@ -134,19 +143,16 @@ class EngineSession:
         request = self._open.get(handle)
         return request is not None and request.is_moved
 
-
-def _in_frames(entries: Iterable[add_pb2.AddEntry | None]) -> Iterator[list[add_pb2.AddEntry]]:
-    """The entries that are not None, split into messages of a size that every engine accepts."""
-    frame: list[add_pb2.AddEntry] = []
-    num_bytes = 0
-    for entry in entries:
-        if entry is None:
-            continue
-        size = entry.ByteSize()
-        if frame and num_bytes + size > _MAX_FRAME_BYTES:
-            yield frame
-            frame, num_bytes = [], 0
-        frame.append(entry)
-        num_bytes += size
-    if frame:
-        yield frame
+    def _in_messages(self, entries: Sequence[add_pb2.AddEntry]) -> Iterator[engine_pb2.ConnectRequest]:
+        """As few messages as the limit of their size allows."""
+        message = engine_pb2.ConnectRequest()
+        num_bytes = 0
+        for entry in entries:
+            size = entry.ByteSize() + _OVERHEAD_BYTES
+            if num_bytes and num_bytes + size > self._max_frame_bytes:
+                yield message
+                message, num_bytes = engine_pb2.ConnectRequest(), 0
+            message.add.entries.append(entry)
+            num_bytes += size
+        if num_bytes:
+            yield message

@@ -9,7 +9,7 @@ from launcher.conformance.cases import Cases, Section, expect
 from launcher.conformance.engine_stream import EngineStream
 from launcher.conformance.engine_under_test import NUM_REFERENCE_TOKENS, EngineUnderTest, column
 from service_kit.errors import FailedPrecondition, NotFound, ServiceError
-from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych.engine.v1 import add_pb2
 
 CASES: Cases[EngineUnderTest] = Cases(Section.ADOPTION)
 
@@ -85,7 +85,7 @@ async def _must_adopt(engine: EngineUnderTest, entry: add_pb2.AddEntry) -> None:
         while handle not in record.adopted:
             # Until the engine has seen that the stream of the owner is lost.
             record.rejected.clear()
-            await _adopt(stream, handle, entry.request_id)
+            await stream.adopt(handle, entry.request_id)
             await stream.until(lambda: handle in record.adopted or handle in record.rejected, "an answer")
             error = record.rejected.get(handle)
             is_early = isinstance(error, FailedPrecondition) and error.reason == "SESSION_LIVES"
@@ -104,13 +104,5 @@ async def _must_adopt(engine: EngineUnderTest, entry: add_pb2.AddEntry) -> None:
 
 
 async def _rejection(stream: EngineStream, request_id: str) -> ServiceError:
-    await _adopt(stream, 9, request_id)
-    record = stream.record
-    await stream.until(lambda: 9 in record.adopted or 9 in record.rejected, "an answer to adopt")
-    expect(9 in record.rejected, "add_rejected", "adopted")
-    return record.rejected[9]
-
-
-async def _adopt(stream: EngineStream, handle: int, request_id: str) -> None:
-    entry = engine_pb2.AdoptEntry(handle=handle, request_id=request_id)
-    await stream.send(adopt=engine_pb2.Adopt(entries=[entry]))
+    await stream.adopt(9, request_id)
+    return await stream.rejection_of(9)

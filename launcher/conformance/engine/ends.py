@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 
 from launcher.conformance.cases import Cases, NotApplicable, Section, Turn, expect
-from launcher.conformance.engine_under_test import EngineUnderTest
-from service_kit.errors import Unavailable
+from launcher.conformance.engine_under_test import NUM_REFERENCE_TOKENS, EngineUnderTest, column
+from service_kit.errors import NotFound, Unavailable
+from triptych.engine.v1 import session_pb2
 
 CASES: Cases[EngineUnderTest] = Cases(Section.ENDS)
 
@@ -33,6 +34,39 @@ async def lost_frontend(engine: EngineUnderTest) -> None:
     expect(other.record.tokens[1] == await engine.reference(), "the tokens of the reference", "others")
     await other.add(engine.entry(2))
     await other.until_finished(2)
+
+
+@CASES.must(
+    "After a death another engine_epoch answers: sessions and orphans are gone, ADDs continue requests.",
+    turn=Turn.LAST,
+)
+async def death(engine: EngineUnderTest) -> None:
+    reference, epoch = await engine.reference(), engine.facts.hello_ack.engine_epoch
+    without_hello, idle, busy, parked = engine.connect(), *[await engine.open() for _ in range(3)]
+    orphan = engine.entry(1, engine.long, resume_state=b"conformance")
+    await parked.add(orphan)
+    await parked.until_tokens(1)
+    await parked.cut()
+    await busy.add(engine.entry(1, engine.long))
+    await busy.until_tokens(1)
+    await busy.add(engine.entry(2))
+    after = await engine.restart()
+    for stream in (without_hello, idle, busy):
+        await stream.must_break()
+    expect(engine.facts.hello_ack.engine_epoch != epoch, "another engine_epoch", "the same")
+    await engine.until_loaded(after)
+    for stream in (idle, busy, parked):
+        resumed = await engine.resume(stream, engine_epoch=epoch)
+        await engine.must_be_new(resumed, session_pb2.RESUME_REFUSAL_OTHER_EPOCH)
+    if "adopt" in engine.facts.hello_ack.features:
+        await after.adopt(9, orphan.request_id)
+        error = await after.rejection_of(9)
+        expect(isinstance(error, NotFound), "NOT_FOUND", repr(error))
+    given = busy.record.tokens[1][: NUM_REFERENCE_TOKENS // 2]
+    await after.add(engine.entry(1, output_token_ids=column(given), attempt=1))
+    await after.until_finished(1)
+    tokens = given + after.record.tokens[1]
+    expect(tokens == reference, "the tokens of the reference across the death", tokens)
 
 
 @CASES.must(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import grpc
 
 from launcher.conformance.cases import Cases, NotApplicable, Section, Turn, expect
+from launcher.conformance.engine_stream import EngineStream
 from launcher.conformance.engine_under_test import FEATURES, EngineUnderTest
+from service_kit.errors import Unavailable
 from triptych.engine.v1 import session_pb2, utility_pb2
 
 CASES: Cases[EngineUnderTest] = Cases(Section.OPENING)
@@ -159,3 +161,41 @@ async def foreign_session_id(engine: EngineUnderTest) -> None:
     await engine.open(session_id=stream.hello_fields["session_id"])
     await stream.add(engine.entry(1))
     await stream.until_finished(1)
+
+
+@CASES.must(
+    "An engine that is loading beats, rejects ADDs with UNAVAILABLE, resumes sessions, and then sends ready.",
+    turn=Turn.LAST,
+)
+async def loading(engine: EngineUnderTest) -> None:
+    early = await engine.restart()
+    if engine.facts.hello_ack.state != session_pb2.ENGINE_STATE_LOADING:
+        raise NotApplicable("the engine has loaded before it answers")
+    await _must_refuse_while_loading(engine, early)
+    await early.until(lambda: early.record.heartbeats, "a heartbeat")
+    state = early.record.heartbeats[0].state
+    expect(early.record.ready or state == session_pb2.ENGINE_STATE_LOADING, "state LOADING", state)
+    # It dies while it loads.
+    epoch, stream = engine.facts.hello_ack.engine_epoch, await engine.restart()
+    await early.must_break()
+    await stream.cut()
+    if "resume" in engine.facts.hello_ack.features:
+        stream = await engine.must_resume(stream, last_seq=0)
+    else:
+        stream = engine.connect()
+        await stream.say_hello()
+    await engine.until_loaded(stream)
+    resumed = await engine.resume(early, engine_epoch=epoch)
+    await engine.must_be_new(resumed, session_pb2.RESUME_REFUSAL_OTHER_EPOCH)
+    await stream.add(engine.entry(1))
+    await stream.until_finished(1)
+
+
+async def _must_refuse_while_loading(engine: EngineUnderTest, stream: EngineStream) -> None:
+    await stream.add(engine.entry(1, 1))
+    record = stream.record
+    await stream.until(lambda: 1 in record.rejected or 1 in record.first, "an answer to an ADD")
+    error = record.rejected.get(1)
+    # It may have loaded meanwhile; a step before ready is a finding of the record's own.
+    expect(record.ready or error is not None, "add_rejected while the engine is loading", "it was accepted")
+    expect(error is None or isinstance(error, Unavailable), "UNAVAILABLE", repr(error))

@@ -7,8 +7,7 @@ import secrets
 
 import grpc
 
-from launcher.conformance.cases import Cases, Section, Turn, expect, fail
-from launcher.conformance.engine_stream import EngineStream
+from launcher.conformance.cases import Cases, Section, Turn, expect
 from launcher.conformance.engine_under_test import EngineUnderTest
 from triptych.engine.v1 import add_pb2, session_pb2
 
@@ -66,7 +65,7 @@ async def other_engine_epoch(engine: EngineUnderTest) -> None:
     await stream.cut()
     epoch = engine.facts.hello_ack.engine_epoch ^ 1
     resumed = await engine.resume(stream, engine_epoch=epoch)
-    await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_OTHER_EPOCH)
+    await engine.must_be_new(resumed, session_pb2.RESUME_REFUSAL_OTHER_EPOCH)
 
 
 @CASES.must("resume_ok is false for another session_id, frontend_id or frontend_epoch.")
@@ -79,7 +78,7 @@ async def unknown_session(engine: EngineUnderTest) -> None:
         stream = await engine.open()
         await stream.cut()
         resumed = await engine.resume(stream, **other)
-        await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_NO_SESSION)
+        await engine.must_be_new(resumed, session_pb2.RESUME_REFUSAL_NO_SESSION)
 
 
 @CASES.must("resume_ok is false where messages after last_seq were acknowledged before.")
@@ -93,7 +92,7 @@ async def acknowledged_further(engine: EngineUnderTest) -> None:
     await stream.until_finished(2)
     await stream.cut()
     resumed = await engine.resume(stream, last_seq=1)
-    await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_NOT_KEPT)
+    await engine.must_be_new(resumed, session_pb2.RESUME_REFUSAL_NOT_KEPT)
 
 
 @CASES.must("resume_ok is false for a last_seq that was never sent.")
@@ -101,14 +100,14 @@ async def never_sent(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     await stream.cut()
     resumed = await engine.resume(stream, last_seq=1_000_000)
-    await _must_be_new(engine, resumed, session_pb2.RESUME_REFUSAL_NEVER_SENT)
+    await engine.must_be_new(resumed, session_pb2.RESUME_REFUSAL_NEVER_SENT)
 
 
 @CASES.must("Without the feature `resume` a session ends with its stream.")
 async def feature_not_named(engine: EngineUnderTest) -> None:
     stream = await engine.open(features=())
     await stream.cut()
-    await _must_be_new(engine, await engine.resume(stream), session_pb2.RESUME_REFUSAL_NO_SESSION)
+    await engine.must_be_new(await engine.resume(stream), session_pb2.RESUME_REFUSAL_NO_SESSION)
 
 
 @CASES.must("After replay_window_ms the session is over.", turn=Turn.BESIDE_OTHERS)
@@ -117,7 +116,7 @@ async def after_the_window(engine: EngineUnderTest) -> None:
     stream = await engine.open()
     await stream.cut()
     await asyncio.sleep((engine.facts.hello_ack.replay_window_ms + 1000) / 1000)
-    await _must_be_new(engine, await engine.resume(stream), session_pb2.RESUME_REFUSAL_NO_SESSION)
+    await engine.must_be_new(await engine.resume(stream), session_pb2.RESUME_REFUSAL_NO_SESSION)
 
 
 @CASES.must("The stream that still carried a resumed session ends with ABORTED, SUPERSEDED.")
@@ -147,17 +146,3 @@ async def add_sent_again(engine: EngineUnderTest) -> None:
     await resumed.until_finished(2)
     tokens = resumed.record.tokens[1]
     expect(tokens == await engine.reference(), "the tokens of the reference, once", tokens)
-
-
-async def _must_be_new(
-    engine: EngineUnderTest, resumed: EngineStream, refusal: session_pb2.ResumeRefusal
-) -> None:
-    """A new session has begun, and hello_ack says why; an engine that never resumes need not say so."""
-    ack = resumed.hello_ack
-    if ack is None or ack.resume_ok:
-        fail("resume_ok false", "true")
-    if "resume" in engine.facts.hello_ack.features:
-        name = session_pb2.ResumeRefusal.Name(refusal)
-        expect(ack.resume_refusal == refusal, f"resume_refusal {name}", ack.resume_refusal)
-    # Numbers that do not begin at 1 are a finding of the stream's own.
-    await resumed.until(lambda: resumed.record.ready is not None, "ready in the new session")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+
 from launcher.conformance.cases import Cases, NotApplicable, Section, expect
 from launcher.conformance.engine_under_test import EngineUnderTest
+from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
 
 CASES: Cases[EngineUnderTest] = Cases(Section.TRANSPORT)
@@ -31,6 +34,27 @@ async def unknown_field(engine: EngineUnderTest) -> None:
     await stream.add(entry)
     await stream.until_finished(1)
     expect(stream.record.tokens[1] == await engine.reference(), "the tokens of the reference", "others")
+
+
+@CASES.must("Several frontends may be connected: handles, request_ids and aborts are those of a session.")
+async def two_frontends(engine: EngineUnderTest) -> None:
+    one, other = await engine.open(), await engine.open()
+    request_id = secrets.token_hex(16)
+    for stream in (one, other):
+        await stream.add(engine.entry(1, engine.long, request_id=request_id))
+        await stream.add(engine.entry(2, request_id=request_id, attempt=1))
+        await stream.until_tokens(1)
+    await one.abort([1])
+    await one.until_finished(1, 2)
+    # When its end comes, the abort has had its effect.
+    await other.add(engine.entry(3))
+    await other.until_finished(2, 3)
+    finished = other.record.finished.get(1)
+    is_aborted = finished is not None and finished.reason == output_pb2.FINISH_REASON_ABORT
+    expect(not is_aborted, "no abort of the request of the other session", finished)
+    for stream in (one, other):
+        tokens = stream.record.tokens[2]
+        expect(tokens == await engine.reference(), "the tokens of the reference", tokens)
 
 
 @CASES.must("A message above max_frame_bytes is not taken, and does not affect other sessions.")

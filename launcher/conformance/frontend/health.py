@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.conformance.cases import Cases, Section, expect
 from launcher.conformance.frontend_under_test import FrontendUnderTest
+from launcher.conformance.played_engine import HEARTBEAT_S
 from triptych.engine.v1 import session_pb2
 
 CASES: Cases[FrontendUnderTest] = Cases(Section.HEALTH)
@@ -48,16 +49,36 @@ async def hung_engine(frontend: FrontendUnderTest) -> None:
     attempt = await frontend.attempt_of(call)
     attempt.send([5, 6], is_first=True)
     await frontend.until_tokens(call, 2)
-    attempt.engine.heartbeat = session_pb2.Heartbeat(
-        state=session_pb2.ENGINE_STATE_READY,
-        step_number=3,
-        step_started_age_ms=60_000,
-        step_budget_ms=100,
-        has_work=True,
-    )
+    attempt.engine.change(heartbeat=busy(step_number=3, age_ms=60_000, budget_ms=100))
     later = await frontend.attempt_of(call, after=attempt)
     expect(later.engine is not attempt.engine, "the request at the other engine", "at the hung one")
     attempt.send([99, 99])
     later.send([7, 8], is_first=True, ends=True)
     await frontend.must_finish(call, [5, 6, 7, 8])
-    attempt.engine.restart()
+
+
+@CASES.must("A step within its announced budget is no hang, however long no output comes.")
+async def slow_step(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate(4)
+    attempt = await frontend.attempt_of(call)
+    attempt.send([5, 6], is_first=True)
+    await frontend.until_tokens(call, 2)
+    attempt.engine.change(heartbeat=busy(step_number=3, age_ms=20_000, budget_ms=60_000))
+    session, seq = attempt.session, attempt.session.last_seq
+    num_beats = 2 + int(_SILENCE_S / HEARTBEAT_S)
+    await frontend.until(
+        lambda: session.last_ack >= seq + num_beats or len(frontend.attempts_of(call)) > 1,
+        f"acknowledgements of {num_beats} heartbeats",
+    )
+    num_attempts = len(frontend.attempts_of(call))
+    expect(num_attempts == 1, "the request at the engine that is slow", "at another one")
+    expect(len(session.hellos) == 1, "the same stream as before", "another one")
+    attempt.send([7, 8], ends=True)
+    await frontend.must_finish(call, [5, 6, 7, 8])
+
+
+def busy(*, step_number: int, age_ms: int, budget_ms: int) -> session_pb2.Heartbeat:
+    """A heartbeat during a step."""
+    return session_pb2.Heartbeat(
+        step_number=step_number, step_started_age_ms=age_ms, step_budget_ms=budget_ms, has_work=True
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from launcher.conformance.cases import Cases, Section, expect
 from launcher.conformance.frontend_under_test import Attempt, FrontendUnderTest
-from service_kit.errors import InvalidArgument, ServiceError, Unavailable, to_parts
-from triptych.common.v1 import error_pb2, output_pb2
+from service_kit.errors import InvalidArgument, Unavailable
+from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
 
 CASES: Cases[FrontendUnderTest] = Cases(Section.REQUESTS)
@@ -78,7 +78,7 @@ async def cancelled_client(frontend: FrontendUnderTest) -> None:
     session, handle = attempt.session, attempt.entry.handle
     await frontend.until(lambda: handle in dict(session.aborts), "abort of the request")
     attempt.send([6])
-    attempt.send([], finished=[_aborted()])
+    attempt.session.abort(handle)
     await _must_be_served(frontend, attempt)
 
 
@@ -92,7 +92,7 @@ async def stop_string(frontend: FrontendUnderTest) -> None:
     await frontend.until(lambda: handle in dict(session.aborts), "abort of the request")
     reason = dict(session.aborts)[handle]
     expect(reason == engine_pb2.ABORT_REASON_STOP_STRING, "reason STOP_STRING", reason)
-    attempt.send([], finished=[_aborted()])
+    attempt.session.abort(handle)
     await frontend.until(lambda: call.is_over, "the end of the client's call")
     expect(0 in call.finished, "an output that is finished", repr(call.error))
     expect(call.finished[0].reason == output_pb2.FINISH_REASON_STOP, "reason STOP", call.finished[0].reason)
@@ -103,7 +103,7 @@ async def stop_string(frontend: FrontendUnderTest) -> None:
 async def invalid_request(frontend: FrontendUnderTest) -> None:
     call = frontend.generate()
     attempt = await frontend.attempt_of(call)
-    _reject(attempt, InvalidArgument("conformance", field="prompt"))
+    attempt.reject(InvalidArgument("conformance", field="prompt"))
     await frontend.until(lambda: call.is_over, "the end of the client's call")
     expect(isinstance(call.error, InvalidArgument), "INVALID_ARGUMENT at the client", repr(call.error))
     await _must_be_served(frontend, attempt)
@@ -113,7 +113,7 @@ async def invalid_request(frontend: FrontendUnderTest) -> None:
 async def unavailable_engine(frontend: FrontendUnderTest) -> None:
     call = frontend.generate(2)
     attempt = await frontend.attempt_of(call)
-    _reject(attempt, Unavailable("conformance", reason="ENGINE_DRAINING"))
+    attempt.reject(Unavailable("conformance", reason="ENGINE_DRAINING"))
 
     def others() -> list[Attempt]:
         return [one for one in frontend.attempts_of(call) if one.entry is not attempt.entry]
@@ -122,18 +122,6 @@ async def unavailable_engine(frontend: FrontendUnderTest) -> None:
     expect(others(), "another ADD", repr(call.error))
     others()[0].send([5, 6], is_first=True, ends=True)
     await frontend.must_finish(call, [5, 6])
-
-
-def _reject(attempt: Attempt, error: ServiceError) -> None:
-    code, message, details = to_parts(error)
-    status = error_pb2.ErrorStatus(code=code, message=message, details=details)
-    entry = attempt.entry
-    rejected = engine_pb2.AddRejected(handle=entry.handle, attempt=entry.attempt, status=status)
-    attempt.session.send(add_rejected=rejected)
-
-
-def _aborted() -> dict[str, int]:
-    return {"row": 0, "reason": output_pb2.FINISH_REASON_ABORT}
 
 
 async def _must_be_served(frontend: FrontendUnderTest, attempt: Attempt) -> None:

@@ -76,7 +76,7 @@ async def resume_refused(frontend: FrontendUnderTest) -> None:
     frontend.needs_resume(attempt)
     attempt.send([5, 6], is_first=True)
     await frontend.until_tokens(call, 2)
-    attempt.engine.resumes = False
+    attempt.engine.change(resumes=False)
     attempt.engine.wire.cut()
     later = await frontend.attempt_of(call, after=attempt)
     expect(later.entry.attempt == attempt.entry.attempt + 1, "attempt + 1", later.entry.attempt)

@@ -73,6 +73,8 @@ class ServiceRig:
         controls: Callable[[Engine, Scheduler], EngineControls] | None = None,
         facts: EngineFacts | None = None,
         tensors: TensorReceiver | None = None,
+        listen: str = "127.0.0.1:0",
+        epoch: int = 7,
     ) -> None:
         self._facts = facts or make_facts()
         self.executor = FakeExecutor()
@@ -80,7 +82,7 @@ class ServiceRig:
         self.scheduler = scheduler or make_scheduler()
         self.load_error: Exception | None = None
         self.engine = ServedEngine(
-            identity=EngineIdentity("engine-a", 7, "test"),
+            identity=EngineIdentity("engine-a", epoch, "test"),
             artifacts=artifacts,
             lifecycle=Lifecycle(),
             inbox=Inbox(1000),
@@ -96,7 +98,7 @@ class ServiceRig:
             self.engine, max_outbox_bytes=max_outbox_bytes, max_replay_bytes=max_replay_bytes
         )
         self.server = Server(
-            listen="127.0.0.1:0",
+            listen=listen,
             registrations=[Registration(FULL_NAME, self.servicer.add_to)],
             profile=INTERNAL,
             service="engine",

@@ -27,7 +27,9 @@ async def test_a_finding_exits_1_and_json_has_what_was_expected_and_seen() -> No
     report = json.loads(outcome.out)
     assert outcome.exit_code == 1
     assert report["totals"] == {"KEPT": 0, "FINDING": 1, "WARNING": 0, "NOT_APPLICABLE": 0}
+    assert report.keys() == {"peer", "duration_s", "totals", "cases"}
     (finding,) = report["cases"]
+    assert finding.keys() == {"section", "name", "level", "rule", "outcome", "detail", "duration_s"}
     assert (finding["name"], finding["level"], finding["outcome"]) == (case, "MUST", "FINDING")
     assert finding["detail"].startswith("expected ")
 
@@ -40,6 +42,13 @@ async def test_the_command_of_drain_is_run_and_its_case_is_the_last() -> None:
     # This command drains nothing.
     assert outcome.exit_code == 1
     assert "expected draining" in outcome.out
+
+
+async def test_a_command_that_fails_is_a_finding() -> None:
+    async with serving(ScriptedEngine()) as address:
+        outcome = await triptych("conformance", "engine", address, "--only", "death", "--restart", "exit 3")
+    assert outcome.exit_code == 1
+    assert "expected exit status 0 of `exit 3`; seen: 3" in outcome.out
 
 
 async def test_an_engine_that_cannot_be_reached_exits_1() -> None:

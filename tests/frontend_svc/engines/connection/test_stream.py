@@ -254,9 +254,9 @@ def entry(handle: int, *, num_bytes: int = 4, attempt: int = 0) -> add_pb2.AddEn
     return add_pb2.AddEntry(handle=handle, attempt=attempt, prompt_token_ids=bytes(num_bytes))
 
 
-def begun(*entries: add_pb2.AddEntry) -> EngineSession:
+def begun(*entries: add_pb2.AddEntry, max_frame_bytes: int = 0) -> EngineSession:
     session = EngineSession()
-    session.open(7, is_resumable=True)
+    session.open(7, is_resumable=True, max_frame_bytes=max_frame_bytes)
     session.add(entries)
     return session
 
@@ -266,6 +266,14 @@ def test_what_has_no_answer_is_sent_again_in_frames_of_a_limited_size():
     session = begun(*(entry(handle, num_bytes=large) for handle in range(5)), entry(9))
     frames = [[one.handle for one in message.add.entries] for message in session.unanswered()]
     assert frames == [[0, 1], [2, 3], [4, 9]]
+
+
+def test_no_message_is_larger_than_the_engine_takes():
+    entries = [entry(handle, num_bytes=1000) for handle in range(5)]
+    session = begun(max_frame_bytes=2100)
+    for messages in (list(session.add(entries)), list(session.unanswered())):
+        assert [len(message.add.entries) for message in messages] == [2, 2, 1]
+        assert max(message.ByteSize() for message in messages) <= 2100
 
 
 def test_moved_requests_are_counted_until_the_engine_has_ended_them():
