@@ -78,14 +78,20 @@ def _write(delta: chat_message_pb2.ChatDelta, parts: Sequence[Piece]) -> None:
             delta.reasoning += part.text
         else:
             call = chat_message_pb2.ToolCall(
-                index=part.index, id=part.id, name=part.name, arguments_json=part.arguments_json
+                index=part.index,
+                id=part.id,
+                name=part.name,
+                arguments_json=part.arguments_json,
+                incomplete=part.is_incomplete,
             )
             _add_call(delta, call)
 
 
 def _add_call(delta: chat_message_pb2.ChatDelta, call: chat_message_pb2.ToolCall) -> None:
     if delta.tool_calls and delta.tool_calls[-1].index == call.index:
-        delta.tool_calls[-1].arguments_json += call.arguments_json
+        last = delta.tool_calls[-1]
+        last.arguments_json += call.arguments_json
+        last.incomplete |= call.incomplete
     else:
         delta.tool_calls.append(call)
 
