@@ -25,8 +25,8 @@ from triptych_client.logprobs import read_logprobs
 class ToolCallPiece:
     """A tool call, or a piece of one; then only the first piece has `id` and `name`.
 
-    `index` orders the calls of one answer, and `arguments_json` is JSON text once all pieces are joined, unless
-    the last of them is `incomplete`: such a call broke, and must not be run.
+    `index` orders the calls of one answer, and `arguments_json` is JSON text once all pieces are joined,
+    unless the last of them is `incomplete`: such a call broke, and must not be run.
     """
 
     index: int
