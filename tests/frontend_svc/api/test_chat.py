@@ -274,6 +274,25 @@ async def test_bad_conversations_are_refused_by_field(fields, shown):
     assert not engine.requests
 
 
+async def test_tools_that_the_model_would_not_see_are_refused_unless_none_is_chosen():
+    engine = FakeEngine(answer("x"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    none = {"mode": chat_message_pb2.TOOL_CHOICE_MODE_NONE}
+    called = {"role": "CHAT_ROLE_ASSISTANT", "tool_calls": [{"name": "add"}]}
+    async with serving(engine) as (client, _):
+        for fields, field in (
+            ({"tools": [ADD]}, "tools"),
+            ({"tools": [ADD], "tool_choice": {"mode": chat_message_pb2.TOOL_CHOICE_MODE_AUTO}}, "tools"),
+            ({"messages": [USER, called]}, "messages[1].tool_calls"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read(client.chat.Chat(ask(**fields), timeout=WAIT_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f'field: "{field}"' in details_of(caught.value)
+        assert not engine.requests
+        whole, _ = await read(client.chat.Chat(ask(tools=[ADD], tool_choice=none), timeout=WAIT_S))
+    assert whole.content == "x"
+
+
 async def test_a_template_of_the_client_is_used_where_the_server_allows_it():
     engine = FakeEngine(answer("x"), chat_template=TEMPLATE)
     request = ask(template_options={"chat_template": "Q: {{ messages[0].content }}"})
