@@ -58,18 +58,19 @@ class OutputText:
                 text += self._stops_in_text.flush()
         if self._parser is None:
             return text, [], stop
-        is_end = ending is not None or stop is not None
         if self._stops_in_content is not None:
-            return "", *self._parse_to_stop(self._parser, self._stops_in_content, text, num_scanned, is_end)
+            return "", *self._parse_to_stop(self._parser, self._stops_in_content, text, num_scanned, ending)
         pieces = self._parser.feed(text)
-        return "", pieces + self._parser.finish() if is_end else pieces, stop
+        if stop is not None:
+            return "", pieces + self._parser.finish(is_cut=True), stop
+        return "", pieces + _last_pieces(self._parser, ending), None
 
     def _parse_to_stop(
-        self, parser: MessageParser, stops: StopBuffer, text: str, num_scanned: int, is_end: bool
+        self, parser: MessageParser, stops: StopBuffer, text: str, num_scanned: int, ending: Ending | None
     ) -> tuple[list[Piece], str | None]:
         num_exempt = len(text) - num_scanned
         exempt = parser.feed(text[:num_exempt]) if num_exempt else []
-        found = exempt + parser.feed(text[num_exempt:]) + (parser.finish() if is_end else [])
+        found = exempt + parser.feed(text[num_exempt:]) + _last_pieces(parser, ending)
         pieces: list[Piece] = []
         for index, piece in enumerate(found):
             if not isinstance(piece, ContentPiece):
@@ -81,9 +82,13 @@ class OutputText:
             _add_content(pieces, shown)
             if stop is not None:
                 return pieces, stop
-        if is_end:
+        if ending is not None:
             _add_content(pieces, stops.flush())
         return pieces, None
+
+
+def _last_pieces(parser: MessageParser, ending: Ending | None) -> list[Piece]:
+    return [] if ending is None else parser.finish(is_cut=not ending.is_by_token)
 
 
 def _add_content(pieces: list[Piece], text: str) -> None:

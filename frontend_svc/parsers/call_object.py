@@ -36,8 +36,8 @@ def read_calls(reader: Reader, calls: CallWriter, *, other_keys: frozenset[str] 
 def read_arguments(reader: Reader, calls: CallWriter, name: str) -> Waits[bool]:
     """Take the arguments of a call of `name`; False if it is none.
 
-    They are a JSON object, which is emitted as it arrives, a JSON string that holds one, or null or "" for
-    none.
+    They are a JSON object, which is emitted as it arrives, a JSON string that holds one, or for none null, ""
+    or the end of the text, where the model ended it.
     """
     is_known = calls.name(name)
     is_call = yield from _read_value(reader, calls, _read_known(reader, calls, is_known=is_known))
@@ -151,6 +151,8 @@ def _read_known(reader: Reader, calls: CallWriter, *, is_known: bool) -> Waits[b
 
 def _read_arguments(reader: Reader, calls: CallWriter) -> Waits[bool]:
     first = yield from reader.peek()
+    if not first:
+        return not reader.is_cut
     if first == "{":
         return (yield from read_json(reader, calls.arguments))
     parts: list[str] = []

@@ -78,8 +78,8 @@ class GrammarParser:
         next(self._grammar, None)
         return self._pieces.take()
 
-    def finish(self) -> list[Piece]:
-        self._reader.end()
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        self._reader.end(is_cut=is_cut)
         next(self._grammar, None)
         return self._pieces.take()
 
@@ -100,8 +100,8 @@ class CallGrammarParser:
     def feed(self, text: str) -> list[Piece]:
         return self._parser.feed(text)
 
-    def finish(self) -> list[Piece]:
-        pieces = self._parser.finish()
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        pieces = self._parser.finish(is_cut=is_cut)
         self._calls.finish()
         return pieces + self._calls.pieces.take()
 

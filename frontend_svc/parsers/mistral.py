@@ -28,18 +28,16 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Waits[None]:
 
 
 def _read_markers(reader: Reader) -> Waits[bool]:
-    """Take what is between name and arguments: `[ARGS]`, in older models behind `[CALL_ID]` and an id, or
-    nothing."""
+    """Take `[ARGS]`, in older models behind `[CALL_ID]` and an id; some write an object without a marker."""
     yield from skip_space(reader)
-    if (yield from reader.peek()) == "[":
-        marker = yield from read_one_of(reader, (_ARGS, _CALL_ID))
-        if marker == _CALL_ID:
-            yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
-            marker = yield from read_one_of(reader, (_ARGS,))
-        if not marker:
-            return False
-        yield from skip_space(reader)
-    return True
+    if (yield from reader.peek()) == "{":
+        return True
+    marker = yield from read_one_of(reader, (_ARGS, _CALL_ID))
+    if marker == _CALL_ID:
+        yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
+        marker = yield from read_one_of(reader, (_ARGS,))
+    yield from skip_space(reader)
+    return bool(marker)
 
 
 _GRAMMAR = calls_behind((_CALLS,), _read)

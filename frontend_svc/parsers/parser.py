@@ -69,12 +69,13 @@ class PieceParser(Protocol):
     """Parses text incrementally. The joined pieces do not depend on how the text was split.
 
     feed: adds text; returns the pieces that became certain, in order.
-    finish: returns the pieces held back, once no more text comes. Called once.
+    finish: returns the pieces held back, once no more text comes. Called once. `is_cut`: the model did not
+    end the text itself.
     """
 
     def feed(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]: ...
+    def finish(self, *, is_cut: bool = False) -> list[Piece]: ...
 
 
 class ToolParser(PieceParser, Protocol):

@@ -46,12 +46,12 @@ class Reader:
     on_take: called with all text that is taken, if set.
     """
 
-    __slots__ = ("_num_unrecorded", "_record", "at", "is_ended", "on_take", "text")
+    __slots__ = ("_num_unrecorded", "_record", "at", "is_cut", "is_ended", "on_take", "text")
 
     def __init__(self, prefix: str = "") -> None:
         self.text = prefix
         self.at = 0
-        self.is_ended = False
+        self.is_ended = self.is_cut = False
         self.on_take: Callable[[str], object] | None = None
         self._record: list[str] | None = None
         self._num_unrecorded = len(prefix)
@@ -66,9 +66,9 @@ class Reader:
         self.text = text + self.text[self.at :]
         self.at = 0
 
-    def end(self) -> None:
-        """Signal that no more text comes."""
-        self.is_ended = True
+    def end(self, *, is_cut: bool) -> None:
+        """Signal that no more text comes; `is_cut`: though the model did not end it."""
+        self.is_ended, self.is_cut = True, is_cut
 
     def take(self, end: int) -> str:
         """Take the text up to index `end`."""

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from frontend_svc.parsers.registry import TOOL_PARSERS
-from tests.frontend_svc.parsers.transcripts import TOOLS, Message, cut, parse, rules, run
+from tests.frontend_svc.parsers.transcripts import TOOLS, Message, cut, joined, parse, rules, run
 
 # How each format writes a call of a tool with arguments, which are JSON text.
 WRITTEN = {
@@ -96,11 +96,30 @@ def test_other_arguments_are_no_call(name, arguments):
         ("deepseek", written("deepseek", "")),
         ("deepseek_v31", written("deepseek_v31", "")),
         ("gpt_oss", written("gpt_oss", "")),
+        ("gpt_oss", written("gpt_oss", "").removesuffix("<|call|>")),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS]"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
     ],
 )
 def test_a_whole_call_may_have_no_arguments_at_all(name, text):
     message = read(name, text)
     assert (message.content, arguments_of(message)) == ("", [{}])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt_oss", written("gpt_oss", "").removesuffix("<|call|>")),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS]"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"'),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+        ("llama3_json", '{"name": "f"'),
+        ("pythonic", "[f("),
+    ],
+)
+def test_a_call_whose_arguments_were_cut_off_is_none(name, text):
+    parser = TOOL_PARSERS[name].open(rules(tool_names=frozenset({"f"})))
+    assert joined([*parser.feed(text), *parser.finish(is_cut=True)]) == Message(text)
 
 
 @pytest.mark.parametrize("tool", ["get-it", "a.b-c_d", "2d", "class", "-", "x" * 64])
