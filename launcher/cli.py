@@ -126,7 +126,12 @@ def complete(
     prompt_token_ids: Annotated[str | None, typer.Option(help="the prompt as ids: 1,2,3")] = None,
     model: Model = "",
     request_id: Annotated[str, typer.Option(help="an id of your own for the request")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="most tokens to sample")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="most tokens to sample; unset: the model's max_new_tokens, else all that fit its context"
+        ),
+    ] = None,
     min_tokens: Annotated[int | None, typer.Option(help="tokens before the output may end")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     top_p: Annotated[
@@ -170,7 +175,12 @@ def chat(
     url: Url = _DEFAULT_URL,
     model: Model = "",
     quick: Annotated[str | None, typer.Option(help="send only this message, then exit")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="most tokens of an answer")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="most tokens of an answer; unset: the model's max_new_tokens, else all that fit its context"
+        ),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
 ) -> None:

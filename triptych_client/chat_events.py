@@ -25,13 +25,15 @@ from triptych_client.logprobs import read_logprobs
 class ToolCallPiece:
     """A tool call, or a piece of one; then only the first piece has `id` and `name`.
 
-    `index` orders the calls of one answer, and `arguments_json` is JSON text once all pieces are joined.
+    `index` orders the calls of one answer, and `arguments_json` is JSON text once all pieces are joined,
+    unless the last of them is `incomplete`: such a call broke, and must not be run.
     """
 
     index: int
     id: str
     name: str
     arguments_json: str
+    incomplete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ def assistant_message(text: str, reasoning: str, tool_calls: Sequence[ToolCallPi
         message["reasoning"] = reasoning
     if tool_calls:
         message["tool_calls"] = [
-            {"id": call.id, "name": call.name, "arguments_json": call.arguments_json} for call in tool_calls
+            {"id": call.id, "name": call.name, "arguments_json": call.arguments_json}
+            for call in tool_calls
+            if not call.incomplete
         ]
     return message
 
@@ -142,4 +146,6 @@ def _output(output: chat_message_pb2.ChatOutput) -> ChatOutput:
 
 
 def _calls(calls: Sequence[chat_message_pb2.ToolCall]) -> tuple[ToolCallPiece, ...]:
-    return tuple(ToolCallPiece(call.index, call.id, call.name, call.arguments_json) for call in calls)
+    return tuple(
+        ToolCallPiece(call.index, call.id, call.name, call.arguments_json, call.incomplete) for call in calls
+    )

@@ -77,6 +77,7 @@ class ChatOptions(SamplingOptions, PlacementOptions, TemplateOptions, CallOption
 
     tool_choice: Literal["none", "auto", "required"] | NamedTool
     parallel_tool_calls: bool
+    stop_in_all_text: bool
 
 
 class ApplyTemplateOptions(TemplateOptions, ModelOptions, total=False):

@@ -21,7 +21,8 @@ _OUTPUT_KINDS = {
 class SamplingOptions(TypedDict, total=False):
     """How tokens are sampled and returned, with the names of SamplingParams.
 
-    `stop` may be one string. `logit_bias` is by token id.
+    `stop` may be one string. `logit_bias` is by token id. Without `max_tokens` an output goes on to the
+    model's own max_new_tokens, else until its context is full.
     """
 
     temperature: float

@@ -10,13 +10,13 @@ import grpc.aio
 
 from frontend_svc.api.calls import caller_of
 from frontend_svc.api.chat_answer import ChatAnswer, whole_answer
-from frontend_svc.api.chat_reading import ChatReading
 from frontend_svc.api.generate_stream import kind_of
 from frontend_svc.api.messages import finished_message, started_message, usage_message
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind
+from frontend_svc.text.chat.prompt import ChatPrompt
 from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc
 
 ChatContext: TypeAlias = (
@@ -26,7 +26,7 @@ UnaryContext: TypeAlias = "grpc.aio.ServicerContext[chat_pb2.ChatUnaryRequest, c
 
 
 class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
-    """Renders conversations, generates answers and parses them.
+    """Renders conversations and generates answers.
 
     `takes_templates`: whether a request may contain a chat template.
     """
@@ -43,24 +43,21 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
     async def ChatUnary(
         self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext | None = None
     ) -> chat_pb2.ChatUnaryResponse:
-        reading = self._read(request.request)
-        async with self._open(reading, caller_of(context), OutputKind.FINAL_ONLY) as opened:
+        async with self._open(request.request, caller_of(context), OutputKind.FINAL_ONLY) as opened:
             output = await opened.next()
             return chat_pb2.ChatUnaryResponse(
                 started=started_message(opened, output, returns_ids=request.request.return_prompt_token_ids),
-                outputs=[
-                    whole_answer(opened, piece, reading.new_parser(streams=False)) for piece in output.pieces
-                ],
+                outputs=[whole_answer(opened, piece) for piece in output.pieces],
                 usage=usage_message(opened, output, output.pieces),
             )
 
     async def _stream(
         self, request: chat_message_pb2.ChatRequest, caller: Caller
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
-        reading, kind = self._read(request), kind_of(request.sampling)
-        is_final = kind is OutputKind.FINAL_ONLY
-        # Cumulative answers are assembled here: a parser must get each text once.
-        async with self._open(reading, caller, kind if is_final else OutputKind.DELTA) as opened:
+        kind = kind_of(request.sampling)
+        is_cumulative = kind is OutputKind.CUMULATIVE
+        # Cumulative answers are assembled here, from parts.
+        async with self._open(request, caller, OutputKind.DELTA if is_cumulative else kind) as opened:
             answers: dict[int, ChatAnswer] = {}
             output = await opened.next()
             started = started_message(opened, output, returns_ids=request.return_prompt_token_ids)
@@ -70,9 +67,7 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
                 for piece in output.pieces:
                     answer = answers.get(piece.index)
                     if answer is None:
-                        parser = reading.new_parser(streams=not is_final)
-                        is_cumulative = kind is OutputKind.CUMULATIVE
-                        answer = ChatAnswer(piece.index, parser, is_cumulative=is_cumulative)
+                        answer = ChatAnswer(piece.index, is_cumulative=is_cumulative)
                         answers[piece.index] = answer
                     delta = answer.advance(piece)
                     if delta is not None:
@@ -86,15 +81,12 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
                     return
                 output = await opened.next()
 
-    def _read(self, request: chat_message_pb2.ChatRequest) -> ChatReading:
-        model = self._generation.model(request.model)
-        return ChatReading(request, model, takes_templates=self._takes_templates)
-
     @contextlib.asynccontextmanager
     async def _open(
-        self, reading: ChatReading, caller: Caller, kind: OutputKind
+        self, request: chat_message_pb2.ChatRequest, caller: Caller, kind: OutputKind
     ) -> AsyncIterator[OpenRequest]:
-        request = reading.request
+        model = self._generation.model(request.model)
+        prompt = ChatPrompt(request, model, takes_templates=self._takes_templates)
         trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
-        async with self._generation.open(request, reading.prompt, caller, kind, trace) as opened:
+        async with self._generation.open(request, prompt, caller, kind, trace) as opened:
             yield opened

@@ -1,4 +1,4 @@
-"""One answer of a chat: an output's text parsed into content, reasoning and tool calls."""
+"""One answer of a chat as messages: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from frontend_svc.api.messages import logprobs_message, reason_value, stop_match_message
 from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.output.collector import OutputPiece
-from frontend_svc.parsers.message import MessageParser
-from frontend_svc.parsers.parser import ContentPiece, Piece, ReasoningPiece
+from frontend_svc.parsers.parser import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
 from triptych.api.v1 import chat_message_pb2
 from triptych.common.v1 import output_pb2
 
@@ -16,24 +15,20 @@ from triptych.common.v1 import output_pb2
 class ChatAnswer:
     """Turns the pieces of one output into deltas; with `is_cumulative` each includes all before it."""
 
-    def __init__(self, index: int, parser: MessageParser, *, is_cumulative: bool) -> None:
+    def __init__(self, index: int, *, is_cumulative: bool) -> None:
         self._index = index
-        self._parser = parser
         self._is_cumulative = is_cumulative
         self._whole = chat_message_pb2.ChatDelta(output_index=index)
 
     def advance(self, piece: OutputPiece) -> chat_message_pb2.ChatDelta | None:
-        """The delta of `piece`, or everything so far; None while the parser cannot decide."""
-        parts = self._parser.feed(piece.text)
-        if piece.ending is not None:
-            parts += self._parser.finish()
+        """The delta of `piece`, or everything so far; None if there is nothing new."""
         delta = chat_message_pb2.ChatDelta(
             output_index=self._index,
             token_ids=piece.token_ids,
             logprobs=logprobs_message(piece.logprobs),
         )
-        _write(delta, parts)
-        if not (parts or piece.token_ids):
+        _write(delta, piece.parts)
+        if not (piece.parts or piece.token_ids):
             return None
         if not self._is_cumulative:
             return delta
@@ -44,13 +39,11 @@ class ChatAnswer:
         return shown
 
 
-def whole_answer(
-    opened: OpenRequest, piece: OutputPiece, parser: MessageParser
-) -> chat_message_pb2.ChatOutput:
+def whole_answer(opened: OpenRequest, piece: OutputPiece) -> chat_message_pb2.ChatOutput:
     """A complete output as a message."""
     assert piece.ending is not None, "a final output has ended"
     delta = chat_message_pb2.ChatDelta()
-    _write(delta, [*parser.feed(piece.text), *parser.finish()])
+    _write(delta, piece.parts)
     message = chat_message_pb2.ChatMessage(
         role=chat_message_pb2.CHAT_ROLE_ASSISTANT, reasoning=delta.reasoning, tool_calls=delta.tool_calls
     )
@@ -71,21 +64,25 @@ def whole_answer(
 
 
 def _write(delta: chat_message_pb2.ChatDelta, parts: Sequence[Piece]) -> None:
+    delta.content = "".join(part.text for part in parts if isinstance(part, ContentPiece))
+    delta.reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningPiece))
     for part in parts:
-        if isinstance(part, ContentPiece):
-            delta.content += part.text
-        elif isinstance(part, ReasoningPiece):
-            delta.reasoning += part.text
-        else:
+        if isinstance(part, ToolCallPiece):
             call = chat_message_pb2.ToolCall(
-                index=part.index, id=part.id, name=part.name, arguments_json=part.arguments_json
+                index=part.index,
+                id=part.id,
+                name=part.name,
+                arguments_json=part.arguments_json,
+                incomplete=part.is_incomplete,
             )
             _add_call(delta, call)
 
 
 def _add_call(delta: chat_message_pb2.ChatDelta, call: chat_message_pb2.ToolCall) -> None:
     if delta.tool_calls and delta.tool_calls[-1].index == call.index:
-        delta.tool_calls[-1].arguments_json += call.arguments_json
+        last = delta.tool_calls[-1]
+        last.arguments_json += call.arguments_json
+        last.incomplete |= call.incomplete
     else:
         delta.tool_calls.append(call)
 

@@ -325,9 +325,9 @@ class Generation:
             entry.trace_context.CopyFrom(trace_context)
         states = make_states(
             request,
+            prompt,
             prepared,
             kind,
-            markers=prompt.markers,
             stream_interval=max(self._limits.stream_interval, request.sampling.stream_interval),
             limit=limit or self._reader_limit,
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),

@@ -25,7 +25,7 @@ CORE_FIELDS = frozenset((
     "model", "prompt", "token_ids", "sampling", "add_special_tokens", "truncate_prompt_tokens",
     "return_prompt_token_ids", "orphan_grace_ms", "request_id", "priority", "cache_salt", "session_id",
     "data_parallel_rank",
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "template_options",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "template_options", "stop_in_all_text",
 ))  # fmt: skip
 _SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
 

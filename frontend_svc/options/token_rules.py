@@ -17,6 +17,7 @@ _MAX_WORD_CHARS = 1024
 _MAX_ABS_BIAS = 100.0
 _MAX_SEQUENCES = 1024
 _MAX_SEQUENCE_IDS = 64
+_BEFORE = "a"
 
 
 class TokenRules(RequestOption):
@@ -57,23 +58,34 @@ async def bad_word_sequences(words: Sequence[str], tokenizer: WordTokenizer) -> 
     """Token sequences that the engine forbids: the last id may not follow the others. Without duplicates.
 
     A word has two forms: at the start of a text, and with a preceding space, for which most vocabularies
-    have separate tokens. The second is left out if it ends with the first, which forbids it already. A
-    leading space in the client's word is ignored.
+    have separate tokens. The second is left out if it ends with the first, which forbids it already. A word
+    that begins with white space has only the form in which it goes on a text.
 
     Raises InvalidArgument with a violation for each word that has no tokens or too many.
     """
     violations = Violations()
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
-        bare = word.lstrip()
-        plain = await tokenizer.encode(bare, add_special_tokens=False)
+        goes_on = word[:1].isspace()
+        plain = await (_following if goes_on else _encoded)(word, tokenizer)
         violations.need_count(_BAD_WORDS, len(plain), "tokens", 1, _MAX_SEQUENCE_IDS, index=index)
         if not 1 <= len(plain) <= _MAX_SEQUENCE_IDS:
             continue
-        spaced = await tokenizer.encode(f" {bare}", add_special_tokens=False)
         found[tuple(plain)] = None
+        spaced = plain if goes_on else await _encoded(f" {word}", tokenizer)
         if spaced[-len(plain) :] != plain and 1 <= len(spaced) <= _MAX_SEQUENCE_IDS:
             found[tuple(spaced)] = None
     violations.need_count(_BAD_WORDS, len(found), "token sequences", 0, _MAX_SEQUENCES)
     violations.raise_if_any()
     return [list(sequence) for sequence in found]
+
+
+async def _encoded(text: str, tokenizer: WordTokenizer) -> list[int]:
+    return await tokenizer.encode(text, add_special_tokens=False)
+
+
+async def _following(text: str, tokenizer: WordTokenizer) -> list[int]:
+    """The tokens of `text` behind other text: some tokenizers begin every text with a space of their own."""
+    before, both = await _encoded(_BEFORE, tokenizer), await _encoded(_BEFORE + text, tokenizer)
+    is_apart = both[: len(before)] == before
+    return both[len(before) :] if is_apart else await _encoded(text, tokenizer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from frontend_svc.output.logprobs import Logprobs
+from frontend_svc.parsers.parser import Piece, ToolCallPiece
 from service_kit.errors import ResourceExhausted, ServiceError
 
 # Memory of the logprobs of one token, and of each of its alternatives, while they wait for the reader.
@@ -52,7 +53,10 @@ class Ending:
 # Not frozen, like `Output`: one is created per token, and a frozen one would take four times as long.
 @dataclass(slots=True)
 class OutputPiece:
-    """New output of one sample, or all of it. `num_output_tokens` counts from its start."""
+    """New output of one sample, or all of it. `num_output_tokens` counts from its start.
+
+    parts: of a message, in place of text.
+    """
 
     index: int
     text: str
@@ -61,6 +65,7 @@ class OutputPiece:
     num_output_tokens: int
     cumulative_logprob: float | None
     ending: Ending | None
+    parts: Sequence[Piece] = ()
 
 
 @dataclass(slots=True)
@@ -92,12 +97,14 @@ class _Slot:
         "logprobs",
         "num_output",
         "num_unread",
+        "parts",
         "text",
         "token_ids",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.parts: list[Piece] = []
         self.token_ids: list[int] = []
         self.logprobs: Logprobs | None = None
         self.num_output = 0
@@ -111,11 +118,12 @@ class _Slot:
         """The unread part, which is removed unless `keeps`."""
         text = "".join(self.text)
         piece = OutputPiece(
-            index, text, self.token_ids, self.logprobs, self.num_output, self.cumulative_logprob, self.ending
-        )
+            index, text, self.token_ids, self.logprobs, self.num_output, self.cumulative_logprob, self.ending,
+            self.parts,
+        )  # fmt: skip
         self.is_due, self.is_delivered, self.num_unread = False, self.ending is not None, 0
         if keeps and not self.is_delivered:
-            self.text, self.token_ids = [text], list(self.token_ids)
+            self.text, self.parts, self.token_ids = [text], list(self.parts), list(self.token_ids)
             if self.logprobs is not None:
                 self.logprobs = _copy(self.logprobs)
         else:
@@ -123,7 +131,7 @@ class _Slot:
         return piece
 
     def clear(self) -> None:
-        self.text, self.token_ids, self.logprobs, self.num_unread = [], [], None, 0
+        self.text, self.parts, self.token_ids, self.logprobs, self.num_unread = [], [], [], None, 0
 
 
 class Collector:
@@ -174,6 +182,8 @@ class Collector:
         ending: Ending | None,
         logprobs: Logprobs | None = None,
         cumulative_logprob: float | None = None,
+        *,
+        parts: Sequence[Piece] | None = None,
     ) -> None:
         """Add new tokens of one output; `ending` with the last of them."""
         if self._error is not None:
@@ -183,6 +193,9 @@ class Collector:
         if text:
             slot.text.append(text)
             self._num_bytes += len(text) if text.isascii() else len(text.encode())
+        if parts:
+            slot.parts += parts
+            self._num_bytes += sum(map(_num_bytes, parts))
         num_tokens = len(token_ids)
         slot.token_ids += token_ids
         slot.num_output += num_tokens
@@ -307,6 +320,11 @@ class Collector:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _num_bytes(part: Piece) -> int:
+    text = part.arguments_json if isinstance(part, ToolCallPiece) else part.text
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _copy(logprobs: Logprobs) -> Logprobs:

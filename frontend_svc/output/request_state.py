@@ -1,4 +1,4 @@
-"""The state of a request in flight: turns token ids into text, with stop strings and logprobs."""
+"""The state of a request in flight: its text and logprobs so far, from steps to the collector."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from google.protobuf.message import Message
 from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
+from frontend_svc.output.output_text import OutputText
+from frontend_svc.parsers.message import MessageParser
+from frontend_svc.parsers.parser import Piece
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
 from service_kit.errors import ServiceError, Unavailable
@@ -44,9 +47,9 @@ class RequestState:
     """
 
     __slots__ = (
-        "_detokenizer", "_has_read", "_include_stop", "_index", "_logprobs", "_min_tokens", "_readers",
-        "_stops", "collector", "detokenize_ns", "first_output_at_ns", "has_ended", "is_continued",
-        "last_output_at_ns", "on_lost", "on_output", "output_token_ids",
+        "_has_read", "_index", "_logprobs", "_readers", "_text", "collector", "detokenize_ns",
+        "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "on_lost", "on_output",
+        "output_token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -57,15 +60,23 @@ class RequestState:
         *,
         include_stop: bool,
         min_tokens: int,
+        parser: MessageParser | None = None,
+        stops_in_content: bool = False,
         index: int = 0,
         logprobs: LogprobReader | None = None,
         readers: Sequence[OutputReader] = (),
     ) -> None:
         self.collector = collector
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens
+        self._text = None
+        if detokenizer is not None:
+            self._text = OutputText(
+                detokenizer,
+                stops,
+                parser,
+                stops_in_content=stops_in_content,
+                include_stop=include_stop,
+                min_tokens=min_tokens,
+            )
         self._index = index
         self._logprobs = logprobs
         self._readers = {reader.extra: reader for reader in readers}
@@ -103,18 +114,19 @@ class RequestState:
         """
         started_at_ns = perf_counter_ns()
         text = ""
-        if self._detokenizer is not None:
-            text, stop = self._text_of(self._detokenizer, token_ids, ending)
+        parts: list[Piece] | None = None
+        if self._text is not None:
+            text, parts, stop = self._text.advance(token_ids, len(self.output_token_ids), ending)
             if stop is not None:
                 ending = Ending(EndReason.STOP, stop_string=stop)
         self.output_token_ids.extend(token_ids)
         self.has_ended = ending is not None
         if self._logprobs is None or columns is None or not token_ids:
-            self.collector.put(self._index, text, token_ids, ending)
+            self.collector.put(self._index, text, token_ids, ending, parts=parts)
         else:
             logprobs = self._logprobs.read(token_ids, columns)
             cumulative = self._logprobs.cumulative
-            self.collector.put(self._index, text, token_ids, ending, logprobs, cumulative)
+            self.collector.put(self._index, text, token_ids, ending, logprobs, cumulative, parts=parts)
         self.last_output_at_ns = time_ns()
         if not self.first_output_at_ns:
             self.first_output_at_ns = self.last_output_at_ns
@@ -156,23 +168,3 @@ class RequestState:
         """Add to a message of the answer what the readers have read."""
         for reader in self._readers.values():
             reader.fill(message)
-
-    def _text_of(
-        self, detokenizer: Detokenizer, token_ids: list[int], ending: Ending | None
-    ) -> tuple[str, str | None]:
-        shown_ids = token_ids
-        if ending is not None and ending.is_by_token and not self._include_stop:
-            shown_ids = token_ids[:-1]
-        pieces = list(map(detokenizer.feed, shown_ids))
-        if ending is not None:
-            pieces.append(detokenizer.flush())
-        text = "".join(pieces)
-        if self._stops is None:
-            return text, None
-        # The first `min_tokens` tokens cannot complete a stop string; text flushed at the end can.
-        num_exempt = self._min_tokens - len(self.output_token_ids)
-        num_scanned_chars = sum(map(len, pieces[num_exempt:])) if num_exempt > 0 else len(text)
-        text, stop = self._stops.push(text, num_scanned_chars)
-        if ending is not None and stop is None:
-            text += self._stops.flush()
-        return text, stop

@@ -75,8 +75,8 @@ def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
             calls.drop_record()
             channels.begin_message()
             sink = channels.reasoning if header.is_reasoning else channels.content
-        elif (yield from _read_call(reader, calls, header.recipient)):
-            calls.commit()
+        elif header.recipient.startswith(_NAMESPACE):
+            yield from _read_call(reader, calls, header.recipient.removeprefix(_NAMESPACE))
         else:
             calls.abandon()
 
@@ -99,14 +99,15 @@ def _read_header(reader: Reader, marker: str) -> Waits[_Header | None]:
     return _Header(channel == ["analysis"], recipient.group(1) if recipient else "")
 
 
-def _read_call(reader: Reader, calls: CallWriter, recipient: str) -> Waits[bool]:
+def _read_call(reader: Reader, calls: CallWriter, name: str) -> Waits[None]:
     yield from skip_space(reader)
-    if not recipient.startswith(_NAMESPACE) or not calls.name(recipient.removeprefix(_NAMESPACE)):
-        return False
-    if not (yield from read_arguments(reader, calls)):
-        return False
-    yield from skip_space(reader)
-    return True
+    if (yield from reader.peek()) != "<":
+        if (yield from read_arguments(reader, calls, name)):
+            yield from skip_space(reader)
+    elif (yield from read_one_of(reader, (_CALL,))) and calls.name(name):
+        calls.commit()
+    else:
+        calls.abandon()
 
 
 _MARKERS = frozenset({_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL, _RETURN})

@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from frontend_svc.parsers.parser import CallRules, Piece, ToolParser, new_call_id
-from frontend_svc.parsers.reader import Reader, Waits
+from frontend_svc.parsers.reader import Markers, Reader, Waits, read_one_of, read_until, skip_space
 from frontend_svc.parsers.writer import CallWriter, PieceWriter
 
 CallGrammar: TypeAlias = Callable[[Reader, CallWriter], Waits[None]]
+# Takes the calls behind a marker, which was taken; the marker is empty for bare calls.
+CandidateGrammar: TypeAlias = Callable[[Reader, CallWriter, str], Waits[None]]
+
+
+def calls_behind(
+    starts: Sequence[str], read: CandidateGrammar, *, ends: Sequence[str] = (), bare: str = ""
+) -> CallGrammar:
+    """The grammar of calls that stand right behind one of `starts`, and of text that is content.
+
+    ends: markers that are dropped behind a call. bare: characters with which a call without a marker begins,
+    at the beginning of the message, or behind another call and a semicolon or line break.
+    """
+    outside, inside = Markers(*starts), Markers(*starts, *ends)
+
+    def grammar(reader: Reader, calls: CallWriter) -> Waits[None]:
+        is_inside = False
+        while True:
+            calls.begin()
+            marker: str | None = None
+            markers = inside if is_inside else outside
+            if bare and (calls.is_first or calls.is_behind_call):
+                marker = yield from _find_bare(reader, calls, markers, bare)
+            if marker is None:
+                calls.abandon()
+                marker = yield from read_until(reader, markers, calls.content)
+                if marker is None:
+                    return
+                calls.begin()
+                yield from read_one_of(reader, (marker,))
+            if marker in ends:
+                calls.drop_record()
+                calls.drop_space()
+                is_inside = False
+                continue
+            num_before = calls.num_committed
+            yield from read(reader, calls, marker)
+            is_inside = is_inside or calls.num_committed > num_before
+
+    return grammar
+
+
+def _find_bare(reader: Reader, calls: CallWriter, markers: Markers, bare: str) -> Waits[str | None]:
+    """Take what separates calls, and a marker if one follows; None if no call can follow."""
+    is_separated = yield from skip_space(reader)
+    if calls.is_behind_call:
+        is_separated = bool((yield from read_one_of(reader, ";"))) or is_separated
+        yield from skip_space(reader)
+    if (is_separated or calls.is_first) and (char := (yield from reader.peek())) and char in bare:
+        return ""
+    return (yield from read_one_of(reader, markers.texts)) or None
 
 
 class GrammarParser:
@@ -28,8 +78,8 @@ class GrammarParser:
         next(self._grammar, None)
         return self._pieces.take()
 
-    def finish(self) -> list[Piece]:
-        self._reader.end()
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        self._reader.end(is_cut=is_cut)
         next(self._grammar, None)
         return self._pieces.take()
 
@@ -50,8 +100,8 @@ class CallGrammarParser:
     def feed(self, text: str) -> list[Piece]:
         return self._parser.feed(text)
 
-    def finish(self) -> list[Piece]:
-        pieces = self._parser.finish()
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        pieces = self._parser.finish(is_cut=is_cut)
         self._calls.finish()
         return pieces + self._calls.pieces.take()
 

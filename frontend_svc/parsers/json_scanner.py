@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from frontend_svc.parsers.reader import SPACE, Reader, Waits
 
@@ -46,6 +46,11 @@ class JsonScanner:
         self.is_whole = False
         self.is_broken = False
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether an object or array is open."""
+        return bool(self._open)
+
     def scan(self, text: str, at: int) -> int:
         """Scan `text` from index `at`; returns the index of the first character not taken."""
         while at < len(text) and not self.is_whole and not self.is_broken:
@@ -76,18 +81,27 @@ class JsonScanner:
 _State: TypeAlias = Callable[[JsonScanner, str, int], int]
 
 
-def read_json(reader: Reader, sink: Callable[[str], None]) -> Waits[bool]:
-    """Pass a JSON value to `sink` as it arrives; False at an invalid character, which is not taken."""
-    scanner = JsonScanner()
-    while (yield from reader.has_more()):
+class Scanner(Protocol):
+    """Scans one value incrementally; see `JsonScanner`."""
+
+    is_whole: bool
+    is_broken: bool
+
+    def scan(self, text: str, at: int) -> int: ...
+
+
+def read_scanned(reader: Reader, scanner: Scanner, sink: Callable[[str], None]) -> Waits[bool]:
+    """Pass the rest of a value to `sink` as it arrives; False at an invalid character, which is not taken."""
+    while not scanner.is_whole and not scanner.is_broken and (yield from reader.has_more()):
         end = scanner.scan(reader.text, reader.at)
         if end > reader.at:
             sink(reader.take(end))
-        if scanner.is_whole:
-            return True
-        if scanner.is_broken:
-            return False
-    return False
+    return scanner.is_whole
+
+
+def read_json(reader: Reader, sink: Callable[[str], None]) -> Waits[bool]:
+    """Pass a JSON value to `sink` as it arrives; False at an invalid character, which is not taken."""
+    return (yield from read_scanned(reader, JsonScanner(), sink))
 
 
 def _skip_space(text: str, at: int) -> int:

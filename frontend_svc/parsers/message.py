@@ -33,10 +33,10 @@ class MessageParser:
             return self._find_calls([ContentPiece(text)] if text else [])
         return self._find_calls(self._reasoning.feed(text))
 
-    def finish(self) -> list[Piece]:
-        """The pieces held back, once no more text comes. Called once."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """The pieces held back, once no more text comes, see `PieceParser`. Called once."""
         pieces = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
-        return pieces if self._tools is None else pieces + self._tools.finish()
+        return pieces if self._tools is None else pieces + self._tools.finish(is_cut=is_cut)
 
     def _find_calls(self, pieces: list[Piece]) -> list[Piece]:
         if self._tools is None:

@@ -4,71 +4,46 @@ from __future__ import annotations
 
 import re
 
-from frontend_svc.parsers.call_object import read_arguments, read_call
-from frontend_svc.parsers.grammar_parser import ToolGrammar
+from frontend_svc.parsers.call_object import read_arguments, read_calls
+from frontend_svc.parsers.grammar_parser import ToolGrammar, calls_behind
 from frontend_svc.parsers.parser import new_short_call_id
-from frontend_svc.parsers.reader import Markers, Reader, Waits, read_one_of, read_run, read_until, skip_space
+from frontend_svc.parsers.reader import Reader, Waits, read_one_of, read_run, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
 _CALLS, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_STARTS = Markers(_CALLS)
 _NAME = re.compile(r"[^\s\[\]{}\"]*")
 _MAX_NAME_CHARS = 256
 
 
-def _parse(reader: Reader, calls: CallWriter) -> Waits[None]:
-    while (yield from read_until(reader, _STARTS, calls.content)) is not None:
-        calls.begin()
-        yield from read_one_of(reader, (_CALLS,))
-        yield from skip_space(reader)
-        char = yield from reader.peek()
-        if char == "[":
-            yield from _read_array(reader, calls)
-        elif (yield from _read_named(reader, calls)):
-            calls.commit()
-        else:
-            calls.abandon()
-
-
-def _read_array(reader: Reader, calls: CallWriter) -> Waits[None]:
-    yield from read_one_of(reader, "[")
-    while True:
-        yield from skip_space(reader)
-        if not (yield from read_call(reader, calls, other_keys=None, needs_arguments=False)):
-            calls.abandon()
-            return
-        calls.commit()
-        calls.begin()
-        yield from skip_space(reader)
-        following = yield from read_one_of(reader, ",]")
-        if following == "]":
-            calls.drop_record()
-            return
-        if not following:
-            calls.abandon()
-            return
-
-
-def _read_named(reader: Reader, calls: CallWriter) -> Waits[bool]:
-    """Take `name[ARGS]{...}`; older models write `[CALL_ID]` and an id before `[ARGS]`, some no marker."""
-    name = yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
-    if not calls.name(name):
-        return False
+def _read(reader: Reader, calls: CallWriter, marker: str) -> Waits[None]:
     yield from skip_space(reader)
-    if (yield from reader.peek()) == "[":
-        marker = yield from read_one_of(reader, (_ARGS, _CALL_ID))
-        if marker == _CALL_ID:
-            yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
-            marker = yield from read_one_of(reader, (_ARGS,))
-        if not marker:
-            return False
-        yield from skip_space(reader)
-    return (yield from read_arguments(reader, calls))
+    if (yield from reader.peek()) in ("[", "{"):
+        yield from read_calls(reader, calls, other_keys=None)
+        return
+    name = yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
+    if (yield from _read_markers(reader)):
+        yield from read_arguments(reader, calls, name)
+    else:
+        calls.abandon()
 
 
+def _read_markers(reader: Reader) -> Waits[bool]:
+    """Take `[ARGS]`, in older models behind `[CALL_ID]` and an id; some write an object without a marker."""
+    yield from skip_space(reader)
+    if (yield from reader.peek()) == "{":
+        return True
+    marker = yield from read_one_of(reader, (_ARGS, _CALL_ID))
+    if marker == _CALL_ID:
+        yield from read_run(reader, _NAME, _MAX_NAME_CHARS)
+        marker = yield from read_one_of(reader, (_ARGS,))
+    yield from skip_space(reader)
+    return bool(marker)
+
+
+_GRAMMAR = calls_behind((_CALLS,), _read)
 MISTRAL = ToolGrammar(
     name="mistral",
-    grammar=_parse,
+    grammar=_GRAMMAR,
     markers=frozenset({_CALLS, _ARGS, _CALL_ID}),
     named_prefix='[TOOL_CALLS] [{"name": "{name}", "arguments": ',
     any_prefix='[TOOL_CALLS] [{"name": "',
@@ -76,7 +51,7 @@ MISTRAL = ToolGrammar(
 )
 MISTRAL_ARGS = ToolGrammar(
     name="mistral_args",
-    grammar=_parse,
+    grammar=_GRAMMAR,
     markers=frozenset({_CALLS, _ARGS, _CALL_ID}),
     named_prefix="[TOOL_CALLS]{name}[ARGS]",
     any_prefix="[TOOL_CALLS]",

@@ -29,13 +29,15 @@ class ReasoningPiece:
 class ToolCallPiece:
     """A call, or more of its arguments: `id` and `name` are set in its first piece and empty afterwards.
 
-    The `arguments_json` of all pieces of one `index`, joined, are the arguments as the model wrote them.
+    The `arguments_json` of all pieces of one `index`, joined, are the arguments as the model wrote them. The
+    last piece of a call that turned out to be malformed `is_incomplete`: its arguments are not whole.
     """
 
     index: int
     id: str
     name: str
     arguments_json: str
+    is_incomplete: bool = False
 
 
 Piece: TypeAlias = ContentPiece | ReasoningPiece | ToolCallPiece
@@ -50,13 +52,16 @@ class CallRules:
     own function.
 
     With `streams_arguments` a call is emitted as soon as its arguments begin. If it turns out to be malformed
-    later, the emitted part stays and the rest is content. Without it, a call is emitted once it is complete,
-    and a malformed one is content from its first character.
+    later, the emitted part stays, marked as incomplete, and the rest is content. Without it, a call is
+    emitted once it is complete, and a malformed one is content from its first character.
+
+    `is_continued`: the message began in the prompt, so that no call stands at its beginning.
     """
 
     tool_names: frozenset[str]
     is_parallel: bool = True
     streams_arguments: bool = True
+    is_continued: bool = False
     new_id: Callable[[], str] | None = None
 
 
@@ -64,12 +69,13 @@ class PieceParser(Protocol):
     """Parses text incrementally. The joined pieces do not depend on how the text was split.
 
     feed: adds text; returns the pieces that became certain, in order.
-    finish: returns the pieces held back, once no more text comes. Called once.
+    finish: returns the pieces held back, once no more text comes. Called once. `is_cut`: the model did not
+    end the text itself.
     """
 
     def feed(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]: ...
+    def finish(self, *, is_cut: bool = False) -> list[Piece]: ...
 
 
 class ToolParser(PieceParser, Protocol):

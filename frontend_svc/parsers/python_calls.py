@@ -18,6 +18,86 @@ _KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtv0123xNuU")
 _MAX_INT_BITS = 4096
 
 
+_CALL = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*\((.*)\)\s*", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=(.*)", re.DOTALL)
+# The syntax tree of a text takes about a hundred times its size.
+_MAX_CHARS = 64 * 1024
+_MAX_DEPTH = 32
+_PLAIN = re.compile(r"[^\[\](){}'\",]*")
+_IN_STRING = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+
+
+class BracketScanner:
+    """Scans Python source up to the bracket that closes `opening`; breaks at a wrong one, or at a limit.
+
+    commas: their positions in the text scanned, without those in inner brackets.
+    """
+
+    __slots__ = (
+        "_expected", "_is_escaped", "_is_triple", "_num_chars", "_quote", "_quotes_in_row", "commas",
+        "is_broken", "is_whole",
+    )  # fmt: skip
+
+    def __init__(self, opening: str) -> None:
+        self._expected = [_CLOSING[opening]]
+        self._quote = ""  # of the string that is open, or was just closed if it was empty
+        self._quotes_in_row = 0
+        self._is_triple = self._is_escaped = False
+        self._num_chars = 0
+        self.commas: list[int] = []
+        self.is_whole = False
+        self.is_broken = False
+
+    def scan(self, text: str, at: int) -> int:
+        """Scan `text` from index `at`; returns the index of the first character not taken."""
+        while at < len(text) and not self.is_whole and not self.is_broken:
+            is_string = bool(self._quote) and not self._is_empty_string()
+            run = (_IN_STRING[self._quote] if is_string else _PLAIN).match(text, at)
+            end = at if run is None or self._is_escaped else run.end()
+            if end > at:
+                self._quotes_in_row = 0
+                self._quote = self._quote if is_string else ""
+            elif is_string:
+                self._scan_in_string(text[at])
+                end += 1
+            else:
+                self._scan_plain(text[at])
+                end += not self.is_broken
+            self._num_chars += end - at
+            self.is_broken = self.is_broken or self._num_chars > _MAX_CHARS
+            at = end
+        return at
+
+    def _is_empty_string(self) -> bool:
+        return self._quotes_in_row == 2 and not self._is_triple
+
+    def _scan_in_string(self, char: str) -> None:
+        if self._is_escaped or char != self._quote:
+            self._is_escaped = char == "\\" and not self._is_escaped
+            self._quotes_in_row = 0
+            return
+        self._quotes_in_row += 1
+        if self._quotes_in_row == 3 if self._is_triple else self._quotes_in_row == 1:
+            self._quote, self._is_triple, self._quotes_in_row = "", False, 0
+
+    def _scan_plain(self, char: str) -> None:
+        is_third = self._is_empty_string() and char == self._quote
+        self._quote, self._quotes_in_row = "", 0
+        if char in _IN_STRING:
+            self._quote, self._is_triple = char, is_third
+            self._quotes_in_row = 0 if is_third else 1
+        elif char in _CLOSING:
+            self._expected.append(_CLOSING[char])
+            self.is_broken = len(self._expected) > _MAX_DEPTH
+        elif char == ",":
+            if len(self._expected) == 1:
+                self.commas.append(self._num_chars)
+        elif char != self._expected.pop():
+            self.is_broken = True
+        self.is_whole = not self._expected
+
+
 class _NotLiteral(ValueError):
     """An expression is no call with literal arguments."""
 
@@ -26,38 +106,51 @@ def read_python_calls(source: str) -> list[tuple[str, str]]:
     """The names and JSON arguments of a list of calls; empty if `source` is anything else.
 
     Arguments must be named, and be strings, numbers, None, True, False, or lists, tuples and dicts of these.
+    Names of calls may have dashes and dots, and those of arguments may be Python's keywords.
     """
     try:
-        tree = ast.parse(_ESCAPE.sub(_keep_unknown_escape, source), mode="eval")
-        if not isinstance(tree.body, ast.List):
-            return []
-        return [_call(element) for element in tree.body.elts]
+        return [_call(element) for element in _split(source, "[")]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
+
+
+def _split(source: str, opening: str) -> list[str]:
+    """The elements between the brackets around `source`."""
+    scanner = BracketScanner(opening)
+    if not source.startswith(opening) or scanner.scan(source, 1) < len(source) or not scanner.is_whole:
+        raise _NotLiteral
+    starts = [1, *(comma + 2 for comma in scanner.commas)]
+    elements = [
+        source[start : end - 1] for start, end in zip(starts, [*starts[1:], len(source)], strict=True)
+    ]
+    return elements if elements[-1].strip() else elements[:-1]
+
+
+def _call(source: str) -> tuple[str, str]:
+    found = _CALL.fullmatch(source)
+    if found is None:
+        raise _NotLiteral
+    arguments: dict[str, _Literal] = {}
+    for argument in _split(f"({found.group(2)})", "("):
+        name, value = _argument(argument)
+        if name in arguments:
+            raise _NotLiteral
+        arguments[name] = value
+    return found.group(1), _json(arguments)
+
+
+def _argument(source: str) -> tuple[str, _Literal]:
+    found = _ARGUMENT.fullmatch(source)
+    if found is None or not found.group(2).strip():
+        raise _NotLiteral
+    # In brackets, so that it may have line breaks.
+    value = _ESCAPE.sub(_keep_unknown_escape, found.group(2))
+    return found.group(1), _value(ast.parse(f"({value}\n)", mode="eval").body)
 
 
 def _keep_unknown_escape(found: re.Match[str]) -> str:
     # Python would keep the backslash as well, but with a warning.
     return found.group() if found.group(1) in _KNOWN_ESCAPES else "\\" + found.group()
-
-
-def _call(node: ast.expr) -> tuple[str, str]:
-    if not isinstance(node, ast.Call) or node.args:
-        raise _NotLiteral
-    arguments: dict[str, _Literal] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise _NotLiteral
-        arguments[keyword.arg] = _value(keyword.value)
-    return _name(node.func), _json(arguments)
-
-
-def _name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    if isinstance(node, ast.Name):
-        return node.id
-    raise _NotLiteral
 
 
 def _value(node: ast.expr) -> _Literal:

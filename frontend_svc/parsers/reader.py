@@ -43,14 +43,16 @@ class Reader:
     """The unread text is `text[at:]`. Taken text can be recorded, so that it can be emitted unchanged.
 
     prefix: text at the end of the prompt; it is read like any other but never recorded.
+    on_take: called with all text that is taken, if set.
     """
 
-    __slots__ = ("_num_unrecorded", "_record", "at", "is_ended", "text")
+    __slots__ = ("_num_unrecorded", "_record", "at", "is_cut", "is_ended", "on_take", "text")
 
     def __init__(self, prefix: str = "") -> None:
         self.text = prefix
         self.at = 0
-        self.is_ended = False
+        self.is_ended = self.is_cut = False
+        self.on_take: Callable[[str], object] | None = None
         self._record: list[str] | None = None
         self._num_unrecorded = len(prefix)
 
@@ -64,9 +66,9 @@ class Reader:
         self.text = text + self.text[self.at :]
         self.at = 0
 
-    def end(self) -> None:
-        """Signal that no more text comes."""
-        self.is_ended = True
+    def end(self, *, is_cut: bool) -> None:
+        """Signal that no more text comes; `is_cut`: though the model did not end it."""
+        self.is_ended, self.is_cut = True, is_cut
 
     def take(self, end: int) -> str:
         """Take the text up to index `end`."""
@@ -76,6 +78,8 @@ class Reader:
         self._num_unrecorded -= num_unrecorded
         if self._record is not None:
             self._record.append(taken[num_unrecorded:])
+        if self.on_take is not None:
+            self.on_take(taken)
         return taken
 
     def begin_record(self) -> None:
@@ -130,13 +134,15 @@ def read_run(reader: Reader, run: re.Pattern[str], max_chars: int) -> Waits[str]
     return "".join(parts)
 
 
-def skip_space(reader: Reader) -> Waits[None]:
-    """Take white space."""
+def skip_space(reader: Reader) -> Waits[bool]:
+    """Take white space; returns whether a line ended in it."""
+    has_line_break = False
     while (yield from reader.has_more()):
         found = _SPACE_RUN.match(reader.text, reader.at)
         if found is None or not found.group():
-            return
-        reader.take(found.end())
+            break
+        has_line_break = "\n" in reader.take(found.end()) or has_line_break
+    return has_line_break
 
 
 def read_one_of(reader: Reader, texts: Iterable[str]) -> Waits[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from frontend_svc.parsers.parser import CallRules, ContentPiece, Piece, ReasoningPiece, ToolCallPiece
 from frontend_svc.parsers.reader import SPACE, Reader
@@ -20,7 +20,7 @@ class _Run:
     def piece(self) -> Piece:
         text = "".join(self.parts)
         if self.call is not None:
-            return ToolCallPiece(self.call.index, self.call.id, self.call.name, text)
+            return replace(self.call, arguments_json=text)
         return ReasoningPiece(text) if self.is_reasoning else ContentPiece(text)
 
 
@@ -43,13 +43,16 @@ class PieceWriter:
     def open_call(self, index: int, call_id: str, name: str) -> None:
         self._runs.append(_Run(False, ToolCallPiece(index, call_id, name, "")))
 
-    def arguments(self, index: int, text: str) -> None:
-        """Add arguments of the call that was opened last."""
+    def arguments(self, index: int, text: str, *, is_incomplete: bool = False) -> None:
+        """Add arguments of the call that was opened last; with `is_incomplete` they end there."""
         last = self._runs[-1] if self._runs else None
         if last is None or last.call is None or last.call.index != index:
             last = _Run(False, ToolCallPiece(index, "", "", ""))
             self._runs.append(last)
+        assert last.call is not None, "the run of a call"
         last.parts.append(text)
+        if is_incomplete:
+            last.call = replace(last.call, is_incomplete=True)
 
     def take(self) -> list[Piece]:
         """Remove and return the pieces, in order."""
@@ -69,11 +72,13 @@ class CallWriter:
 
     If `trims_space`, white space before, between and after calls belongs to the format and is dropped;
     otherwise it is content like any other text.
+
+    num_calls: complete calls that were emitted. num_committed: also those that the rules drop.
+    is_behind_call: nothing but white space came after the last call. is_first: nothing else came at all.
     """
 
     __slots__ = (
         "_arguments",
-        "_is_behind_call",
         "_is_open",
         "_name",
         "_new_id",
@@ -82,7 +87,10 @@ class CallWriter:
         "_rules",
         "_space",
         "_trims_space",
+        "is_behind_call",
+        "is_first",
         "num_calls",
+        "num_committed",
         "pieces",
     )
 
@@ -94,12 +102,14 @@ class CallWriter:
         self._new_id = rules.new_id or new_id
         self._trims_space = trims_space
         self._space: list[str] = []
-        self._is_behind_call = False
         self._num_opened = 0
         self._name: str | None = None
         self._arguments: list[str] = []
         self._is_open = False
+        self.is_first = not rules.is_continued
+        self.is_behind_call = False
         self.num_calls = 0
+        self.num_committed = 0
         self.pieces = PieceWriter()
 
     def content(self, text: str) -> None:
@@ -111,7 +121,7 @@ class CallWriter:
         if kept:
             self.pieces.content("".join(self._space) + kept)
             self._space.clear()
-            self._is_behind_call = False
+            self.is_first = self.is_behind_call = False
         if len(kept) < len(text):
             self._space.append(text[len(kept) :])
 
@@ -127,8 +137,6 @@ class CallWriter:
         if self._name is not None or not self.knows(name):
             return False
         self._name = name
-        if self._arguments and self._may_open():
-            self._open()
         return True
 
     def arguments(self, text: str) -> None:
@@ -137,8 +145,12 @@ class CallWriter:
             self._emit(text)
             return
         self._arguments.append(text)
-        if self._may_open():
+        if self._rules.streams_arguments and self._name is not None and not self._is_dropped():
             self._open()
+
+    def whole_arguments(self, text: str) -> None:
+        """Set the candidate's arguments, which the model wrote in other words; emitted by `commit`."""
+        self._arguments = [text]
 
     def commit(self) -> None:
         """The candidate is a complete call."""
@@ -147,13 +159,17 @@ class CallWriter:
             self._open()
         if self._is_open:
             self.num_calls += 1
+        self.num_committed += 1
         self._reset()
         self.drop_space()
-        self._is_behind_call = True
+        self.is_first, self.is_behind_call = False, True
 
     def abandon(self) -> None:
         """The candidate is no call: the part not emitted yet becomes content, unchanged."""
         recorded = self._reader.end_record()
+        if self._is_open:
+            self.pieces.arguments(self._num_opened - 1, "", is_incomplete=True)
+            self.is_behind_call = False
         self._reset()
         self.content(recorded)
 
@@ -166,12 +182,9 @@ class CallWriter:
         self._reader.end_record()
 
     def finish(self) -> None:
-        if not self._is_behind_call:
+        if not self.is_behind_call:
             self.pieces.content("".join(self._space))
         self._space.clear()
-
-    def _may_open(self) -> bool:
-        return self._rules.streams_arguments and self._name is not None and not self._is_dropped()
 
     def _is_dropped(self) -> bool:
         return not self._rules.is_parallel and self.num_calls > 0
@@ -181,7 +194,7 @@ class CallWriter:
         self._is_open = True
         self.pieces.open_call(self._num_opened, self._new_id(), self._name or "")
         self._num_opened += 1
-        self._is_behind_call = True
+        self.is_first = False
         self._emit("".join(self._arguments))
 
     def _emit(self, text: str) -> None:

@@ -15,14 +15,6 @@ from triptych.engine.v1 import session_pb2
 
 logger = logging.getLogger(__name__)
 
-# Sampling defaults of some models that are not applied, with their neutral values.
-_UNAPPLIED_DEFAULTS: tuple[tuple[str, float], ...] = (
-    ("typical_p", 1.0),
-    ("epsilon_cutoff", 0.0),
-    ("eta_cutoff", 0.0),
-    ("no_repeat_ngram_size", 0),
-)
-
 # The defaults that are applied, and whether an engine accepts a value.
 _APPLIED_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
     "temperature": lambda value: 0.0 <= value <= 2.0,
@@ -34,6 +26,20 @@ _APPLIED_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
     "repetition_penalty": lambda value: 0.001 <= value <= 1000.0,
     "max_new_tokens": lambda value: 1 <= value < math.inf,
 }
+
+# Keys that say nothing about how tokens are chosen, or that are read elsewhere.
+_OTHER_KEYS = frozenset((
+    "_from_model_config", "transformers_version", "bos_token_id", "pad_token_id", "eos_token_id",
+    "decoder_start_token_id", "do_sample", "use_cache", "cache_implementation", "return_dict_in_generate",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+))  # fmt: skip
+# Values of other keys that change nothing, beside null, false and what is empty.
+_NEUTRAL_VALUES: Mapping[str, float] = {
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 1, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, "length_penalty": 1,
+    "diversity_penalty": 0, "guidance_scale": 1, "penalty_alpha": 0, "num_beams": 1, "num_beam_groups": 1,
+    "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0, "dola_layers": 0,
+}  # fmt: skip
 
 _ALWAYS_TAKEN_CHARS = 1024 * 1024
 # Ordinary text has about four; long runs of one character have more if the vocabulary has tokens for them.
@@ -91,10 +97,10 @@ class ServedModel:
 def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
     """The sampling defaults of a generation_config.json; empty bytes: no file. Raises ValueError."""
     values = read_json_object(generation_config)
-    for name, neutral in _UNAPPLIED_DEFAULTS:
-        if _number(values, name) not in (None, neutral):
-            _warn_unapplied(name, values)
-    found = {name: _default(values, name, is_fine) for name, is_fine in _APPLIED_DEFAULTS.items()}
+    if unapplied := [name for name in values if not _is_applied(name, values)]:
+        logger.warning("keys of generation_config.json have no effect", extra={"keys": ", ".join(unapplied)})
+    # A wrong default must not make every request fail that leaves the parameter unset.
+    found = {name: _number(values, name) if _is_applied(name, values) else None for name in _APPLIED_DEFAULTS}
     top_k, max_new_tokens = found["top_k"], found["max_new_tokens"]
     return GenerationDefaults(
         temperature=0.0 if values.get("do_sample") is False else found["temperature"],
@@ -138,17 +144,14 @@ def read_json_object(content: bytes) -> Mapping[str, object]:
     return value
 
 
-def _default(values: Mapping[str, object], name: str, is_fine: Callable[[float], bool]) -> float | None:
-    value = _number(values, name)
-    if value is None or is_fine(value):
-        return value
-    # A wrong default must not make every request fail that leaves the parameter unset.
-    _warn_unapplied(name, values)
-    return None
-
-
-def _warn_unapplied(name: str, values: Mapping[str, object]) -> None:
-    logger.warning("default of the model is not applied", extra={"option": name, "value": values[name]})
+def _is_applied(name: str, values: Mapping[str, object]) -> bool:
+    """Whether the value of a key has its effect, or has none in any case."""
+    value, number = values.get(name), _number(values, name)
+    if name in _OTHER_KEYS or value is None or value is False or value in ([], {}, ""):
+        return True
+    if name in _APPLIED_DEFAULTS:
+        return number is not None and _APPLIED_DEFAULTS[name](number)
+    return number is not None and number == _NEUTRAL_VALUES.get(name)
 
 
 def _number(values: Mapping[str, object], name: str) -> float | None:

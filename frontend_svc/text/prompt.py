@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from frontend_svc.parsers.message import MessageParser
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from service_kit.errors import InvalidArgument
@@ -20,6 +21,8 @@ class Prompt(Protocol):
     markers: special tokens that stay in the output's text even if special tokens are skipped.
     check: adds violations for what can be checked cheaply.
     tokenize: the token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early.
+    parser: of an answer that is a message, once the prompt is tokenized; with `streams` it emits arguments of
+    tool calls that are not whole.
     """
 
     @property
@@ -31,6 +34,8 @@ class Prompt(Protocol):
     def check(self, model: ServedModel, violations: Violations) -> None: ...
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]: ...
+
+    def parser(self, *, streams: bool) -> MessageParser | None: ...
 
 
 class RequestPrompt:
@@ -75,6 +80,10 @@ class RequestPrompt:
         check_text("prompt", request.prompt, model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
+
+    def parser(self, *, streams: bool) -> MessageParser | None:
+        """None: its answers are texts."""
+        return None
 
 
 def check_text(field: str, text: str, model: ServedModel) -> None:

@@ -44,6 +44,8 @@ class StructuredOutput:
 class SamplingParams:
     """How tokens are sampled and returned; the fields are those of `triptych.common.v1.SamplingParams`.
 
+    Without `max_tokens` an output goes on to the model's own max_new_tokens, else until its context is full.
+
     None, or an empty list, means unset: the model's or the server's default.
     """
 

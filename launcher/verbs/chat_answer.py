@@ -28,11 +28,15 @@ class ChatAnswer:
             call = self._calls.setdefault(piece.index, chat_message_pb2.ToolCall(index=piece.index))
             call.id, call.name = call.id + piece.id, call.name + piece.name
             call.arguments_json += piece.arguments_json
+            call.incomplete |= piece.incomplete
         return self._shown_reasoning(delta.reasoning) + self._shown_content(delta.content)
 
     def end(self) -> str:
         """The last text to print: the end of the line, then the tool calls, one per line."""
-        calls = [f"{call.name}({call.arguments_json})" for _, call in sorted(self._calls.items())]
+        calls = [
+            f"{call.name}({call.arguments_json}{' (incomplete)' if call.incomplete else ')'}"
+            for _, call in sorted(self._calls.items())
+        ]
         is_empty = bool(calls) and not self._content
         return self.brighten() + ("" if is_empty else "\n") + "".join(f"{call}\n" for call in calls)
 
@@ -44,13 +48,14 @@ class ChatAnswer:
         return _PLAIN + "\n"
 
     def message(self) -> chat_message_pb2.ChatMessage:
-        """The message to append to the conversation."""
+        """The message to append to the conversation. A call that broke is no part of it."""
+        calls = [call for _, call in sorted(self._calls.items()) if not call.incomplete]
         message = chat_message_pb2.ChatMessage(
             role=chat_message_pb2.CHAT_ROLE_ASSISTANT,
             reasoning=self._reasoning,
-            tool_calls=[call for _, call in sorted(self._calls.items())],
+            tool_calls=calls,
         )
-        if self._content or not self._calls:
+        if self._content or not calls:
             message.parts.add(text=self._content)
         return message
 

@@ -33,7 +33,8 @@ from triptych_client.retry import RetryPolicy
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }}\n{% endfor %}"
-    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% if enable_thinking %}<think>\n{% endif %}{% endif %}"
     "{# </think> #}"
 )

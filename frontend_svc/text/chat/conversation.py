@@ -55,6 +55,11 @@ def check_conversation(
     if options.continue_final_message and options.add_generation_prompt:
         rule = "must be false where continue_final_message is true"
         violations.add("template_options.add_generation_prompt", True, rule)
+    if options.continue_final_message:
+        final = request.messages[-1]
+        is_fine = bool(final.parts) and not final.tool_calls
+        rule = "must be false where the last message does not end with text"
+        violations.need(is_fine, "template_options.continue_final_message", True, rule)
     _check_json_object("template_options.arguments_json", options.arguments_json, violations)
 
 
@@ -150,6 +155,8 @@ def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, vi
     for index, call in enumerate(message.tool_calls):
         field = f"{message_field}.tool_calls[{index}]"
         violations.need(bool(call.name), f"{field}.name", call.name, "must not be empty")
+        rule = "must be false: an incomplete call was not made"
+        violations.need(not call.incomplete, f"{field}.incomplete", True, rule)
         _check_json_object(f"{field}.arguments_json", call.arguments_json, violations)
 
 

@@ -1,39 +1,48 @@
-"""The prompt of a conversation: rendered by the model's chat template, then tokenized. Knows no parser."""
+"""The prompt of a conversation, rendered by the model's chat template, and the parsers of its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from frontend_svc.parsers.message import MessageParser, open_message
+from frontend_svc.parsers.parser import CallRules
+from frontend_svc.parsers.registry import reasoning_parser, tool_parser
 from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
+from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2
 
 
 class ChatPrompt:
-    """The prompt of a ChatRequest.
+    """The prompt of a ChatRequest, and a parser for each of its answers.
 
-    suffix_of: gets the rendered text and returns text to append, e.g. the opening of a forced tool call.
-    markers: special tokens that stay in the output's text, for the tool and reasoning parsers.
+    If the client demands a tool call, the prompt ends with the start of that call, so that the model can only
+    continue it. Raises Unimplemented if a call is demanded and no tool parser is known for the model.
     """
 
     field = "messages"
 
     def __init__(
-        self,
-        request: chat_message_pb2.ChatRequest,
-        *,
-        shows_tools: bool,
-        takes_templates: bool,
-        suffix_of: Callable[[str], str],
-        markers: frozenset[str] = frozenset(),
+        self, request: chat_message_pb2.ChatRequest, model: ServedModel, *, takes_templates: bool
     ) -> None:
         self._request = request
-        self._shows_tools = shows_tools
         self._takes_templates = takes_templates
-        self._suffix_of = suffix_of
-        self.markers = markers
-        self.text = ""
+        self._tools = tool_parser(model.parsers.tool)
+        self._reasoning = reasoning_parser(model.parsers.reasoning)
+        self._forced_prefix = ""
+        self._text = ""
+        self._shows_tools = not _forbids_calls(request.tool_choice)
+        self._is_demanded = _demands_call(request.tool_choice)
+        if self._is_demanded and self._tools is None:
+            raise Unimplemented(
+                f"tool_choice demands a call, but no tool parser is known for model {model.name!r}",
+                reason="PARAMETER_NOT_SERVED",
+                metadata={"fields": "tool_choice"},
+            )
+
+    @property
+    def markers(self) -> frozenset[str]:
+        formats = [each for each in (self._tools, self._reasoning) if each is not None]
+        return frozenset().union(*(each.markers for each in formats if each.needs_special_tokens))
 
     def check(self, model: ServedModel, violations: Violations) -> None:
         """Add violations for an invalid conversation. Raises Unimplemented for media."""
@@ -41,14 +50,54 @@ class ChatPrompt:
         check_tool_choice(self._request, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
-        """The token ids of the rendered text, which is stored in `text`. Raises InvalidArgument."""
+        """The token ids of the rendered text. Raises InvalidArgument."""
         conversation = conversation_of(self._request, shows_tools=self._shows_tools)
-        self.text, token_ids = await model.tokenizer.render_and_encode(
+        self._text, token_ids = await model.tokenizer.render_and_encode(
             conversation, max_chars=model.max_text_chars
         )
-        suffix = self._suffix_of(self.text)
+        suffix = self._suffix()
         if not suffix:
             return token_ids
-        self.text += suffix
+        self._text += suffix
         # The end of the template and the suffix may share a token.
-        return await model.tokenizer.encode(self.text, add_special_tokens=False)
+        return await model.tokenizer.encode(self._text, add_special_tokens=False)
+
+    def parser(self, *, streams: bool) -> MessageParser:
+        """A parser for an answer, when the prompt is known; with `streams` it emits partial arguments."""
+        request = self._request
+        tool_names = frozenset(tool.name for tool in request.tools) if self._shows_tools else frozenset()
+        is_parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True
+        rules = CallRules(
+            tool_names,
+            is_parallel=is_parallel,
+            streams_arguments=streams,
+            is_continued=request.template_options.continue_final_message,
+        )
+        return open_message(
+            self._tools,
+            self._reasoning,
+            prompt=self._text,
+            rules=rules,
+            forced_prefix=self._forced_prefix,
+        )
+
+    def _suffix(self) -> str:
+        """What to append to the rendered text: the opening of a forced call, behind the end of reasoning."""
+        if not self._is_demanded or self._tools is None:
+            return ""
+        choice = self._request.tool_choice
+        named = choice.name if choice.WhichOneof("choice") == "name" else None
+        self._forced_prefix = self._tools.forced_prefix(named)
+        closing = "" if self._reasoning is None else self._reasoning.closing(self._text)
+        return closing + self._forced_prefix
+
+
+def _demands_call(choice: chat_message_pb2.ToolChoice) -> bool:
+    if choice.WhichOneof("choice") == "name":
+        return True
+    return choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
+
+
+def _forbids_calls(choice: chat_message_pb2.ToolChoice) -> bool:
+    is_mode = choice.WhichOneof("choice") == "mode"
+    return is_mode and choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_NONE

@@ -4,14 +4,16 @@ Runs in a text worker, which bounds its time and its memory. Knows no tokens and
 
 A model without a template gets a fallback. If the vocabulary has `<|im_start|>` and `<|im_end|>`, it is
 ChatML: `<|im_start|>role`, a line break, the content, `<|im_end|>`, a line break. Otherwise it is the BOS
-token, if there is one, then a line `role: content` per message, and `assistant:` to open the answer. Neither
-supports tools: they are refused.
+token, if there is one, then a line `role: content` per message, and `assistant:` to open the answer.
+
+Tools and calls that a template does not show are refused: the model would not see them. Neither fallback
+shows them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,21 +34,15 @@ if TYPE_CHECKING:
 MAX_TEMPLATE_CHARS = 512 * 1024
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
-_REFUSE_TOOLS = """
-{%- if tools %}{{ raise_exception('the model has no chat template, so it takes no tools') }}{% endif -%}
-{%- for message in messages -%}
-{%- if message.tool_calls %}{{ raise_exception('the model has no chat template, so it takes no tool calls') }}
-{%- endif -%}
-"""
-CHATML_FALLBACK = _REFUSE_TOOLS + (
+CHATML_FALLBACK = (
+    "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message.role + '\n' + message.content|default('') + '<|im_end|>\n' }}{% endfor -%}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"
 )
 PLAIN_FALLBACK = (
-    "{{- bos_token|default('') -}}"
-    + _REFUSE_TOOLS
-    + "{{ message.role + ': ' + message.content|default('') + '\n' }}{% endfor -%}"
-    + "{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif -%}"
+    "{{- bos_token|default('') -}}{%- for message in messages -%}"
+    "{{ message.role + ': ' + message.content|default('') + '\n' }}{% endfor -%}"
+    "{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif -%}"
 )
 
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -102,7 +98,9 @@ class ChatTemplate:
         variables = self._variables | _arguments(conversation.get("arguments"))
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
         variables.setdefault("documents", None)
+        _check_calls(messages, compiled.facts)
         text = _render(compiled.template, variables, max_chars)
+        _check_tools(tools, text, compiled.facts)
         return _cut_open_end(text, final_text) if is_continued else text
 
     def _chosen(self, given: object, *, has_tools: bool) -> str:
@@ -162,6 +160,23 @@ def read_special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str
         if isinstance(content, str):
             found[name] = content
     return found
+
+
+def _check_calls(messages: Sequence[Mapping[str, object]], facts: TemplateFacts) -> None:
+    for index, message in enumerate(messages):
+        if message.get("tool_calls") and not facts.reads_calls:
+            raise TextRefused(
+                f"messages[{index}].tool_calls: the chat template does not show tool calls",
+                field=f"messages[{index}].tool_calls",
+            )
+
+
+def _check_tools(tools: object, text: str, facts: TemplateFacts) -> None:
+    for tool in tools if isinstance(tools, list) else []:
+        function = tool.get("function", tool) if isinstance(tool, dict) else {}
+        name = function.get("name", "") if isinstance(function, dict) else ""
+        if not facts.reads_tools or not isinstance(name, str) or name not in text:
+            raise TextRefused(f"tools: the chat template does not show the tool {name!r}", field="tools")
 
 
 def _open_final(messages: list[dict[str, object]]) -> str:

@@ -21,11 +21,14 @@ class TemplateFacts:
     checks_for_string: the template checks whether the content is a string, so it may be one as well.
     takes_argument_text: it writes a tool call's arguments unchanged, so they must be JSON text; every other
     template gets an object, which it converts to JSON itself.
+    reads_tools, reads_calls: it has a name for the tools, and for the calls of a message.
     """
 
     loops_over_content: bool
     checks_for_string: bool
     takes_argument_text: bool
+    reads_tools: bool
+    reads_calls: bool
 
 
 def facts_of(template: nodes.Template) -> TemplateFacts:
@@ -38,6 +41,8 @@ def facts_of(template: nodes.Template) -> TemplateFacts:
         loops_over_content=bool(loops),
         checks_for_string=any(is_content(test.node) for test in tests),
         takes_argument_text=_is_written_plainly(template, is_arguments),
+        reads_tools=any(name.name == "tools" for name in template.find_all(nodes.Name)),
+        reads_calls=any(map(_reader_of("tool_calls", template), template.find_all(nodes.Expr))),
     )
 
 

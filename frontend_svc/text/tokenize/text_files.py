@@ -10,7 +10,14 @@ _MAX_SHOWN_DIGITS = 16
 
 
 class TextRefused(ValueError):
-    """A text or conversation that cannot be processed with a model's files; has a message for the client."""
+    """A text or conversation that cannot be processed with a model's files; has a message for the client.
+
+    field: the part of the request that is refused, if it is not all of the text or conversation.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True)

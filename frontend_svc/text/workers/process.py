@@ -135,7 +135,7 @@ def serve(input_fd: int, output_fd: int) -> None:
         try:
             header, body = _answer(frame, loaded)
         except TextRefused as error:
-            header, body = {"refused": str(error)}, b""
+            header, body = {"refused": str(error), "field": error.field}, b""
             # A panic, which is no Exception, leaves the library in an undefined state.
             is_sound = isinstance(error.__cause__, Exception | None)
         try:

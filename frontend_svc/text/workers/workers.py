@@ -187,7 +187,8 @@ class TextWorkers:
             # The task of a cancelled request is removed; one that has begun is bounded by its time limit.
             self._queue.remove(work)
         if (refusal := frame.header.get("refused")) is not None:
-            raise InvalidArgument(str(refusal), field=field, reason="TEXT_REFUSED")
+            refused_field = str(frame.header.get("field") or field)
+            raise InvalidArgument(str(refusal), field=refused_field, reason="TEXT_REFUSED")
         return frame
 
     def _remember(self, files: TextFiles) -> None:

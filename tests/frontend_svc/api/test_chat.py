@@ -57,6 +57,7 @@ async def read(call) -> tuple[chat_message_pb2.ChatDelta, list[chat_message_pb2.
             call_ = whole.tool_calls[piece.index]
             call_.id, call_.name = call_.id + piece.id, call_.name + piece.name
             call_.arguments_json += piece.arguments_json
+            call_.incomplete |= piece.incomplete
     assert [message.position for message in messages] == list(range(1, len(messages) + 1))
     return whole, messages
 
@@ -115,6 +116,42 @@ async def test_a_cumulative_stream_repeats_all_so_far():
     assert [call.arguments_json for call in last.tool_calls] == ['{"a": 1, "b": [2, "}"]}']
     assert all(last.reasoning.startswith(delta.reasoning) for delta in deltas)
     assert len(last.token_ids) == len(TOKENIZER.encode(thinking(CALL)).ids) + 1
+
+
+@pytest.mark.parametrize("kind", [sampling_pb2.OUTPUT_KIND_DELTA, sampling_pb2.OUTPUT_KIND_CUMULATIVE])
+async def test_a_call_that_breaks_is_marked_in_a_stream_and_content_in_a_whole_answer(kind):
+    broken = '<tool_call>\n{"name": "add", "arguments": {"s": "line1\nline2"}}\n</tool_call>'
+    engine = FakeEngine(answer(broken), chat_template=TEMPLATE)
+    request = ask(tools=[ADD], sampling={"output_kind": kind})
+    async with serving(engine) as (client, _):
+        whole, messages = await read(client.chat.Chat(request, timeout=WAIT_S))
+        unary = await client.chat.ChatUnary(chat_pb2.ChatUnaryRequest(request=request), timeout=WAIT_S)
+    if kind == sampling_pb2.OUTPUT_KIND_CUMULATIVE:
+        whole = [message.delta for message in messages if message.HasField("delta")][-1]
+    (call,) = whole.tool_calls
+    assert (call.incomplete, call.arguments_json) == (True, '{"s": "line1')
+    assert whole.content == '\nline2"}}\n</tool_call>'
+    message = unary.outputs[0].message
+    assert (message.parts[0].text, len(message.tool_calls)) == (broken, 0)
+
+
+async def test_stop_strings_end_the_content_and_not_the_reasoning_unless_asked_for():
+    engine = FakeEngine(answer("Question: hm</think>Answer: 4 Question: next"), chat_template=TEMPLATE)
+    request = ask(template_options={"enable_thinking": True}, sampling={"stop": ["Question:"]})
+    anywhere = ask(
+        template_options={"enable_thinking": True}, sampling={"stop": ["Question:"]}, stop_in_all_text=True
+    )
+    async with serving(engine) as (client, _):
+        whole, messages = await read(client.chat.Chat(request, timeout=WAIT_S))
+        unary = await client.chat.ChatUnary(chat_pb2.ChatUnaryRequest(request=request), timeout=WAIT_S)
+        early, _ = await read(client.chat.Chat(anywhere, timeout=WAIT_S))
+    assert (whole.reasoning, whole.content) == ("Question: hm", "Answer: 4 ")
+    finished = messages[-1].finished
+    assert (finished.reason, finished.stop_match.string) == (output_pb2.FINISH_REASON_STOP, "Question:")
+    (output,) = unary.outputs
+    assert (output.message.reasoning, output.message.parts[0].text) == ("Question: hm", "Answer: 4 ")
+    assert output.stop_match.string == "Question:"
+    assert (early.reasoning, early.content) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +226,39 @@ BAD: Sequence[tuple[dict, str]] = (
         {"template_options": {"continue_final_message": True, "add_generation_prompt": True}},
         "template_options.add_generation_prompt",
     ),
+    (
+        {
+            "messages": [USER, {"role": "CHAT_ROLE_ASSISTANT", "tool_calls": [{"name": "add"}]}],
+            "template_options": {"continue_final_message": True},
+        },
+        "template_options.continue_final_message",
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "CHAT_ROLE_ASSISTANT", "parts": [{"text": "x"}], "tool_calls": [{"name": "add"}]},
+            ],
+            "template_options": {"continue_final_message": True},
+        },
+        "template_options.continue_final_message",
+    ),
+    (
+        {
+            "messages": [USER, {"role": "CHAT_ROLE_ASSISTANT", "reasoning": "hm"}],
+            "template_options": {"continue_final_message": True},
+        },
+        "template_options.continue_final_message",
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "CHAT_ROLE_ASSISTANT", "tool_calls": [{"name": "add", "incomplete": True}]},
+            ]
+        },
+        "messages[1].tool_calls[0].incomplete",
+    ),
 )
 
 
@@ -202,6 +272,25 @@ async def test_bad_conversations_are_refused_by_field(fields, shown):
     assert shown in (caught.value.details() or "")
     assert "BadRequest" in details_of(caught.value)
     assert not engine.requests
+
+
+async def test_tools_that_the_model_would_not_see_are_refused_unless_none_is_chosen():
+    engine = FakeEngine(answer("x"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    none = {"mode": chat_message_pb2.TOOL_CHOICE_MODE_NONE}
+    called = {"role": "CHAT_ROLE_ASSISTANT", "tool_calls": [{"name": "add"}]}
+    async with serving(engine) as (client, _):
+        for fields, field in (
+            ({"tools": [ADD]}, "tools"),
+            ({"tools": [ADD], "tool_choice": {"mode": chat_message_pb2.TOOL_CHOICE_MODE_AUTO}}, "tools"),
+            ({"messages": [USER, called]}, "messages[1].tool_calls"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read(client.chat.Chat(ask(**fields), timeout=WAIT_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f'field: "{field}"' in details_of(caught.value)
+        assert not engine.requests
+        whole, _ = await read(client.chat.Chat(ask(tools=[ADD], tool_choice=none), timeout=WAIT_S))
+    assert whole.content == "x"
 
 
 async def test_a_template_of_the_client_is_used_where_the_server_allows_it():

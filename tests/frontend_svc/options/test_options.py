@@ -13,9 +13,9 @@ from engine_svc.convert.feature import AddContext
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.sampling_params import SamplingParams
-from frontend_svc.api.chat_reading import ChatReading
 from frontend_svc.generation.preprocess import CORE_FIELDS, check_request, prepare
 from frontend_svc.options import OPTIONS
+from frontend_svc.text.chat.prompt import ChatPrompt
 from frontend_svc.text.model import GenerationDefaults
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument, Unimplemented
@@ -65,7 +65,7 @@ def test_a_field_that_neither_the_core_nor_an_option_has_is_refused_by_name(fiel
 def test_a_field_of_a_chat_that_neither_the_core_nor_an_option_has_is_refused_by_name():
     message = {"role": chat_message_pb2.CHAT_ROLE_USER, "parts": [{"text": "x"}]}
     request = chat_message_pb2.ChatRequest(messages=[message], adapter="a")
-    prompt = ChatReading(request, model_of(), takes_templates=False).prompt
+    prompt = ChatPrompt(request, model_of(), takes_templates=False)
     with pytest.raises(Unimplemented, match="not served yet: adapter"):
         check_request(request, prompt, model_of(), LIMITS)
 

@@ -13,6 +13,7 @@ from frontend_svc.output.collector import Ending, EndReason, OutputKind, ReaderL
 from frontend_svc.output.logprobs import LogprobReader
 from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.options.asking import breaches, completed, model_of, prepared
@@ -93,9 +94,9 @@ async def test_all_parts_come_before_the_first_output_which_waits_for_them():
     request = make_request([7, 8, 9], n=2, prompt_logprobs=0, detokenize=False)
     states = make_states(
         request,
+        RequestPrompt(request),
         await prepared(model_of(), 3, n=2, prompt_logprobs=0, detokenize=False),
         OutputKind.DELTA,
-        markers=frozenset(),
         stream_interval=1,
         limit=ReaderLimit(),
         on_slow=lambda: None,

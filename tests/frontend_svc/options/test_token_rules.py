@@ -73,9 +73,21 @@ async def test_a_word_is_forbidden_with_and_without_a_space_before_it():
     assert sequences[1] == [id_of(BYTE_LEVEL, "Ġcat")]
 
 
-async def test_spaces_before_a_word_mean_neither_form():
-    encoder = Encoder(BYTE_LEVEL)
-    assert await bad_word_sequences(["  cat"], encoder) == await bad_word_sequences(["cat"], encoder)
+@pytest.mark.parametrize("word", ["\n", "\t", " ", "\n\n", "\nc", " cat", "  cat", "\tx ", "\u00a0x"])
+async def test_white_space_at_the_beginning_of_a_word_is_taken_as_written(word):
+    (only,) = await bad_word_sequences([word], Encoder(BYTE_LEVEL))
+    assert BYTE_LEVEL.decode(only) == word
+
+
+async def test_white_space_inside_and_behind_a_word_is_taken_as_written():
+    sequences = await bad_word_sequences(["c  at \n"], Encoder(BYTE_LEVEL))
+    assert [BYTE_LEVEL.decode(ids) for ids in sequences] == ["c  at \n", " c  at \n"]
+
+
+async def test_a_line_break_is_forbidden_where_the_tokenizer_begins_texts_with_a_space():
+    tokenizer = byte_fallback_tokenizer()
+    (only,) = await bad_word_sequences(["\n"], Encoder(tokenizer))
+    assert only == tokenizer.encode("a\n", add_special_tokens=False).ids[-1:]
 
 
 async def test_a_form_that_another_forbids_already_is_left_out():
@@ -97,12 +109,13 @@ async def test_a_word_of_rare_characters_is_a_sequence_of_bytes():
 
 
 async def test_words_without_tokens_and_with_too_many_are_all_reported():
-    words = ["cat", " ", "q" * 300]
+    words = ["student", " ", "student " * 70, "\n"]
     with pytest.raises(InvalidArgument) as caught:
-        await bad_word_sequences(words, Encoder(BYTE_LEVEL))
+        await bad_word_sequences(words, Encoder(word_piece_tokenizer()))
     assert [description for _, description in caught.value.violations] == [
         "sampling.bad_words[1] has 0 tokens, must have 1..64",
-        "sampling.bad_words[2] has 300 tokens, must have 1..64",
+        "sampling.bad_words[2] has 70 tokens, must have 1..64",
+        "sampling.bad_words[3] has 0 tokens, must have 1..64",
     ]
 
 

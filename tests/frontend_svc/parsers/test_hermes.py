@@ -102,6 +102,7 @@ def test_the_rest_of_a_call_that_breaks_after_it_was_emitted_is_content():
     parser = HERMES.open(rules())
     message = joined(parser.feed(text) + parser.finish())
     assert message.calls == calls(("get_time", '{"a": '))
+    assert message.incomplete == [0]
     assert message.content == "oops}}</tool_call>"
     assert parser.num_calls == 0
 
@@ -133,7 +134,7 @@ def test_a_call_that_broke_is_not_the_one_that_is_kept():
     broken = '<tool_call>{"name": "get_time", "arguments": {oops}}</tool_call>'
     message = parse(HERMES, broken + ONE + ONE, is_parallel=False)
     assert message.content == "oops}}</tool_call>"
-    assert message.calls == calls(("get_time", "{"), WEATHER)
+    assert (message.calls, message.incomplete) == (calls(("get_time", "{"), WEATHER), [0])
 
 
 def test_a_beginning_of_a_tag_is_held_back_and_released():

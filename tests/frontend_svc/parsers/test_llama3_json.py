@@ -34,11 +34,21 @@ def test_several_calls_are_emitted_in_order(separator):
     assert (message.content, message.calls) == ("", calls(WEATHER, TIME))
 
 
-def test_text_before_and_after_is_content():
-    message = parse(LLAMA3_JSON, f"Looking {{it}} up: {ONE}; done; {ONE}!")
-    assert message.content == "Looking {it} up:; done;!"
-    assert message.calls == calls(WEATHER, WEATHER)
-    assert parse(LLAMA3_JSON, f"So: {ONE}\n\nDone.").content == "So:\n\nDone."
+def test_text_behind_a_call_is_content_and_so_is_every_call_behind_it():
+    message = parse(LLAMA3_JSON, f"{ONE}; done; {ONE}!")
+    assert (message.content, message.calls) == (f"; done; {ONE}!", calls(WEATHER))
+    assert parse(LLAMA3_JSON, f"{ONE}\n\nDone.").content == "\n\nDone."
+
+
+@pytest.mark.parametrize("between", ["", " ", ", ", ";;", ";\n;"])
+def test_only_a_semicolon_or_a_line_break_separates_calls(between):
+    message = parse(LLAMA3_JSON, ONE + between + ONE)
+    assert (message.content, message.calls) == (between + ONE, calls(WEATHER))
+
+
+def test_behind_the_tag_a_call_may_stand_anywhere():
+    message = parse(LLAMA3_JSON, f"Looking {{it}} up: <|python_tag|>{ONE}; {ONE} So. <|python_tag|> {ONE}")
+    assert (message.content, message.calls) == ("Looking {it} up: So.", calls(WEATHER, WEATHER, WEATHER))
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -46,7 +56,6 @@ def test_text_before_and_after_is_content():
     "text",
     [
         '{"name": "Ada", "born": 1815}',
-        '{"name": "get_time"}',
         '{"name": "get_time", "zone": {}, "parameters": {}}',
         '{"result": {"temperature": [1, 2]}} ',
         '<|python_tag|>brave_search.call(query="x")',

@@ -45,7 +45,7 @@ def test_text_before_and_after_is_content():
         "[TOOL_CALLS] []",
         "[TOOL_CALLS] [{",
         "[TOOL_CALLS]get_time",
-        "[TOOL_CALLS]get_time[ARGS]",
+        "[TOOL_CALLS]get_time null",
         "[TOOL_CALLS]get_time[ARGH]{}",
         "[TOOL_CALLS]get_time[ARGS][]",
         "[TOOL_CALLS]get_lost[ARGS]{}",

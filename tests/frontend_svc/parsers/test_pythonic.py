@@ -19,8 +19,8 @@ TIME = ("get_time", "{}")
         ('[get_weather(city="Paris", days=3), get_time()]', ""),
         ('<|python_start|>[get_weather(city="Paris", days=3), get_time()]<|python_end|>', ""),
         ("\n[ get_weather ( city='Paris',\n days=3 ),get_time( ) ]\n", ""),
-        ('See [1].\n[get_weather(city="Paris", days=3), get_time()] [x]', "See [1]. [x]"),
-        ('[[get_weather(city="Paris", days=3), get_time()]', "["),
+        ('[get_weather(city="Paris", days=3)]; [get_time()] [x]', " [x]"),
+        ('See [1].\n<|python_start|>[get_weather(city="Paris", days=3), get_time()] [x]', "See [1]. [x]"),
     ],
 )
 def test_calls_are_emitted_in_order_and_text_around_them_is_content(text, content):
@@ -81,6 +81,11 @@ def test_a_tool_may_have_dots_in_its_name():
         "[get_time(a=" + "[" * 60 + "]" * 60 + ")]",
         "[get_time(a=" + "9" * 5000 + ")]",
         "[get_time(a='" + "x" * 70000 + "')]",
+        "[[get_time()]",
+        "[get_time('x')] [get_time()]",
+        "[get_time()(a=1)]",
+        "[get_time(a=)]",
+        "[get_time(,)]",
         "[get_time() for x in y]",
         "[]",
         "[1, 2]",
@@ -91,13 +96,13 @@ def test_a_tool_may_have_dots_in_its_name():
     ],
 )
 def test_what_is_no_call_is_content_word_for_word(text):
-    message = parse(PYTHONIC, f"a {text}")
-    assert (message.content, message.calls) == (f"a {text}", [])
+    message = parse(PYTHONIC, text)
+    assert (message.content, message.calls) == (text, [])
 
 
-def test_a_call_is_found_behind_one_that_is_none():
-    message = parse(PYTHONIC, "[get_time('x')] [get_time()]")
-    assert (message.content, message.calls) == ("[get_time('x')]", calls(TIME))
+def test_arguments_may_be_named_like_keywords_of_python():
+    message = parse(PYTHONIC, "[get_weather(from='a, b', class=[1, 2], in={'x': (3,)})]")
+    assert message.calls == calls(("get_weather", '{"from": "a, b", "class": [1, 2], "in": {"x": [3]}}'))
 
 
 def test_without_parallel_calls_only_the_first_is_emitted():

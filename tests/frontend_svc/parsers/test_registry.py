@@ -72,7 +72,7 @@ def test_a_forced_prefix_emits_nothing_but_perhaps_the_name(name, tool_name):
     format_ = TOOL_PARSERS[name]
     parser = format_.open(rules(), forced_prefix=format_.forced_prefix(tool_name))
     assert parser.feed("") == []
-    assert parser.finish() == []
+    assert parser.finish(is_cut=True) == []
     assert parser.num_calls == 0
 
 

@@ -22,11 +22,15 @@ TOOLS = frozenset({"get_weather", "get_time", "math.add"})
 
 @dataclass
 class Message:
-    """What the pieces of one message come to; each call is index, id, name, arguments."""
+    """What the pieces of one message come to; each call is index, id, name, arguments.
+
+    incomplete: the indexes of calls that are marked as such.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[int, str, str, str]] = field(default_factory=list)
+    incomplete: list[int] = field(default_factory=list)
 
 
 def joined(pieces: Iterable[Piece]) -> Message:
@@ -45,12 +49,16 @@ def joined(pieces: Iterable[Piece]) -> Message:
 
 
 def _add_call(message: Message, piece: ToolCallPiece) -> None:
+    assert piece.index not in message.incomplete
+    if piece.is_incomplete:
+        message.incomplete.append(piece.index)
     if piece.index == len(message.calls):
         assert piece.id and piece.name
         message.calls.append((piece.index, piece.id, piece.name, piece.arguments_json))
         return
     index, call_id, name, arguments = message.calls[-1]
-    assert piece.index == index and not piece.id and not piece.name and piece.arguments_json
+    assert piece.index == index and not piece.id and not piece.name
+    assert piece.arguments_json or piece.is_incomplete
     message.calls[-1] = (index, call_id, name, arguments + piece.arguments_json)
 
 

@@ -69,17 +69,54 @@ def test_penalties_and_min_p_are_defaults_as_well():
         b'{"max_new_tokens": 0}',
     ],
 )
-def test_a_default_that_no_engine_takes_is_not_applied_and_said(content, caplog):
+def test_a_default_that_no_engine_takes_is_not_applied_and_named(content, caplog):
     assert read_generation_defaults(content) == GenerationDefaults()
-    assert "default of the model is not applied" in caplog.text
+    (record,) = caplog.records
+    assert (record.levelname, [record.keys]) == ("WARNING", list(json.loads(content)))
 
 
-def test_what_is_not_served_of_the_authors_choice_is_said(caplog):
-    assert read_generation_defaults(b'{"typical_p": 0.5}') == GenerationDefaults()
-    assert "default of the model is not applied" in caplog.text
-    caplog.clear()
-    read_generation_defaults(b'{"typical_p": 1.0, "no_repeat_ngram_size": 0}')
-    assert not caplog.text
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("suppress_tokens", [7]),
+        ("begin_suppress_tokens", [7]),
+        ("bad_words_ids", [[7]]),
+        ("sequence_bias", [[[7], -1.0]]),
+        ("forced_bos_token_id", 7),
+        ("stop_strings", ["x"]),
+        ("num_beams", 4),
+        ("max_length", 4096),
+        ("min_new_tokens", 3),
+        ("typical_p", 0.5),
+        ("no_repeat_ngram_size", 3),
+        ("early_stopping", True),
+        ("a_key_of_next_year", {"x": 1}),
+    ],
+)
+def test_a_key_without_effect_is_named(key, value, caplog):
+    assert read_generation_defaults(json.dumps({key: value, "top_k": 5}).encode()).top_k == 5
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.keys == key
+    assert record.getMessage() == "keys of generation_config.json have no effect"
+
+
+def test_all_keys_without_effect_are_named_in_one_line(caplog):
+    read_generation_defaults(b'{"suppress_tokens": [1], "temperature": 5, "typical_p": 0.5, "top_p": 0.5}')
+    assert [record.keys for record in caplog.records] == ["suppress_tokens, temperature, typical_p"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"typical_p": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "suppress_tokens": null}',
+        b'{"suppress_tokens": [], "sequence_bias": {}, "early_stopping": false}',
+        b'{"_from_model_config": true, "transformers_version": "5.0", "pad_token_id": 0, "bos_token_id": 1}',
+        b'{"eos_token_id": [1, 2], "do_sample": true, "temperature": 0.6, "top_k": 0, "max_new_tokens": 9}',
+    ],
+)
+def test_keys_that_change_nothing_or_have_their_effect_are_not_named(content, caplog):
+    read_generation_defaults(content)
+    assert not caplog.records
 
 
 def test_classes_are_named_in_order_or_not_at_all():

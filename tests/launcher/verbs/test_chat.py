@@ -109,3 +109,12 @@ def test_calls_are_shown_as_text_once_they_are_whole() -> None:
     message = answer.message()
     assert [(one.id, one.name) for one in message.tool_calls] == [("id-add", "add"), ("id-now", "now")]
     assert len(message.parts) == 0
+
+
+def test_a_call_that_broke_is_shown_as_such_and_no_part_of_the_conversation() -> None:
+    answer = ChatAnswer(is_terminal=False)
+    broken = call(0, '{"a', name="add")
+    broken.tool_calls[0].incomplete = True
+    answer.take(broken)
+    assert answer.end() == 'add({"a (incomplete)\n'
+    assert len(answer.message().tool_calls) == 0 and len(answer.message().parts) == 1

@@ -81,16 +81,18 @@ class ToolChoice(_message.Message):
     def __init__(self, mode: _Optional[_Union[ToolChoiceMode, str]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ToolCall(_message.Message):
-    __slots__ = ("index", "id", "name", "arguments_json")
+    __slots__ = ("index", "id", "name", "arguments_json", "incomplete")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     index: int
     id: str
     name: str
     arguments_json: str
-    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
+    incomplete: bool
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ..., incomplete: _Optional[bool] = ...) -> None: ...
 
 class ChatTemplateOptions(_message.Message):
     __slots__ = ("chat_template", "add_generation_prompt", "continue_final_message", "enable_thinking", "arguments_json")
@@ -107,7 +109,7 @@ class ChatTemplateOptions(_message.Message):
     def __init__(self, chat_template: _Optional[str] = ..., add_generation_prompt: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., enable_thinking: _Optional[bool] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "sampling", "template_options", "request_id", "priority", "cache_salt", "session_id", "job_id", "is_last_step", "adapter", "data_parallel_rank", "truncate_prompt_tokens", "return_prompt_token_ids")
+    __slots__ = ("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "sampling", "template_options", "request_id", "priority", "cache_salt", "session_id", "job_id", "is_last_step", "adapter", "data_parallel_rank", "truncate_prompt_tokens", "return_prompt_token_ids", "stop_in_all_text")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +127,7 @@ class ChatRequest(_message.Message):
     DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_IN_ALL_TEXT_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
@@ -142,7 +145,8 @@ class ChatRequest(_message.Message):
     data_parallel_rank: int
     truncate_prompt_tokens: int
     return_prompt_token_ids: bool
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., template_options: _Optional[_Union[ChatTemplateOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., adapter: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
+    stop_in_all_text: bool
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., template_options: _Optional[_Union[ChatTemplateOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., job_id: _Optional[str] = ..., is_last_step: _Optional[bool] = ..., adapter: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., stop_in_all_text: _Optional[bool] = ...) -> None: ...
 
 class ChatDelta(_message.Message):
     __slots__ = ("output_index", "content", "reasoning", "tool_calls", "token_ids", "logprobs")
