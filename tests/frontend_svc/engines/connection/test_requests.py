@@ -32,7 +32,7 @@ class CountingReceiver:
 @pytest.mark.parametrize("has_logprobs", [False, True])
 async def test_a_step_of_ten_thousand_outputs_lets_others_have_the_event_loop(monkeypatch, has_logprobs):
     monkeypatch.setattr(CountingReceiver, "num_rows", 0)
-    session = SimpleNamespace(add=lambda entries: None, on_step=lambda columns: 0)
+    session = SimpleNamespace(add=lambda entries: [], on_step=lambda columns: 0)
     ack = session_pb2.HelloAck(engine_id="a")
     connection = SimpleNamespace(ack=ack, session=session, stub=None, send=lambda message: None)
     requests = EngineRequests("a:1", "f", cast(EngineConnection, connection), on_add=lambda engine_id: None)
