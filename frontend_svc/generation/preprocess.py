@@ -147,14 +147,14 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def _check_placement(request: AnyRequest, violations: Violations) -> None:
-    top, longest = violations.limits.max_priority, violations.limits.max_id_chars
+    top = violations.limits.max_priority
     violations.need(abs(request.priority) <= top, "priority", request.priority, f"must be in -{top}..{top}")
     for name, value in (
         ("request_id", request.request_id),
         ("session_id", request.session_id),
         ("cache_salt", request.cache_salt),
     ):
-        violations.need_count(name, len(value), "characters", 0, longest)
+        violations.need_id(name, value)
     if request.HasField("data_parallel_rank"):
         rank = request.data_parallel_rank
         violations.need(0 <= rank < 2**32, "data_parallel_rank", rank, f"must be in 0..{2**32 - 1}")

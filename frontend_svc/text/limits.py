@@ -72,6 +72,15 @@ class Violations:
         for index, text in enumerate(texts[:most]):
             self.need_count(field, len(text), "characters", 1, max_chars, index=index)
 
+    def need_id(self, field: str, text: str) -> None:
+        """Record a violation unless `text` is short and can be printed."""
+        if self.need_count(field, len(text), "characters", 0, self.limits.max_id_chars):
+            self.need_printable(field, text)
+
+    def need_printable(self, field: str, text: str) -> None:
+        """Record a violation for control characters and the like: names get into logs and other processes."""
+        self.need(text.isprintable(), field, text, "must have only characters that can be printed")
+
     def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         """Record a violation for the first id that is not in the vocabulary."""
         if token_ids and max(token_ids) >= vocab_size:

@@ -126,6 +126,8 @@ def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
 def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations) -> None:
     if message.role not in _ROLES:
         violations.add(f"{message_field}.role", message.role, "must be one of the roles of ChatRole")
+    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+        violations.need_printable(f"{message_field}.{name}", value)
     is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL
     if is_tool and not message.tool_call_id:
         violations.add(
@@ -150,6 +152,8 @@ def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, vi
     for index, call in enumerate(message.tool_calls):
         field = f"{message_field}.tool_calls[{index}]"
         violations.need(bool(call.name), f"{field}.name", call.name, "must not be empty")
+        violations.need_printable(f"{field}.name", call.name)
+        violations.need_printable(f"{field}.id", call.id)
         _check_json_object(f"{field}.arguments_json", call.arguments_json, violations)
 
 
