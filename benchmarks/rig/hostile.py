@@ -21,7 +21,6 @@ import grpc.aio  # noqa: E402  Its import reads what the line above has set.
 
 from service_kit.channel import open_channel  # noqa: E402
 from service_kit.limits import PUBLIC  # noqa: E402
-from triptych.api.v1 import chat_message_pb2, embedding_pb2, generate_pb2, inference_pb2  # noqa: E402
 from triptych.common.v1 import sampling_pb2  # noqa: E402
 
 MAX_BYTES = PUBLIC.max_receive_bytes
@@ -41,6 +40,10 @@ _STOP, _LOGIT_BIAS, _BAD_WORDS = (
 )
 _MESSAGES, _TOOLS = 2, 3
 _UNKNOWN = 500
+_HELLO = b"\x08\x03\x12\x03\x0a\x01h"  # a user's message
+_BIAS = b"\x08\x05\x15\x00\x00\x80\x3f"
+_X = b"\x12\x01x"  # a prompt
+_ONE_TOKEN = b"\x32\x02\x48\x01"  # of a chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +99,10 @@ def _calls(count: int) -> bytes:
 
 
 def _tools() -> bytes:
-    schemas = []
-    for index in range(128):
-        schema = json.dumps({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(120)}})
-        schemas.append(_part(_TOOLS, _part(1, f"f{index}".encode()) + _part(3, schema[:4000].encode())))
-    return _part(_MESSAGES, b"\x08\x03" + _part(2, _part(1, b"h"))) + b"".join(schemas)
+    properties = {f"p{number}": {"type": "string"} for number in range(120)}
+    schema = json.dumps({"type": "object", "properties": properties}).encode()
+    tools = (_part(_TOOLS, _part(1, f"f{index}".encode()) + _part(3, schema)) for index in range(128))
+    return _part(_MESSAGES, _HELLO) + b"".join(tools)
 
 
 MESSAGES: dict[str, Message] = {
@@ -109,30 +111,30 @@ MESSAGES: dict[str, Message] = {
     "ids of a byte": Message(_GENERATE, _part(_TOKEN_IDS, _part(1, b"\x05" * (MAX_BYTES - 64)))),
     "as many ids as are parsed": Message(_GENERATE, _part(_TOKEN_IDS, _part(1, b"\x85\x0e" * _MAX_NUMBERS))),
     "ids that are not packed": Message(_GENERATE, _filled(_TOKEN_IDS, b"\x08\x05")),
-    "batch of tiny items": Message(_BATCH, _part(1, _part(_PROMPT, b"x")) * ((MAX_BYTES - 64) // 5)),
+    "batch of tiny items": Message(_BATCH, _part(1, _X) * ((MAX_BYTES - 64) // 5)),
     "batch of 1,024 items": Message(_BATCH, _many(1, lambda size: _part(12, _text(size)), 1024)),
     "chat of tiny messages": Message(
-        _CHAT, _part(_MESSAGES, _message_of(1)(1)) * ((MAX_BYTES - 64) // 9)
+        _CHAT, _ONE_TOKEN + _part(_MESSAGES, _message_of(1)(1)) * ((MAX_BYTES - 64) // 9)
     ),
-    "chat of 16,384 parts": Message(_CHAT, _part(_MESSAGES, _message_of(4)(1024)) * 4096),
-    "chat of 16,384 parts in one message": Message(_CHAT, _part(_MESSAGES, _message_of(16_384)(16_384 * 60))),
-    "chat of 16,384 calls": Message(_CHAT, _part(_MESSAGES, _calls(16_384))),
+    "chat of 16,384 parts": Message(_CHAT, _ONE_TOKEN + _part(_MESSAGES, _message_of(4)(1024)) * 4096),
+    "chat of 16,384 parts in one message": Message(
+        _CHAT, _ONE_TOKEN + _part(_MESSAGES, _message_of(16_384)(16_384 * 60))
+    ),
+    "chat of 16,384 calls": Message(_CHAT, _ONE_TOKEN + _part(_MESSAGES, _calls(16_384))),
     "template of 16,384 calls": Message(_TEMPLATE, _part(_MESSAGES, _calls(4)) * 4096),
-    "chat of 128 tools": Message(_CHAT, _tools()),
-    "deep JSON": Message(
-        _CHAT, _part(_MESSAGES, b"\x08\x03" + _part(2, _part(1, b"h"))) + _part(7, _part(5, b"[" * 524_288))
-    ),
-    "bad words": Message(_GENERATE, _part(_PROMPT, b"x") + _part(_SAMPLING, _many(_BAD_WORDS, _text, 131_000))),
-    "stop strings": Message(_GENERATE, _part(_PROMPT, b"x") + _filled(_SAMPLING, _part(_STOP, b"w"))),
-    "logit biases": Message(_GENERATE, _filled(_SAMPLING, _part(_LOGIT_BIAS, b"\x08\x05\x15\x00\x00\x80\x3f"))),
+    "chat of 128 tools": Message(_CHAT, _ONE_TOKEN + _tools()),
+    "deep JSON": Message(_CHAT, _ONE_TOKEN + _part(_MESSAGES, _HELLO) + _part(7, _part(5, b"[" * 524_288))),
+    "bad words": Message(_GENERATE, _X + _part(_SAMPLING, _many(_BAD_WORDS, _text, 131_000))),
+    "stop strings": Message(_GENERATE, _X + _filled(_SAMPLING, _part(_STOP, b"w"))),
+    "logit biases": Message(_GENERATE, _filled(_SAMPLING, _part(_LOGIT_BIAS, _BIAS))),
     "inputs of embeddings": Message(_EMBED, _many(2, lambda size: _part(1, _text(size)), 2048)),
     "a text to tokenize": Message(_TOKENIZE, _sized(2, MAX_BYTES - 8)),
     "ids to detokenize": Message(_DETOKENIZE, _part(2, b"\x85\x0e" * _MAX_NUMBERS)),
     "embeddings": Message(
         _GENERATE, _part(_EMBEDS, _part(1, b"\x08\x01\x12\x04\x80\x80\x01\x20" + _sized(3, MAX_BYTES - 64)))
     ),
-    "an id": Message(_GENERATE, _part(_PROMPT, b"x") + _sized(_REQUEST_ID, MAX_BYTES - 64)),
-    "unknown fields": Message(_GENERATE, _part(_PROMPT, b"x") + _many(_UNKNOWN, _text, 131_000)),
+    "an id": Message(_GENERATE, _X + _sized(_REQUEST_ID, MAX_BYTES - 64)),
+    "unknown fields": Message(_GENERATE, _X + _many(_UNKNOWN, _text, 131_000)),
     "no message": Message(_GENERATE, b"\xff" * MAX_BYTES),
 }
 

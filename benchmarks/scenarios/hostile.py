@@ -64,7 +64,7 @@ class Streams:
         ids = generate_pb2.TokenIds(ids=[FIRST_PLAIN_ID + index] * 32)
         sampling = sampling_pb2.SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
         async for _ in stub.Generate(generate_pb2.GenerateRequest(token_ids=ids, sampling=sampling)):
-            instants.append(time.monotonic())
+            instants.append(time.monotonic())  # noqa: PERF401  It is read while the stream is open.
         raise RuntimeError("a stream ended")
 
     def gaps_ms(self, since: float) -> list[float]:
@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> Report:
 
 def shortfalls(rows: Sequence[Row]) -> list[str]:
     return [
-        f"{row['message']}: longest gap {row['added_ms']:.0f} ms above quiet, at most {MAX_ADDED_MS:g} promised"
+        f"{row['message']}: the longest gap is {row['added_ms']:.0f} ms above quiet, "
+        f"at most {MAX_ADDED_MS:g} is promised"
         for row in rows
         if isinstance(row["added_ms"], float) and row["added_ms"] > MAX_ADDED_MS
     ]
@@ -161,4 +162,3 @@ async def _streaming() -> AsyncIterator[tuple[Streams, LineProcess]]:
                 await asyncio.sleep(0.05)
         await asyncio.sleep(_SETTLE_S)
         yield streams, sender
-
