@@ -105,6 +105,10 @@ def _tools() -> bytes:
     return _part(_MESSAGES, _HELLO) + b"".join(tools)
 
 
+def _chat(content: bytes) -> Message:
+    return Message(_CHAT, _ONE_TOKEN + content)
+
+
 MESSAGES: dict[str, Message] = {
     "a text": Message(_GENERATE, _sized(_PROMPT, MAX_BYTES - 8)),
     "a text of two bytes a character": Message(_GENERATE, _filled(_PROMPT, "é".encode())),
@@ -113,16 +117,12 @@ MESSAGES: dict[str, Message] = {
     "ids that are not packed": Message(_GENERATE, _filled(_TOKEN_IDS, b"\x08\x05")),
     "batch of tiny items": Message(_BATCH, _part(1, _X) * ((MAX_BYTES - 64) // 5)),
     "batch of 1,024 items": Message(_BATCH, _many(1, lambda size: _part(12, _text(size)), 1024)),
-    "chat of tiny messages": Message(
-        _CHAT, _ONE_TOKEN + _part(_MESSAGES, _message_of(1)(1)) * ((MAX_BYTES - 64) // 9)
-    ),
-    "chat of 16,384 parts": Message(_CHAT, _ONE_TOKEN + _part(_MESSAGES, _message_of(4)(1024)) * 4096),
-    "chat of 16,384 parts in one message": Message(
-        _CHAT, _ONE_TOKEN + _part(_MESSAGES, _message_of(16_384)(16_384 * 60))
-    ),
-    "chat of 16,384 calls": Message(_CHAT, _ONE_TOKEN + _part(_MESSAGES, _calls(16_384))),
+    "chat of tiny messages": _chat(_part(_MESSAGES, _message_of(1)(1)) * ((MAX_BYTES - 64) // 9)),
+    "chat of 16,384 parts": _chat(_part(_MESSAGES, _message_of(4)(1024)) * 4096),
+    "chat of 16,384 parts in one message": _chat(_part(_MESSAGES, _message_of(16_384)(16_384 * 60))),
+    "chat of 16,384 calls": _chat(_part(_MESSAGES, _calls(16_384))),
     "template of 16,384 calls": Message(_TEMPLATE, _part(_MESSAGES, _calls(4)) * 4096),
-    "chat of 128 tools": Message(_CHAT, _ONE_TOKEN + _tools()),
+    "chat of 128 tools": _chat(_tools()),
     "deep JSON": Message(_CHAT, _ONE_TOKEN + _part(_MESSAGES, _HELLO) + _part(7, _part(5, b"[" * 524_288))),
     "bad words": Message(_GENERATE, _X + _part(_SAMPLING, _many(_BAD_WORDS, _text, 131_000))),
     "stop strings": Message(_GENERATE, _X + _filled(_SAMPLING, _part(_STOP, b"w"))),

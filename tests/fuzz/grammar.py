@@ -31,30 +31,17 @@ _VALID_NUMBERS = {
     "strict": 0, "logprobs": 1, "max_pattern_size": 4, "min_count": 3, "truncate_prompt_tokens": 8,
 }  # fmt: skip
 _EDGE_NUMBERS = (
-    0,
-    1,
-    2,
-    64,
-    127,
-    128,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-    2**64 - 2**31,
-)
+    0, 1, 2, 64, 127, 128, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 2**31
+)  # fmt: skip
 _EDGE_TEXTS = ("", " ", "é", "\u200d", "a" * 128, "a" * 129, "a" * 257, "<|im_end|>", "{}", "[", "\ufffd")
-_HOSTILE_TEXTS = (
-    b"\x1b[31m",
-    b"\x00",
-    b"\xff\xfe",
-    b"\xed\xa0\x80",
-    "\u2028".encode(),
-    b"{" * 3000,
-    b"w" * 20_000,
-)
+_NO_UTF8 = (b"\xff\xfe", b"\xed\xa0\x80")
+_HOSTILE_TEXTS = (*_NO_UTF8, b"\x1b[31m", b"\x00", "\u2028".encode(), b"{" * 3000, b"w" * 20_000)
+# How often a field is set; 0.12 where nothing is said.
+_SHARES = {
+    **dict.fromkeys(("requests", "request", "messages", "parts", "inputs", "queries", "documents"), 0.97),
+    **dict.fromkeys(("role", "ids"), 0.97),
+    **dict.fromkeys(("sampling", "max_tokens", "text", "token_ids", "query"), 0.6),
+}
 _MAX_MANY = 3000
 _LONG_BYTES = 70_000
 
@@ -86,15 +73,17 @@ def draw(rng: random.Random, descriptor: Descriptor, mood: Mood) -> Drawn:
 
 
 def _message(rng: random.Random, descriptor: Descriptor, mood: Mood, drawn: Drawn, depth: int) -> bytes:
-    chosen: list[FieldDescriptor] = []
-    for each in descriptor.fields:
-        if each.containing_oneof is None or (each.has_presence and _is_alone(each)):
-            if rng.random() < _share(each, depth):
-                chosen.append(each)
-    for oneof in descriptor.oneofs:
-        if len(oneof.fields) > 1 and (rng.random() < 0.95 or mood is Mood.VALID):
-            # The first members are those that are served.
-            chosen.append(oneof.fields[0 if rng.random() < 0.6 else rng.randrange(len(oneof.fields))])
+    chosen = [
+        each
+        for each in descriptor.fields
+        if (each.containing_oneof is None or _is_alone(each)) and rng.random() < _share(each, depth)
+    ]
+    # The first members are those that are served.
+    chosen += [
+        oneof.fields[0 if rng.random() < 0.6 else rng.randrange(len(oneof.fields))]
+        for oneof in descriptor.oneofs
+        if len(oneof.fields) > 1 and (rng.random() < 0.95 or mood is Mood.VALID)
+    ]
     parts = [_field(rng, each, mood, drawn, depth) for each in chosen]
     if mood is Mood.HOSTILE:
         parts += _tricks(rng, descriptor, chosen, drawn, depth)
@@ -108,19 +97,7 @@ def _is_alone(each: FieldDescriptor) -> bool:
 def _share(each: FieldDescriptor, depth: int) -> float:
     if depth > _MAX_DEPTH and each.type == FieldDescriptor.TYPE_MESSAGE:
         return 0.0
-    if each.name in (
-        "requests",
-        "request",
-        "messages",
-        "parts",
-        "inputs",
-        "queries",
-        "documents",
-        "role",
-        "ids",
-    ):
-        return 0.97
-    return 0.6 if each.name in ("sampling", "max_tokens", "text", "token_ids", "query") else 0.12
+    return _SHARES.get(each.name, 0.12)
 
 
 def _field(rng: random.Random, each: FieldDescriptor, mood: Mood, drawn: Drawn, depth: int) -> bytes:
@@ -175,7 +152,7 @@ def _text(rng: random.Random, each: FieldDescriptor, mood: Mood, drawn: Drawn) -
     if mood is Mood.EDGE:
         return rng.choice(_EDGE_TEXTS).encode()
     content = rng.choice(_HOSTILE_TEXTS)
-    if each.type == FieldDescriptor.TYPE_STRING and content in (b"\xff\xfe", b"\xed\xa0\x80"):
+    if each.type == FieldDescriptor.TYPE_STRING and content in _NO_UTF8:
         drawn.is_parsed = False
     return content
 
