@@ -141,7 +141,8 @@ MESSAGES: dict[str, Message] = {
 
 async def _send(channel: grpc.aio.Channel, message: Message) -> str:
     # Also for a method with one answer: on the wire it is a stream of one.
-    call = channel.unary_stream(message.method)(message.content, timeout=_ANSWER_LIMIT_S)
+    method = channel.unary_stream(message.method, request_serializer=None, response_deserializer=None)
+    call = method(message.content, timeout=_ANSWER_LIMIT_S)
     try:
         async for _ in call:
             pass

@@ -43,13 +43,15 @@ def needs_of(request: AnyRequest) -> tuple[EngineNeed, ...]:
     return tuple(need for option in OPTIONS if (need := option.need(request)) is not None)
 
 
-def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> None:
+async def check_request(
+    request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits
+) -> None:
     """Raise InvalidArgument for values out of range, then Unimplemented for unsupported parameters.
 
     Lengths in tokens are checked by `prepare`.
     """
     violations = Violations(limits)
-    prompt.check(model, violations)
+    await prompt.check(model, violations)
     for option in OPTIONS:
         option.check(request, model, violations)
     _check_placement(request, violations)

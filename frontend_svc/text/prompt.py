@@ -28,7 +28,7 @@ class Prompt(Protocol):
     @property
     def markers(self) -> frozenset[str]: ...
 
-    def check(self, model: ServedModel, violations: Violations) -> None: ...
+    async def check(self, model: ServedModel, violations: Violations) -> None: ...
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]: ...
 
@@ -41,13 +41,15 @@ class RequestPrompt:
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
         self._request = request
         self._kind = request.WhichOneof("input")
+        # Each access of the field decodes it again.
+        self._text = request.prompt
 
     @property
     def field(self) -> str:
         """The input that is set, such as `prompt` or `token_ids`."""
         return self._kind or "input"
 
-    def check(self, model: ServedModel, violations: Violations) -> None:
+    async def check(self, model: ServedModel, violations: Violations) -> None:
         """Add violations for an input that is missing or empty, or has ids outside the vocabulary."""
         request = self._request
         grace_ms = request.orphan_grace_ms
@@ -56,7 +58,7 @@ class RequestPrompt:
         if self._kind is None:
             violations.add("input", None, f"must be one of {', '.join(_INPUTS)}")
         elif self._kind == "prompt":
-            violations.need(request.prompt != "", "prompt", request.prompt, "must not be empty")
+            violations.need(self._text != "", "prompt", self._text, "must not be empty")
         elif self._kind == "token_ids":
             ids = request.token_ids.ids
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
@@ -71,10 +73,10 @@ class RequestPrompt:
         if self._kind != "prompt":
             return []
         if not may_be_long:
-            check_fits("prompt", request.prompt, model)
-        check_text("prompt", request.prompt, model)
+            check_fits("prompt", self._text, model)
+        check_text("prompt", self._text, model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
+        return await model.tokenizer.encode(self._text, add_special_tokens=has_special)
 
 
 def check_text(field: str, text: str, model: ServedModel) -> None:

@@ -35,14 +35,14 @@ class ChatPrompt:
         self.markers = markers
         self.text = ""
 
-    def check(self, model: ServedModel, violations: Violations) -> None:
+    async def check(self, model: ServedModel, violations: Violations) -> None:
         """Add violations for an invalid conversation. Raises Unimplemented for media."""
-        check_conversation(self._request, violations, takes_templates=self._takes_templates)
+        await check_conversation(self._request, violations, takes_templates=self._takes_templates)
         check_tool_choice(self._request, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The token ids of the rendered text, which is stored in `text`. Raises InvalidArgument."""
-        conversation = conversation_of(self._request, shows_tools=self._shows_tools)
+        conversation = await conversation_of(self._request, shows_tools=self._shows_tools)
         self.text, token_ids = await model.tokenizer.render_and_encode(
             conversation, max_chars=model.max_text_chars
         )
