@@ -81,12 +81,17 @@ class Violations:
         """Record a violation for control characters and the like: names get into logs and other processes."""
         self.need(text.isprintable(), field, text, "must have only characters that can be printed")
 
-    def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-        """Record a violation for the first id that is not in the vocabulary."""
-        if token_ids and max(token_ids) >= vocab_size:
-            index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
-            rule = f"must be below the vocabulary size of {vocab_size}"
-            self.add(field, token_ids[index], rule, index=index)
+    def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int, *, first: int = 0) -> bool:
+        """Record a violation for the first id that is not in the vocabulary. Returns whether all are.
+
+        first: the index of the first of `token_ids` in the field.
+        """
+        if not token_ids or max(token_ids) < vocab_size:
+            return True
+        index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        rule = f"must be below the vocabulary size of {vocab_size}"
+        self.add(field, token_ids[index], rule, index=first + index)
+        return False
 
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Record a violation unless `is_fine`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from frontend_svc.text.limits import Violations
@@ -10,6 +11,7 @@ from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2
 
 MAX_ORPHAN_GRACE_MS = 5000
+_IDS_AT_ONCE = 1 << 18
 _INPUTS = [field.name for field in generate_pb2.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields]
 
 
@@ -63,7 +65,13 @@ class RequestPrompt:
             ids = request.token_ids.ids
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
             if violations.need_count("token_ids", len(ids), "ids", 0, model.max_text_chars):
-                violations.need_ids("token_ids", ids, model.vocab_size)
+                for start in range(0, len(ids), _IDS_AT_ONCE):
+                    part = ids[start : start + _IDS_AT_ONCE]
+                    if not violations.need_ids("token_ids", part, model.vocab_size, first=start):
+                        break
+                    if len(ids) > _IDS_AT_ONCE:
+                        # The ids of the longest prompts take longer than a stream beside them should wait.
+                        await asyncio.sleep(0)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The token ids, none for an option's input. Raises InvalidArgument for text that is too long."""

@@ -138,7 +138,9 @@ async def _send_all(client: Client, report: Report, numbers) -> None:
 
 
 async def _send(channel: grpc.aio.Channel, path: str, content: bytes) -> tuple[str, str]:
-    call = channel.unary_stream(path)(content, timeout=_ANSWER_LIMIT_S)
+    # Also for methods with one answer: on the wire it is a stream of one.
+    method = channel.unary_stream(path, request_serializer=None, response_deserializer=None)
+    call = method(content, timeout=_ANSWER_LIMIT_S)
     try:
         async for _ in call:
             pass

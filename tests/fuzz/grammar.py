@@ -137,7 +137,7 @@ def _is_wrapped(each: FieldDescriptor, value: int) -> bool:
 
 def _number(rng: random.Random, each: FieldDescriptor, mood: Mood) -> int:
     if mood is Mood.VALID:
-        if each.type == FieldDescriptor.TYPE_ENUM and each.name not in _VALID_NUMBERS:
+        if each.enum_type is not None and each.name not in _VALID_NUMBERS:
             return rng.choice(each.enum_type.values).number
         return _VALID_NUMBERS.get(each.name, rng.randrange(1, 5))
     if mood is Mood.EDGE:
