@@ -1,4 +1,4 @@
-"""The fuzzer by command: `python -m tests.fuzz --seeds 10 --messages 10000 --json tests/fuzz/summary.json`."""
+"""The fuzzer by command: `python -m tests.fuzz --seeds 10 --messages 10000 --json summary.json`."""
 
 from __future__ import annotations
 
