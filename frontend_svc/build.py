@@ -144,6 +144,7 @@ class Frontend:
             profile=public_profile(config),
             service="frontend",
             reflection=config.reflection,
+            check_large=self._text_workers.check_message,
         )
         admin = AdminServicer("frontend", f"frontend-{config.index}", self.status)
         self.admin = Server(

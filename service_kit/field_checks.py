@@ -15,10 +15,12 @@ def check(holds: bool, name: str, value: float, limit: str) -> None:
         raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)
 
 
-def check_length(text: str, name: str, least: int, most: int) -> None:
-    """Raise InvalidArgument unless `text` has `least` to `most` characters."""
+def check_id(text: str, name: str, least: int, most: int) -> None:
+    """Raise InvalidArgument unless `text` has `least` to `most` characters, all of which can be printed."""
     if not least <= len(text) <= most:
         raise InvalidArgument(f"{name} has {len(text)} characters, it takes {least} to {most}", field=name)
+    if not text.isprintable():
+        raise InvalidArgument(f"{name} is {text!r}, it takes characters that can be printed", field=name)
 
 
 def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:

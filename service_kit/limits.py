@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from service_kit.wire_check import MessageLimits
+
 _MIB = 1024 * 1024
 _UNCOMPRESSED = 1
 
@@ -18,7 +20,7 @@ class LimitProfile:
     keepalive_time_ms: int
     keepalive_timeout_ms: int
     min_ping_interval_ms: int
-    max_fields: int | None = None  # of a request, nested ones included; None: no limit
+    message_limits: MessageLimits | None = None  # of a request; None: requests are not checked as bytes
     shares_port: bool = False
     max_connection_age_ms: int = 0  # 0: no limit
     max_connection_age_grace_ms: int = 0  # time for calls on a connection beyond its age to end
@@ -63,8 +65,8 @@ PUBLIC = LimitProfile(
     keepalive_time_ms=10_000,
     keepalive_timeout_ms=5000,
     min_ping_interval_ms=5000,
-    # A field of two bytes becomes an object of 200. Our own services need no such limit between them.
-    max_fields=131_072,
+    # Our own services need no such check between them. The longest prompts have a million tokens.
+    message_limits=MessageLimits(max_fields=131_072, max_numbers=2 * 1024 * 1024),
 )
 INTERNAL = LimitProfile(
     max_receive_bytes=64 * _MIB,

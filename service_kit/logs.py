@@ -80,7 +80,7 @@ class JsonFormatter(logging.Formatter):
         line |= _extra(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return _printable(json.dumps(line, default=str, ensure_ascii=False))
 
 
 class TextFormatter(logging.Formatter):
@@ -97,11 +97,18 @@ class TextFormatter(logging.Formatter):
         line = f"{time} {record.levelname:<7} {self._process} {record.getMessage()}{shown}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
-        return line
+        return _printable(line)
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _printable(line: str) -> str:
+    # A client's text must not act on a terminal. Only texts of exceptions have line breaks here.
+    if line.isprintable():
+        return line
+    return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
 def _shown(value: object) -> str:

@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service_kit import health
 from service_kit.errors import InvalidTransition, ServiceError
-from service_kit.interceptors import server_interceptors
+from service_kit.interceptors import CheckMessage, server_interceptors
 from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
 from service_kit.open_calls import OpenCalls
 
@@ -114,7 +114,10 @@ class Registration:
 
 
 class Server:
-    """A grpc.aio server with health, reflection and limits. Built, started and stopped in one event loop."""
+    """A grpc.aio server with health, reflection and limits. Built, started and stopped in one event loop.
+
+    check_large: checks requests above 64 KiB away from the event loop; without it they are checked on it.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,9 @@ class Server:
         profile: LimitProfile,
         service: str,
         reflection: bool = True,
+        check_large: CheckMessage | None = None,
     ) -> None:
+        self._check_large = check_large
         self._listen = listen
         self._registrations = registrations
         self._profile = profile
@@ -147,7 +152,10 @@ class Server:
         check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
             interceptors=server_interceptors(
-                self._service, calls=self._calls, max_fields=self._profile.max_fields
+                self._service,
+                calls=self._calls,
+                limits=self._profile.message_limits,
+                check_large=self._check_large,
             ),
             options=self._profile.options(),
         )

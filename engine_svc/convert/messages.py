@@ -19,7 +19,7 @@ from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, Rem
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
 from service_kit.errors import InvalidArgument, ServiceError, to_parts
-from service_kit.field_checks import check, check_length, to_token_ids
+from service_kit.field_checks import check, check_id, to_token_ids
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 
@@ -58,8 +58,8 @@ def to_request(
 
     Raises InvalidArgument or Unimplemented, or what `tensors` raises; they concern this request alone.
     """
-    check_length(entry.request_id, "request_id", 1, _MAX_TEXT_CHARACTERS)
-    check_length(entry.cache_salt, "cache_salt", 0, _MAX_TEXT_CHARACTERS)
+    check_id(entry.request_id, "request_id", 1, _MAX_TEXT_CHARACTERS)
+    check_id(entry.cache_salt, "cache_salt", 0, _MAX_TEXT_CHARACTERS)
     num_bytes = len(entry.resume_state)
     check(
         num_bytes <= MAX_RESUME_STATE_BYTES,

@@ -25,7 +25,7 @@ from service_kit.errors import (
     FailedPrecondition,
     ResourceExhausted,
 )
-from service_kit.field_checks import check_length
+from service_kit.field_checks import check_id
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 logger = logging.getLogger(__name__)
@@ -391,8 +391,8 @@ async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> ses
             reason="NO_HELLO",
         )
     hello = first.hello
-    check_length(hello.frontend_id, "hello.frontend_id", 1, _MAX_ID_CHARACTERS)
-    check_length(hello.session_id, "hello.session_id", _MIN_SESSION_ID_CHARACTERS, _MAX_ID_CHARACTERS)
+    check_id(hello.frontend_id, "hello.frontend_id", 1, _MAX_ID_CHARACTERS)
+    check_id(hello.session_id, "hello.session_id", _MIN_SESSION_ID_CHARACTERS, _MAX_ID_CHARACTERS)
     revisions = f"frontend has contract revision {hello.schema_revision}, this engine {SCHEMA_REVISION}"
     if hello.min_peer_revision > SCHEMA_REVISION:
         raise FailedPrecondition(

@@ -84,6 +84,8 @@ class _Batch:
             except ServiceError as error:
                 self._wake()
                 await self._send(index, error=error_status(error))
+                # Many that are refused at once must not hold the event loop.
+                await asyncio.sleep(0)
 
     async def _run_item(self, index: int, request: generate_pb2.GenerateRequest) -> None:
         if index in self._refused:

@@ -139,7 +139,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         model = self._pooling.model(name)
         for field, given in inputs.items():
             check_inputs(field, given, model, self._limits, violations)
-        violations.need_count("request_id", len(request_id), "characters", 0, self._limits.max_id_chars)
+        violations.need_id("request_id", request_id)
         violations.raise_if_any()
         return model
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
+from frontend_svc.text.limits import Violations
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import request_pb2, request_pb2_grpc
 from triptych.common.v1 import output_pb2
@@ -58,4 +59,7 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
 def _id_of(request_id: str) -> str:
     if not request_id:
         raise InvalidArgument("request_id is '', must name a request", field="request_id")
+    violations = Violations()
+    violations.need_id("request_id", request_id)
+    violations.raise_if_any()
     return request_id

@@ -77,9 +77,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """The prompt of a conversation, as Chat makes it, and its tokens if requested."""
         model = self._directory.model(request.model)
         violations = Violations()
-        check_conversation(request, violations, takes_templates=self._takes_templates)
+        await check_conversation(request, violations, takes_templates=self._takes_templates)
         violations.raise_if_any()
-        conversation, max_chars = conversation_of(request, shows_tools=True), model.max_text_chars
+        conversation = await conversation_of(request, shows_tools=True)
+        max_chars = model.max_text_chars
         if not request.tokenize:
             text = await model.tokenizer.render(conversation, max_chars=max_chars)
             return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text)

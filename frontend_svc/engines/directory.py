@@ -103,8 +103,8 @@ class Directory:
         """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
         One of an engine that meets all `needs` is preferred.
-        Raises NotFound, InvalidArgument for an empty name if there are several models, Unavailable if no
-        engine is ready.
+        Raises NotFound, InvalidArgument for a name that none can have, or an empty one if there are several
+        models, Unavailable if no engine is ready.
         """
         now = self._clock.now()
         expected = {known: model for known, (model, until) in self._expected.items() if until > now}
@@ -114,6 +114,12 @@ class Directory:
         if name in models:
             return models[name]
         known = ", ".join(sorted(models))
+        if not name.isprintable():
+            raise InvalidArgument(
+                f"model is {name!r}, must have only characters that can be printed",
+                field="model",
+                reason="INVALID_REQUEST",
+            )
         if name:
             raise NotFound(
                 f"model {name!r} is not served here; served: {known}",

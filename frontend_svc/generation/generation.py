@@ -262,11 +262,12 @@ class Generation:
         self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
     ) -> AsyncGenerator[OpenRequest, None]:
         """Check `request`, send it, and keep it open inside of the block."""
+        request_id = request.request_id
         with (
             self._drain.counted(),
             trace,
-            self._admission.claim(request.request_id),
-            self._requests.track(request.request_id, caller.request_id) as tracked,
+            self._admission.claim(request_id),
+            self._requests.track(request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
             model = self._directory.model(request.model, needs_of(request))
@@ -347,7 +348,7 @@ class Generation:
     async def _prepare(
         self, request: AnyRequest, prompt: Prompt, model: ServedModel, caller: Caller, trace: RequestTrace
     ) -> Prepared:
-        check_request(request, prompt, model, self._limits)
+        await check_request(request, prompt, model, self._limits)
         with trace.tokenizing():
             prepared = await prepare(request, prompt, model)
         if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):

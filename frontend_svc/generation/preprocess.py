@@ -43,13 +43,15 @@ def needs_of(request: AnyRequest) -> tuple[EngineNeed, ...]:
     return tuple(need for option in OPTIONS if (need := option.need(request)) is not None)
 
 
-def check_request(request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits) -> None:
+async def check_request(
+    request: AnyRequest, prompt: Prompt, model: ServedModel, limits: RequestLimits
+) -> None:
     """Raise InvalidArgument for values out of range, then Unimplemented for unsupported parameters.
 
     Lengths in tokens are checked by `prepare`.
     """
     violations = Violations(limits)
-    prompt.check(model, violations)
+    await prompt.check(model, violations)
     for option in OPTIONS:
         option.check(request, model, violations)
     _check_placement(request, violations)
@@ -147,14 +149,14 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def _check_placement(request: AnyRequest, violations: Violations) -> None:
-    top, longest = violations.limits.max_priority, violations.limits.max_id_chars
+    top = violations.limits.max_priority
     violations.need(abs(request.priority) <= top, "priority", request.priority, f"must be in -{top}..{top}")
     for name, value in (
         ("request_id", request.request_id),
         ("session_id", request.session_id),
         ("cache_salt", request.cache_salt),
     ):
-        violations.need_count(name, len(value), "characters", 0, longest)
+        violations.need_id(name, value)
     if request.HasField("data_parallel_rank"):
         rank = request.data_parallel_rank
         violations.need(0 <= rank < 2**32, "data_parallel_rank", rank, f"must be in 0..{2**32 - 1}")

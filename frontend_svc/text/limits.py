@@ -72,12 +72,26 @@ class Violations:
         for index, text in enumerate(texts[:most]):
             self.need_count(field, len(text), "characters", 1, max_chars, index=index)
 
-    def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-        """Record a violation for the first id that is not in the vocabulary."""
-        if token_ids and max(token_ids) >= vocab_size:
-            index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
-            rule = f"must be below the vocabulary size of {vocab_size}"
-            self.add(field, token_ids[index], rule, index=index)
+    def need_id(self, field: str, text: str) -> None:
+        """Record a violation unless `text` is short and can be printed."""
+        if self.need_count(field, len(text), "characters", 0, self.limits.max_id_chars):
+            self.need_printable(field, text)
+
+    def need_printable(self, field: str, text: str) -> None:
+        """Record a violation for control characters and the like: names get into logs and other processes."""
+        self.need(text.isprintable(), field, text, "must have only characters that can be printed")
+
+    def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int, *, first: int = 0) -> bool:
+        """Record a violation for the first id that is not in the vocabulary. Returns whether all are.
+
+        first: the index of the first of `token_ids` in the field.
+        """
+        if not token_ids or max(token_ids) < vocab_size:
+            return True
+        index = next(index for index, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        rule = f"must be below the vocabulary size of {vocab_size}"
+        self.add(field, token_ids[index], rule, index=first + index)
+        return False
 
     def need(self, is_fine: bool, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Record a violation unless `is_fine`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from frontend_svc.parsers.message import MessageParser
@@ -11,6 +12,7 @@ from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2
 
 MAX_ORPHAN_GRACE_MS = 5000
+_IDS_AT_ONCE = 1 << 18
 _INPUTS = [field.name for field in generate_pb2.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields]
 
 
@@ -31,7 +33,7 @@ class Prompt(Protocol):
     @property
     def markers(self) -> frozenset[str]: ...
 
-    def check(self, model: ServedModel, violations: Violations) -> None: ...
+    async def check(self, model: ServedModel, violations: Violations) -> None: ...
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]: ...
 
@@ -46,13 +48,15 @@ class RequestPrompt:
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
         self._request = request
         self._kind = request.WhichOneof("input")
+        # Each access of the field decodes it again.
+        self._text = request.prompt
 
     @property
     def field(self) -> str:
         """The input that is set, such as `prompt` or `token_ids`."""
         return self._kind or "input"
 
-    def check(self, model: ServedModel, violations: Violations) -> None:
+    async def check(self, model: ServedModel, violations: Violations) -> None:
         """Add violations for an input that is missing or empty, or has ids outside the vocabulary."""
         request = self._request
         grace_ms = request.orphan_grace_ms
@@ -61,12 +65,18 @@ class RequestPrompt:
         if self._kind is None:
             violations.add("input", None, f"must be one of {', '.join(_INPUTS)}")
         elif self._kind == "prompt":
-            violations.need(request.prompt != "", "prompt", request.prompt, "must not be empty")
+            violations.need(self._text != "", "prompt", self._text, "must not be empty")
         elif self._kind == "token_ids":
             ids = request.token_ids.ids
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")
             if violations.need_count("token_ids", len(ids), "ids", 0, model.max_text_chars):
-                violations.need_ids("token_ids", ids, model.vocab_size)
+                for start in range(0, len(ids), _IDS_AT_ONCE):
+                    part = ids[start : start + _IDS_AT_ONCE]
+                    if not violations.need_ids("token_ids", part, model.vocab_size, first=start):
+                        break
+                    if len(ids) > _IDS_AT_ONCE:
+                        # The ids of the longest prompts take longer than a stream beside them should wait.
+                        await asyncio.sleep(0)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The token ids, none for an option's input. Raises InvalidArgument for text that is too long."""
@@ -76,10 +86,10 @@ class RequestPrompt:
         if self._kind != "prompt":
             return []
         if not may_be_long:
-            check_fits("prompt", request.prompt, model)
-        check_text("prompt", request.prompt, model)
+            check_fits("prompt", self._text, model)
+        check_text("prompt", self._text, model)
         has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return await model.tokenizer.encode(request.prompt, add_special_tokens=has_special)
+        return await model.tokenizer.encode(self._text, add_special_tokens=has_special)
 
     def parser(self, *, streams: bool) -> MessageParser | None:
         """None: its answers are texts."""

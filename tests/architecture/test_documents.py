@@ -20,11 +20,13 @@ from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from service_kit.errors import InvalidArgument, Unimplemented
+from service_kit.limits import PUBLIC
 from tests.architecture.sources import ROOT
 from tests.engine_svc.session.service_rig import make_facts
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_client.channel_options import ChannelOptions
 
 GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = (
@@ -52,6 +54,18 @@ def test_it_is_short_and_its_lines_fit_a_screen(document: str) -> None:
     lines = text_of(document).splitlines()
     assert len(lines) <= MOST_LINES[document]
     assert [number for number, line in enumerate(lines, start=1) if len(line) > MOST_CHARACTERS] == []
+
+
+def test_the_limits_of_a_request_are_one_number_each():
+    limits = PUBLIC.message_limits
+    assert limits is not None
+    mib = PUBLIC.max_receive_bytes // 2**20
+    assert ChannelOptions().max_request_bytes == PUBLIC.max_receive_bytes == mib * 2**20
+    shown = f"{mib} MiB; {limits.max_fields:,}; {limits.max_numbers:,}"
+    assert f"its packed numbers | {shown} |" in text_of("docs/api.md")
+    troubles = text_of("docs/troubleshooting.md")
+    assert f"a message above {mib} MiB" in troubles
+    assert f"more than {limits.max_fields:,} fields or {limits.max_numbers:,} packed numbers" in troubles
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -38,7 +38,7 @@ ALL = (
 )
 
 CHECK = """
-import importlib, pkgutil, sys
+import asyncio, importlib, pkgutil, sys
 import frontend_svc
 for module in pkgutil.walk_packages(frontend_svc.__path__, "frontend_svc."):
     importlib.import_module(module.name)
@@ -53,7 +53,7 @@ from triptych.api.v1 import generate_pb2
 
 request = text_format.Parse({asked!r}, generate_pb2.GenerateRequest())
 with pytest.raises(Unimplemented, match="not served yet"):
-    check_request(request, RequestPrompt(request), model_of(), LIMITS)
+    asyncio.run(check_request(request, RequestPrompt(request), model_of(), LIMITS))
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *{tests}]))
 """
 

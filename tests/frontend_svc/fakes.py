@@ -428,6 +428,7 @@ class Client:
     """Stubs of a frontend's public services."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.chat = chat_pb2_grpc.ChatServiceStub(channel)
         self.embedding = embedding_pb2_grpc.EmbeddingServiceStub(channel)

@@ -188,7 +188,7 @@ def _served_engine(inbox: Inbox) -> ServedEngine:
 async def _serve(side: str) -> None:
     loop, event_loop = SyntheticLoop(), asyncio.get_running_loop()
     threading.Thread(target=loop.run, name="engine", daemon=True).start()
-    interceptors = server_interceptors("engine", max_fields=INTERNAL.max_fields) if side == "ours" else ()
+    interceptors = server_interceptors("engine", limits=INTERNAL.message_limits) if side == "ours" else ()
     server = grpc.aio.server(interceptors=interceptors, options=INTERNAL.options())
     beating = None
     if side == "ours":

@@ -5,8 +5,10 @@ Knows no template.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -25,6 +27,8 @@ MAX_CHARS = 4 * 1024 * 1024
 # JSON is parsed on the event loop, where a character may take 25 ns, twice that for tools and options.
 MAX_JSON_CHARS = 512 * 1024
 MAX_CALL_CHARS = 1024 * 1024
+# For so long a large conversation holds the event loop at once.
+_SLICE_S = 0.005
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ROLES = {
     chat_message_pb2.CHAT_ROLE_SYSTEM: "system",
@@ -35,7 +39,20 @@ _ROLES = {
 }
 
 
-def check_conversation(
+class _Slices:
+    """Divides work on the event loop, so that streams of other requests get a turn every few milliseconds."""
+
+    def __init__(self) -> None:
+        self._ends_at = time.perf_counter() + _SLICE_S
+
+    async def turn(self) -> None:
+        """Let others run if this slice is over."""
+        if time.perf_counter() > self._ends_at:
+            await asyncio.sleep(0)
+            self._ends_at = time.perf_counter() + _SLICE_S
+
+
+async def check_conversation(
     request: ConversationRequest, violations: Violations, *, takes_templates: bool
 ) -> None:
     """Add violations for invalid messages, tools and template options. Raises Unimplemented for media.
@@ -44,9 +61,10 @@ def check_conversation(
     """
     if not _has_sizes(request, violations):
         return
+    slices = _Slices()
     for index, message in enumerate(request.messages):
-        _check_message(f"messages[{index}]", message, violations)
-    _check_tools(request.tools, violations)
+        await _check_message(f"messages[{index}]", message, violations, slices)
+    await _check_tools(request.tools, violations, slices)
     options = request.template_options
     if options.chat_template and not takes_templates:
         violations.add(
@@ -80,7 +98,7 @@ def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violati
         )
 
 
-def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[str, object]:
+async def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[str, object]:
     """The input of a chat template, as the templates of Hugging Face's models expect it."""
     options = request.template_options
     arguments: dict[str, object] = json.loads(options.arguments_json) if options.arguments_json else {}
@@ -89,8 +107,9 @@ def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[
     opens_answer = not options.continue_final_message
     if options.HasField("add_generation_prompt"):
         opens_answer = options.add_generation_prompt
+    slices = _Slices()
     conversation: dict[str, object] = {
-        "messages": [_message(message) for message in request.messages],
+        "messages": [await _message(message, slices) for message in request.messages],
         "add_generation_prompt": opens_answer,
         "continue_final_message": options.continue_final_message,
         "arguments": arguments,
@@ -128,9 +147,14 @@ def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
     return all(sizes)
 
 
-def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations) -> None:
+async def _check_message(
+    message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations, slices: _Slices
+) -> None:
+    await slices.turn()
     if message.role not in _ROLES:
         violations.add(f"{message_field}.role", message.role, "must be one of the roles of ChatRole")
+    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+        violations.need_printable(f"{message_field}.{name}", value)
     is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL
     if is_tool and not message.tool_call_id:
         violations.add(
@@ -143,6 +167,7 @@ def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, vi
             f"{message_field}.tool_calls", len(message.tool_calls), "must be empty but for an assistant"
         )
     for index, part in enumerate(message.parts):
+        await slices.turn()
         kind = part.WhichOneof("part")
         if kind is None:
             violations.add(f"{message_field}.parts[{index}]", None, "must be one of text, media")
@@ -153,16 +178,22 @@ def _check_message(message_field: str, message: chat_message_pb2.ChatMessage, vi
                 metadata={"fields": f"{message_field}.parts[{index}].media"},
             )
     for index, call in enumerate(message.tool_calls):
+        await slices.turn()
         field = f"{message_field}.tool_calls[{index}]"
         violations.need(bool(call.name), f"{field}.name", call.name, "must not be empty")
+        violations.need_printable(f"{field}.name", call.name)
+        violations.need_printable(f"{field}.id", call.id)
         rule = "must be false: an incomplete call was not made"
         violations.need(not call.incomplete, f"{field}.incomplete", True, rule)
         _check_json_object(f"{field}.arguments_json", call.arguments_json, violations)
 
 
-def _check_tools(tools: Sequence[chat_message_pb2.Tool], violations: Violations) -> None:
+async def _check_tools(
+    tools: Sequence[chat_message_pb2.Tool], violations: Violations, slices: _Slices
+) -> None:
     seen: set[str] = set()
     for index, tool in enumerate(tools):
+        await slices.turn()
         is_named = _TOOL_NAME.fullmatch(tool.name) is not None
         rule = "must be 1..64 letters, digits, dots, dashes or underscores"
         violations.need(is_named, f"tools[{index}].name", tool.name, rule)
@@ -187,8 +218,12 @@ def _check_json_object(field: str, text: str, violations: Violations) -> None:
     violations.need(is_object, field, text, "must be a JSON object")
 
 
-def _message(message: chat_message_pb2.ChatMessage) -> dict[str, object]:
-    texts = [{"type": "text", "text": part.text} for part in message.parts]
+async def _message(message: chat_message_pb2.ChatMessage, slices: _Slices) -> dict[str, object]:
+    await slices.turn()
+    texts: list[dict[str, str]] = []
+    for part in message.parts:
+        await slices.turn()
+        texts.append({"type": "text", "text": part.text})
     content: object = texts[0]["text"] if len(texts) == 1 else texts
     shown: dict[str, object] = {"role": _ROLES[message.role], "content": content if texts else ""}
     if message.name:
@@ -197,8 +232,12 @@ def _message(message: chat_message_pb2.ChatMessage) -> dict[str, object]:
         shown["reasoning_content"] = message.reasoning
     if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    calls: list[dict[str, object]] = []
+    for call in message.tool_calls:
+        await slices.turn()
+        calls.append(_call(call))
+    if calls:
+        shown["tool_calls"] = calls
     return shown
 
 

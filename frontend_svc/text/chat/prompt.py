@@ -44,14 +44,14 @@ class ChatPrompt:
         formats = [each for each in (self._tools, self._reasoning) if each is not None]
         return frozenset().union(*(each.markers for each in formats if each.needs_special_tokens))
 
-    def check(self, model: ServedModel, violations: Violations) -> None:
+    async def check(self, model: ServedModel, violations: Violations) -> None:
         """Add violations for an invalid conversation. Raises Unimplemented for media."""
-        check_conversation(self._request, violations, takes_templates=self._takes_templates)
+        await check_conversation(self._request, violations, takes_templates=self._takes_templates)
         check_tool_choice(self._request, violations)
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The token ids of the rendered text. Raises InvalidArgument."""
-        conversation = conversation_of(self._request, shows_tools=self._shows_tools)
+        conversation = await conversation_of(self._request, shows_tools=self._shows_tools)
         self._text, token_ids = await model.tokenizer.render_and_encode(
             conversation, max_chars=model.max_text_chars
         )

@@ -8,6 +8,7 @@ little: neither grpc nor a service. Knows no requests.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -158,6 +159,8 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
         return {}, b""
     if verb == "ready":
         return {}, b""
+    if verb == "check":
+        return _check_message(frame), b""
     text = loaded[key]
     if verb == "encode":
         return {}, text.encode(frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens"))
@@ -176,6 +179,22 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
     if verb == "render_and_encode":
         return {"num_text_bytes": len(content)}, content + text.encode_prompt(prompt)
     return {"num_text_bytes": len(content)}, content
+
+
+def _check_message(frame: Frame) -> dict[str, object]:
+    # Imported at first use: a worker without large messages needs no protobuf.
+    from google.protobuf import descriptor_pool
+
+    from service_kit.wire_check import MessageLimits, WireError, check_wire
+
+    importlib.import_module(frame.text("module"))
+    descriptor = descriptor_pool.Default().FindMessageTypeByName(frame.text("message"))
+    limits = MessageLimits(int(frame.number("max_fields")), int(frame.number("max_numbers")))
+    try:
+        check_wire(frame.body, descriptor, limits)
+    except WireError as error:
+        return {"refused": str(error), "reason": error.reason, "violations": error.violations}
+    return {}
 
 
 def _read_json(content: bytes) -> dict[str, object]:

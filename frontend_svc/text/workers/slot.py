@@ -128,11 +128,13 @@ class WorkerSlot:
         """Start `work`. The slot must be free."""
         work.num_attempts += 1
         self._work = work
-        if self.has_read(work.files):
-            self._loaded[work.files.key] = self._loaded.pop(work.files.key)
-            self._send_work(work)
-        else:
-            self._read(work.files)
+        files = work.files
+        if files is not None and not self.has_read(files):
+            self._read(files)
+            return
+        if files is not None:
+            self._loaded[files.key] = self._loaded.pop(files.key)
+        self._send_work(work)
 
     def read_ahead(self, models: Mapping[str, TextFiles]) -> None:
         """Load the files of one of `models` that its process has not loaded yet, if there is one."""
@@ -202,12 +204,13 @@ class WorkerSlot:
         self._send(work.header, work.files, (work.body,), self._time_limit_s)
 
     def _send(
-        self, header: Mapping[str, object], files: TextFiles, parts: Sequence[bytes], limit_s: float
+        self, header: Mapping[str, object], files: TextFiles | None, parts: Sequence[bytes], limit_s: float
     ) -> None:
         assert self._link is not None
         self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
         self._num_limits, self._cpu_before_s = 1, self._link.cpu_s()
-        self._link.send({**header, "key": files.key, "limit_s": _MAX_LIMITS * limit_s}, parts)
+        key = "" if files is None else files.key
+        self._link.send({**header, "key": key, "limit_s": _MAX_LIMITS * limit_s}, parts)
 
     def _answered(self, link: WorkerLink, frame: Frame) -> None:
         if link is not self._link:
@@ -296,7 +299,7 @@ class WorkerSlot:
 
 def _time_limit_error(field: str, limit_s: float) -> InvalidArgument:
     return InvalidArgument(
-        f"{field} took longer than the limit of {limit_s:g} s to be made into tokens",
+        f"{field} took longer than the limit of {limit_s:g} s to be processed",
         field=field,
         reason="TEXT_TIME_LIMIT",
         metadata={"limit_s": f"{limit_s:g}"},

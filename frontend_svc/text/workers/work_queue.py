@@ -19,9 +19,9 @@ _MAX_SHORT_IN_A_ROW = 16
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One task: the request to a worker, and the future of its answer."""
+    """One task: the request to a worker, and the future of its answer. `files`: what it needs loaded."""
 
-    files: TextFiles
+    files: TextFiles | None
     header: Mapping[str, object]
     body: bytes
     field: str

@@ -1,4 +1,5 @@
-"""Tokenizes and renders chat templates in child processes, off the event loop. Knows no requests.
+"""Tokenizes, renders chat templates and checks large messages in child processes, off the event loop.
+Knows no requests.
 
 Processes and not threads: a hang in a tokenizer's regular expression or in a template's loop can be killed at
 its time limit. It then costs one failed request and a new process, and never blocks the event loop.
@@ -13,6 +14,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from google.protobuf.descriptor import Descriptor
+
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, unpack_numbers
@@ -20,6 +23,7 @@ from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
 from frontend_svc.text.workers.work_queue import Work, WorkQueue
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
+from service_kit.wire_check import MessageLimits
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +156,17 @@ class TextWorkers:
         text, token_ids = frame.split(int(frame.number("num_text_bytes")))
         return text.decode(), unpack_numbers(token_ids)
 
+    async def check_message(self, data: bytes, descriptor: Descriptor, limits: MessageLimits) -> None:
+        """Check a serialized message of generated code, see `check_wire`. Raises InvalidArgument."""
+        header = {
+            "verb": "check",
+            "module": descriptor.file.name.removesuffix(".proto").replace("/", ".") + "_pb2",
+            "message": descriptor.full_name,
+            "max_fields": limits.max_fields,
+            "max_numbers": limits.max_numbers,
+        }
+        await self._run(None, header, data, "the request")
+
     async def close(self) -> None:
         """End all workers; queued and running tasks fail with Unavailable."""
         self._is_closed = True
@@ -161,7 +176,9 @@ class TextWorkers:
             slot.close(Unavailable("the frontend is stopping"))
         await asyncio.gather(*(slot.wait_closed(_CLOSE_WAIT_S) for slot in self._slots))
 
-    async def _run(self, files: TextFiles, header: Mapping[str, object], body: bytes, field: str) -> Frame:
+    async def _run(
+        self, files: TextFiles | None, header: Mapping[str, object], body: bytes, field: str
+    ) -> Frame:
         work = Work(files, header, body, field, asyncio.get_running_loop().create_future())
         if self._is_closed:
             raise Unavailable("the frontend is stopping")
@@ -177,7 +194,8 @@ class TextWorkers:
                 reason="TEXT_QUEUE_FULL",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        self._remember(files)
+        if files is not None:
+            self._remember(files)
         self._enqueue(work, first=False)
         try:
             frame = await work.answer
@@ -187,8 +205,7 @@ class TextWorkers:
             # The task of a cancelled request is removed; one that has begun is bounded by its time limit.
             self._queue.remove(work)
         if (refusal := frame.header.get("refused")) is not None:
-            refused_field = str(frame.header.get("field") or field)
-            raise InvalidArgument(str(refusal), field=refused_field, reason="TEXT_REFUSED")
+            raise _refused(str(refusal), frame, field)
         return frame
 
     def _remember(self, files: TextFiles) -> None:
@@ -207,7 +224,7 @@ class TextWorkers:
             num_long = sum(other.is_busy_long for other in self._slots)
             may_be_long = num_long < max(1, len(self._slots) - 1)
             work = self._queue.take(may_be_long=may_be_long)
-            if work is not None and self._reads_first(slot, work):
+            if work is not None and work.files is not None and self._reads_first(slot, work.files):
                 # A worker that has loaded the files will be free before this one has loaded them.
                 self._queue.add(work, first=True)
                 slot.read_ahead({work.files.key: work.files})
@@ -222,8 +239,8 @@ class TextWorkers:
         self._queue.add(work, first=first)
         self._dispatch()
 
-    def _reads_first(self, slot: WorkerSlot, work: Work) -> bool:
-        return slot.may_read(work.files) and any(other.has_read(work.files) for other in self._slots)
+    def _reads_first(self, slot: WorkerSlot, files: TextFiles) -> bool:
+        return slot.may_read(files) and any(other.has_read(files) for other in self._slots)
 
     def _lost(self, work: Work) -> None:
         """The worker died while it ran `work`."""
@@ -251,6 +268,14 @@ class TextWorkers:
 def num_cores() -> int:
     """Number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _refused(refusal: str, frame: Frame, field: str) -> InvalidArgument:
+    found = frame.header.get("violations")
+    if not isinstance(found, list):
+        return InvalidArgument(refusal, field=str(frame.header.get("field") or field), reason="TEXT_REFUSED")
+    violations = [(str(name), str(description)) for name, description in found]
+    return InvalidArgument(refusal, violations=violations, reason=frame.text("reason"))
 
 
 def _utf8(text: str, field: str) -> bytes:

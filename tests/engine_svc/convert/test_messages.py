@@ -260,6 +260,16 @@ def test_an_add_without_params_or_request_id_is_refused():
             read_add(entry)
 
 
+@pytest.mark.parametrize("field", ["request_id", "cache_salt"])
+def test_ids_of_an_add_can_be_printed(field):
+    entry = make_entry(1)
+    setattr(entry, field, "\x1b[31mred")
+    with pytest.raises(InvalidArgument, match="characters that can be printed") as caught:
+        read_add(entry)
+    assert caught.value.message.isprintable()
+    assert caught.value.violations[0][0] == field
+
+
 def test_one_output_of_a_sampling_group_is_accepted():
     read_add(make_entry(1, n=1))
 

@@ -169,10 +169,18 @@ async def test_draining_refuses_new_requests_and_finishes_the_running_ones():
         ({"frontend_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"session_id": "x" * 200}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"session_id": "x" * 15}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"frontend_id": "\x1b[31mf"}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"min_peer_revision": 9}, grpc.StatusCode.FAILED_PRECONDITION),
         ({"schema_revision": 0}, grpc.StatusCode.FAILED_PRECONDITION),
     ],
-    ids=["no frontend_id", "long session_id", "short session_id", "newer contract", "older contract"],
+    ids=[
+        "no frontend_id",
+        "long session_id",
+        "short session_id",
+        "terminal escapes",
+        "newer contract",
+        "older contract",
+    ],
 )
 async def test_a_wrong_hello_ends_the_stream(hello, code):
     rig = ServiceRig()

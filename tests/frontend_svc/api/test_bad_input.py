@@ -16,14 +16,12 @@ from tests.frontend_svc.fakes import (
     VOCAB_SIZE,
     WAIT_S,
     FakeEngine,
-    answer,
     details_of,
     make_request,
     read_all,
     serving,
     serving_one,
 )
-from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2
 
 NAN, LONG = math.nan, [5] * MAX_MODEL_LEN
 BAD_INPUT = {
@@ -104,19 +102,6 @@ async def test_bad_input_is_refused_by_name_beside_running_streams():
             engine.step({request: [5 + index]}, finished={request: AT_LENGTH})
         assert [(await read_all(call))[2] for call in good] == [[5 + index] for index in range(8)]
     assert len(engine.requests) == 8
-
-
-async def test_a_request_of_very_many_parts_is_refused_before_it_is_read():
-    # Two bytes each on the wire, some 200 and a microsecond each once they are read.
-    batch = inference_pb2.GenerateBatchRequest(requests=[generate_pb2.GenerateRequest()] * 140_000)
-    message = chat_message_pb2.ChatMessage(parts=[chat_message_pb2.ChatPart()] * 140_000)
-    chat = chat_message_pb2.ChatRequest(messages=[message])
-    async with serving(FakeEngine(answer("a"))) as (client, _):
-        for call in (client.inference.GenerateBatch(batch), client.chat.Chat(chat)):
-            with pytest.raises(grpc.aio.AioRpcError, match="more than 131072 fields") as caught:
-                await call.read()
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await read_all(client.generate("a"))
 
 
 async def test_of_an_id_that_is_refused_for_its_length_spans_and_logs_keep_the_beginning():

@@ -40,8 +40,10 @@ async def model() -> AsyncIterator[ServedModel]:
     await workers.close()
 
 
-def check_request(request: generate_pb2.GenerateRequest, model: ServedModel, limits: RequestLimits) -> None:
-    check(request, RequestPrompt(request), model, limits)
+async def check_request(
+    request: generate_pb2.GenerateRequest, model: ServedModel, limits: RequestLimits
+) -> None:
+    await check(request, RequestPrompt(request), model, limits)
 
 
 async def entry_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> add_pb2.AddEntry:
@@ -99,7 +101,7 @@ async def test_text_that_would_take_seconds_is_refused_even_if_its_tokens_would_
 async def test_repetition_detection_goes_to_the_engine_complete_and_only_where_it_is_on(model):
     async def detection_of(**fields: int) -> sampling_pb2.RepetitionDetection | None:
         request = make_request([5], repetition_detection=fields)
-        check_request(request, model, LIMITS)
+        await check_request(request, model, LIMITS)
         sampling = (await entry_of(request, model)).sampling
         return sampling.repetition_detection if sampling.HasField("repetition_detection") else None
 
@@ -112,10 +114,10 @@ async def test_repetition_detection_goes_to_the_engine_complete_and_only_where_i
     assert await detection_of(min_count=3) is None
 
 
-def test_all_violations_are_reported_together(model):
+async def test_all_violations_are_reported_together(model):
     request = make_request("", temperature=-1.0, top_p=0.0, max_tokens=0, priority=1000)
     with pytest.raises(InvalidArgument) as caught:
-        check_request(request, model, LIMITS)
+        await check_request(request, model, LIMITS)
     assert {field for field, _ in caught.value.violations} == {
         "prompt",
         "sampling.temperature",
@@ -157,9 +159,9 @@ def test_all_violations_are_reported_together(model):
         ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),
     ],
 )
-def test_values_out_of_range_are_refused_with_value_and_limit(model, fields, name):
+async def test_values_out_of_range_are_refused_with_value_and_limit(model, fields, name):
     with pytest.raises(InvalidArgument, match=name):
-        check_request(make_request("x", **fields), model, LIMITS)
+        await check_request(make_request("x", **fields), model, LIMITS)
 
 
 async def test_a_group_has_an_id_an_order_and_noise_of_its_own_for_each_output(model):

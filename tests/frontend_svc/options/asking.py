@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tokenizers import Tokenizer
 
 from frontend_svc.generation.preprocess import Prepared, check_request, prepare
@@ -53,7 +55,7 @@ def breaches(
     """What is wrong with these parameters: description by field."""
     request = make_request([5], **fields)
     try:
-        check_request(request, RequestPrompt(request), model_of(defaults), limits)
+        asyncio.run(check_request(request, RequestPrompt(request), model_of(defaults), limits))
     except InvalidArgument as error:
         return dict(error.violations)
     return {}

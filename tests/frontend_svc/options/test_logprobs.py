@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from frontend_svc.text.limits import RequestLimits
@@ -46,11 +48,11 @@ async def test_they_are_sent_only_where_asked_for_and_none_is_not_nought():
     assert not (await completed(logprobs=1)).skip_reading_prefix_cache
 
 
-async def test_their_limit_is_an_option_and_may_be_the_vocabulary():
+def test_their_limit_is_an_option_and_may_be_the_vocabulary():
     rule = "sampling.logprobs is 6, must be in 0..5"
     assert breaches(RequestLimits(max_logprobs=5), logprobs=6) == {"sampling.logprobs": rule}
     limits = RequestLimits(max_logprobs=-1)
     assert breaches(limits, logprobs=-1) == {}
-    assert (await completed(logprobs=-1)).logprobs == -1
+    assert asyncio.run(completed(logprobs=-1)).logprobs == -1
     rule = "sampling.logprobs is 601, must be in -1..600 (-1: the vocabulary)"
     assert breaches(limits, logprobs=601) == {"sampling.logprobs": rule}

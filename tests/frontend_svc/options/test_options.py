@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -58,7 +59,7 @@ UNOWNED = {
 def test_a_field_that_neither_the_core_nor_an_option_has_is_refused_by_name(field):
     request = UNOWNED[field]
     with pytest.raises(Unimplemented, match=f"not served yet: {field}") as caught:
-        check_request(request, RequestPrompt(request), model_of(), LIMITS)
+        asyncio.run(check_request(request, RequestPrompt(request), model_of(), LIMITS))
     assert caught.value.metadata == {"fields": field}
 
 
@@ -67,7 +68,7 @@ def test_a_field_of_a_chat_that_neither_the_core_nor_an_option_has_is_refused_by
     request = chat_message_pb2.ChatRequest(messages=[message], adapter="a")
     prompt = ChatPrompt(request, model_of(), takes_templates=False)
     with pytest.raises(Unimplemented, match="not served yet: adapter"):
-        check_request(request, prompt, model_of(), LIMITS)
+        asyncio.run(check_request(request, prompt, model_of(), LIMITS))
 
 
 def test_all_violations_of_a_request_are_reported_at_once():
@@ -89,7 +90,7 @@ def test_prompt_logprobs_need_a_token_at_every_position(is_token, is_taken):
     model = model_of(ready=session_pb2.Ready(hidden_size=1, takes_prompt_embeds=True))
     refused = contextlib.nullcontext() if is_taken else pytest.raises(InvalidArgument, match="must be unset")
     with refused:
-        check_request(request, RequestPrompt(request), model, LIMITS)
+        asyncio.run(check_request(request, RequestPrompt(request), model, LIMITS))
 
 
 # What a frontend lets through, an engine takes: the two check the same parameters one after the other.
@@ -107,7 +108,7 @@ async def sent(
     request.sampling.CopyFrom(sampling)
     model = dataclasses.replace(model_of(defaults, FACTS.max_model_len), vocab_size=FACTS.vocab_size)
     try:
-        check_request(request, RequestPrompt(request), model, LIMITS)
+        await check_request(request, RequestPrompt(request), model, LIMITS)
         return (await prepare(request, RequestPrompt(request), model)).entries[0]
     except InvalidArgument:
         return None

@@ -59,7 +59,7 @@ def request_of(
 
 async def prepared(request: generate_pb2.GenerateRequest, model: ServedModel) -> Prepared:
     prompt = RequestPrompt(request)
-    check_request(request, prompt, model, LIMITS)
+    await check_request(request, prompt, model, LIMITS)
     return await prepare(request, prompt, model)
 
 

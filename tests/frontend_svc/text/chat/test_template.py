@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from pathlib import Path
@@ -347,7 +348,8 @@ def object_of(num_chars: int) -> str:
 
 def breaches(**fields) -> list[tuple[str, str]]:
     violations = Violations()
-    check_conversation(chat_message_pb2.ChatRequest(**fields), violations, takes_templates=False)
+    request = chat_message_pb2.ChatRequest(**fields)
+    asyncio.run(check_conversation(request, violations, takes_templates=False))
     try:
         violations.raise_if_any()
     except InvalidArgument as error:

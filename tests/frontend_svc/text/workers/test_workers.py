@@ -124,7 +124,7 @@ async def test_a_tokenizer_that_hangs_costs_one_text_its_status_and_a_worker_its
     error = await hanging
     assert isinstance(error, InvalidArgument)
     assert error.reason == "TEXT_TIME_LIMIT"
-    assert error.violations == [("prompt", "prompt took longer than the limit of 1 s to be made into tokens")]
+    assert error.violations == [("prompt", "prompt took longer than the limit of 1 s to be processed")]
     assert await asyncio.gather(*waiting) == [[1]] * 5
     assert first_id not in workers.process_ids
 

@@ -1,0 +1,1 @@
+"""Seeded messages for every public RPC, beside streams that must not change."""
