@@ -59,8 +59,8 @@ function call(client, method, request) {
   });
 }
 
-function generateUnary(clients, sampling) {
-  return call(clients.inference, 'GenerateUnary', { request: { prompt: PROMPT, sampling } });
+function generateOnce(clients, sampling) {
+  return call(clients.inference, 'GenerateOnce', { prompt: PROMPT, sampling });
 }
 
 async function lookAround(clients) {
@@ -90,7 +90,7 @@ async function tokensAndBack(clients) {
 
 async function wholeAndStreamed(clients) {
   const sampling = { temperature: 0, max_tokens: 24 };
-  const { outputs, usage } = await generateUnary(clients, sampling);
+  const { outputs, usage } = await generateOnce(clients, sampling);
   const [output] = outputs;
   expect(/_(STOP|LENGTH)$/.test(output.reason), `finish reason ${output.reason}`);
   expect(usage.num_completion_tokens === output.token_ids.length, `usage ${JSON.stringify(usage)}`);
@@ -112,15 +112,15 @@ async function wholeAndStreamed(clients) {
 
 async function sameSeed(clients) {
   const sampling = { temperature: 1, seed: 7, max_tokens: 16 };
-  const first = (await generateUnary(clients, sampling)).outputs[0].text;
-  const second = (await generateUnary(clients, sampling)).outputs[0].text;
+  const first = (await generateOnce(clients, sampling)).outputs[0].text;
+  const second = (await generateOnce(clients, sampling)).outputs[0].text;
   expect(first === second, `two texts of one seed: ${first} / ${second}`);
   say(9, 'seed', JSON.stringify(first));
 }
 
 async function stopString(clients, text) {
   const stop = text.slice(Math.floor(text.length / 2)).slice(0, 3);
-  const { outputs } = await generateUnary(clients, { temperature: 0, max_tokens: 24, stop: [stop] });
+  const { outputs } = await generateOnce(clients, { temperature: 0, max_tokens: 24, stop: [stop] });
   const [output] = outputs;
   expect(output.reason === 'FINISH_REASON_STOP', `finish reason ${output.reason}`);
   expect(output.stop_match.string === stop, `stopped on ${JSON.stringify(output.stop_match)}`);
@@ -159,7 +159,7 @@ function fieldViolations(error) {
 }
 
 async function refusal(clients) {
-  const error = await generateUnary(clients, { temperature: 99 }).then(() => null, (refused) => refused);
+  const error = await generateOnce(clients, { temperature: 99 }).then(() => null, (refused) => refused);
   expect(error !== null, 'a temperature of 99 was taken');
   expect(error.code === grpc.status.INVALID_ARGUMENT, `${error}`);
   const violations = fieldViolations(error);

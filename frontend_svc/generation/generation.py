@@ -265,7 +265,6 @@ class Generation:
         with (
             self._drain.counted(),
             trace,
-            self._admission.claim(request.request_id),
             self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
@@ -290,7 +289,6 @@ class Generation:
         request = adopted.request
         with (
             trace,
-            self._admission.share(request.request_id),
             self._requests.track(request.request_id, caller.request_id) as tracked,
         ):
             prompt, model = RequestPrompt(request), adopted.client.model

@@ -160,13 +160,12 @@ class _Runner:
     async def _ask_once(self, request: Request) -> Answer:
         with rpc_errors_translated():
             if isinstance(request, generate_pb2.GenerateRequest):
-                asked = inference_pb2.GenerateUnaryRequest(request=request)
-                completion: inference_pb2.GenerateUnaryResponse = await self._inference.GenerateUnary(
-                    asked, timeout=self._batch.timeout_s
+                completion: inference_pb2.GenerateUnaryResponse = await self._inference.GenerateOnce(
+                    request, timeout=self._batch.timeout_s
                 )
                 return completion
-            answer: chat_pb2.ChatUnaryResponse = await self._chat.ChatUnary(
-                chat_pb2.ChatUnaryRequest(request=request), timeout=self._batch.timeout_s
+            answer: chat_pb2.ChatUnaryResponse = await self._chat.ChatOnce(
+                request, timeout=self._batch.timeout_s
             )
             return answer
 

@@ -50,10 +50,10 @@ class EchoFrontend(inference_pb2_grpc.InferenceServiceServicer):
     there: asyncio.Event = field(default_factory=asyncio.Event)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def GenerateUnary(
-        self, request: inference_pb2.GenerateUnaryRequest, context: Any
+    async def GenerateOnce(
+        self, request: generate_pb2.GenerateRequest, context: Any
     ) -> inference_pb2.GenerateUnaryResponse:
-        prompt = request.request.prompt
+        prompt = request.prompt
         self.prompts.append(prompt)
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
