@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from launcher.llm import LLM, SamplingParams
+from triptych import LLM, SamplingParams
 from launcher.services import embedded_model
 
 PROMPTS = ["Once upon a time", "The owl is in the", "Tell me about the fox."]

@@ -78,10 +78,10 @@ class FakeFrontend(
             raise ResourceExhausted("full", retry_after_ms=1)
         self.requests.append(request)
         ids = list(request.token_ids.ids)
-        if request.sampling.temperature > 2:
+        if request.sampling.n > 64:
             if self.hangs_on is not None:
                 await self._hanging.wait()
-            raise InvalidArgument("temperature is 3, must be in 0..2", field="sampling.temperature")
+            raise InvalidArgument("n is 100, must be in 1..64", field="sampling.n")
         if ids[0] == self.hangs_on:
             await self._hang()
         started = generate_pb2.Started(
