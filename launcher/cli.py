@@ -121,8 +121,11 @@ def coordinator(context: typer.Context) -> None:
 
 @app.command()
 def complete(
+    prompt_argument: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="the prompt as text; without it, stdin")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="the prompt as text, too")] = None,
     url: Url = _DEFAULT_URL,
-    prompt: Annotated[str | None, typer.Option(help="the prompt as text")] = None,
     prompt_token_ids: Annotated[str | None, typer.Option(help="the prompt as ids: 1,2,3")] = None,
     model: Model = "",
     request_id: Annotated[str, typer.Option(help="an id of your own for the request")] = "",
@@ -157,6 +160,10 @@ def complete(
 ) -> None:
     """Continue one prompt; prints the text as it arrives. Exits 1 with the status on stderr if refused."""
     arguments = dict(locals())
+    if prompt_argument is not None and prompt is not None:
+        _refuse("complete", ValueError("give one of PROMPT and --prompt"))
+    arguments["prompt"] = arguments.pop("prompt_argument") if prompt is None else prompt
+    arguments.pop("prompt_argument", None)
     prepare_process("client")
     from launcher.verbs.complete import Completion, run_complete
 
@@ -279,7 +286,7 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
 
     from launcher.serve.readiness import health_of
     from launcher.services import READINESS
-    from launcher.verbs.complete import print_failure
+    from launcher.verbs.failures import Asked, print_failure
     from service_kit.config import read_environment
     from service_kit.errors import ServiceError
 
@@ -289,7 +296,7 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
     try:
         answer = asyncio.run(health_of(target, READINESS.get(service, service), timeout_s))
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(target, timeout_s, flags={"target": "--url"}))
         return 1
     print(answer)
     return 0 if answer == "SERVING" else 1

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launcher.run_batch.files import BatchFileError, Done, count_lines, open_output, read_lines
 from launcher.run_batch.line import Answer, BatchLine, Request, answer_record, error_record, read_line
-from launcher.verbs.complete import print_failure
+from launcher.verbs.failures import Asked, print_failure
 from service_kit.channel import open_channel
 from service_kit.errors import (
     InvalidArgument,
@@ -66,10 +66,10 @@ def run_batch(batch: Batch) -> int:
         print(f"triptych run-batch: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
-        print_failure(error)
+        print_failure(error, Asked(batch.url))
         return _USAGE_ERROR
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(batch.url))
         return 1
     except KeyboardInterrupt:
         print("triptych run-batch: interrupted, --resume continues", file=sys.stderr)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.verbs.chat_answer import ChatAnswer
-from launcher.verbs.complete import print_failure
+from launcher.verbs.failures import Asked, print_failure
 from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc
@@ -40,7 +40,7 @@ def run_chat(chat: Chat) -> int:
             except KeyboardInterrupt:
                 print()
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(chat.url))
         return 1
     except KeyboardInterrupt:
         print()

@@ -1,7 +1,7 @@
 """All exceptions of `triptych.LLM` in one module. Importing it loads no model code.
 
-A model that cannot be served raises a ModelError, which is a ValueError. Everything else is a ServiceError with
-a code, also where the engine is in the same process. A misspelt argument is a TypeError.
+A model that cannot be served raises a ModelError, which is a ValueError. Everything else is a ServiceError
+with a code, also where the engine is in the same process. A misspelt argument is a TypeError.
 """
 
 from __future__ import annotations

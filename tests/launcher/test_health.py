@@ -34,4 +34,4 @@ async def test_without_a_url_it_asks_at_the_port_that_the_environment_gives_the_
 async def test_no_server_exits_1() -> None:
     outcome = await triptych("health", "--url", "grpc://127.0.0.1:1")
     assert outcome.exit_code == 1
-    assert outcome.err.startswith("UNAVAILABLE: ")
+    assert outcome.err.startswith("no server answers at 127.0.0.1:1")

@@ -94,7 +94,7 @@ async def test_bad_options_are_exit_code_2() -> None:
     for arguments, message in (
         (("--slo=p99=3",), "slo 'p99=3' is not one of"),
         (("--num-request=3",), "did you mean --num-requests?"),
-        (("--address=nowhere",), "is not an address"),
+        (("--address=nowhere",), "not an address"),
         (("--json=/no/such/folder/a.json",), "/no/such/folder/a.json"),
     ):
         outcome = await triptych("bench", "serve", *arguments)
