@@ -61,7 +61,5 @@ def parse_target(target: str) -> str:
     host, colon, port = address.rpartition(":")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not host or not colon or "/" in address or not is_number or not 0 < int(port) < 65536:
-        raise InvalidArgument(
-            f"target is {target!r}, not an address such as grpc://host:50051", field="target"
-        )
+        raise InvalidArgument(f"{target!r} is not an address such as grpc://host:50051", field="target")
     return address

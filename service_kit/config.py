@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -51,6 +52,7 @@ class _Option:
     kind: ValueType
     help: str
     short: str | None
+    alias: str | None
     is_positional: bool
     default: Any
 
@@ -59,10 +61,10 @@ class _Option:
         return "--" + self.name.replace("_", "-")
 
     def spellings(self) -> list[str]:
-        short = [] if self.short is None else [self.short]
+        others = [one for one in (self.short, self.alias) if one is not None]
         if self.kind.is_switch:
-            return [self.flag, "--no-" + self.flag[2:], *short]
-        return [self.flag, *short]
+            return [self.flag, "--no-" + self.flag[2:], *others]
+        return [self.flag, *others]
 
 
 def option(
@@ -70,18 +72,20 @@ def option(
     *,
     help: str,  # the name that command-line libraries use
     short: str | None = None,
+    alias: str | None = None,
     choices: Sequence[str] | None = None,
     size: bool = False,
     positional: bool = False,
 ) -> Any:
     """A field of a configuration dataclass. Without a default the option is required.
 
-    `short` is a second spelling with one dash, `size` accepts 16k, 2M or 1.5GiB, and `positional` reads the
-    field from the argument that is not a flag.
+    `short` is a second spelling with one dash, `alias` a former name that the help does not show. `size`
+    accepts 16k, 2M or 1.5GiB, and `positional` reads the field from the argument that is not a flag.
     """
     metadata = {
         "help": help,
         "short": None if short is None else "-" + short.lstrip("-"),
+        "alias": None if alias is None else "--" + alias.replace("_", "-"),
         "choices": None if choices is None else tuple(choices),
         "size": size,
         "positional": positional,
@@ -116,7 +120,20 @@ def load_config(
     try:
         return Loaded(cls(**values), origins)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(_in_flags(str(error), options)) from error
+
+
+def _in_flags(text: str, options: Mapping[str, _Option]) -> str:
+    """An error of a configuration with flags for the names of fields.
+
+    A name that is an ordinary word, such as `rate`, is a field only where the error begins with it.
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        one = options.get(found[0])
+        return found[0] if one is None or one.is_positional else one.flag
+
+    return re.sub(r"^[a-z0-9]+\b|\b[a-z0-9]+(?:_[a-z0-9]+)+\b", shown, text)
 
 
 def require(holds: bool, name: str, value: object, limit: str) -> None:
@@ -168,6 +185,7 @@ def _options_of(cls: type[Any]) -> dict[str, _Option]:
             kind=kind,
             help=metadata.get("help", ""),
             short=metadata.get("short"),
+            alias=metadata.get("alias"),
             is_positional=metadata.get("positional", False),
             default=default,
         )

@@ -66,16 +66,18 @@ def print_failure(error: ServiceError, asked: Asked) -> None:
     status = error.code.name if is_of_connection else f"{error.code.name} ({error.reason})"
     sentences = [error.message]
     if isinstance(error, InvalidArgument) and error.violations:
-        sentences = [description for _, description in error.violations]
-    print(f"{status}: " + "\n  ".join(_in_flags(one, asked.flags) for one in sentences), file=sys.stderr)
+        sentences = [_in_flags(path, sentence, asked.flags) for path, sentence in error.violations]
+    print(f"{status}: " + "\n  ".join(sentences), file=sys.stderr)
 
 
-def _in_flags(sentence: str, flags: Mapping[str, str]) -> str:
+def _in_flags(path: str, sentence: str, flags: Mapping[str, str]) -> str:
+    """A sentence about the field `path` with the flags for its names of fields."""
     sentence = re.sub(r"\bsampling\.([a-z_]+)", lambda found: "--" + found[1].replace("_", "-"), sentence)
-    for path, flag in flags.items():
-        # At the beginning: an error begins with the field, and a text in it may have the same word.
-        sentence = re.sub(rf"^{re.escape(path)}(?![a-z_])", flag, sentence)
-    return sentence
+    flag = flags.get(path)
+    if flag is None:
+        return sentence
+    renamed = re.sub(rf"^{re.escape(path)}(?![a-z_])", flag, sentence)
+    return renamed if renamed != sentence else f"{flag}: {sentence}"
 
 
 def _shown(target: str) -> str:

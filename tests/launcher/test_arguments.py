@@ -72,8 +72,8 @@ def test_engines_that_share_experts_get_the_flag_and_their_group_is_known(tmp_pa
     [
         (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (["--dtype", "float8"], "float8"),
-        (["--lease-ms", "1"], "lease_ms is 1"),
-        (["--max-queued-requests", "0"], "max_queued_requests 0"),
+        (["--lease-ms", "1"], "--lease-ms is 1"),
+        (["--max-queued-requests", "0"], "--max-queued-requests 0"),
         (["--ready-file", "no-such-folder/ready.json"], "its folder does not exist"),
         (["--ready-file", "/"], "is a folder"),
     ],

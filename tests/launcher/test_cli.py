@@ -68,7 +68,7 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("complete", "--temperatur", "1"), "--temperature"),
         (("serv",), "serve"),
         (("serve", "-tp", "2"), "`triptych engine` takes more"),
-        (("serve", "-dp", "0"), "data_parallel_size is 0"),
+        (("serve", "-dp", "0"), "--data-parallel-size is 0"),
         (("serve", "--port", "70000"), "port is 70000"),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_positional_argument_may_stand_anywhere() -> None:
         (["--max-num-seqs"], {}, "--max-num-seqs needs a value"),
         (["--max-num-seqs", "--reflection"], {}, "--max-num-seqs needs a value"),
         (["--max-num-seqs", "many"], {}, "--max-num-seqs: 'many' is not a whole number"),
-        (["--max-num-seqs", "0"], {}, "max_num_seqs is 0, at least 1 is needed"),
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs is 0, at least 1 is needed"),
         (["--share", "half"], {}, "--share: 'half' is not a number"),
         (["--kv-cache-memory", "2Q"], {}, "'2Q' is not a size such as 4096, 16k, 2M or 1.5GiB"),
         (["--dtype", "int3"], {}, "--dtype: 'int3' is not one of auto, float32"),
