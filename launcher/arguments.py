@@ -13,7 +13,15 @@ from engine_svc.model.loading.hub import is_hub_id
 from launcher.config import ServeConfig
 from launcher.flags import RESERVED, split_flags
 from launcher.services import SERVICES, config_of, embedded_model
-from service_kit.config import ConfigError, flag_names, load_config, read_environment, switch_names, usage
+from service_kit.config import (
+    ConfigError,
+    flag_names,
+    load_config,
+    read_environment,
+    read_file_flags,
+    switch_names,
+    usage,
+)
 
 EMBEDDED_NAME = "triptych-tiny"
 
@@ -44,6 +52,7 @@ class Serving:
 
 def parse_serve(argv: Sequence[str]) -> Serving:
     """Read the arguments of `serve`; raises ConfigError."""
+    argv = _with_file(argv)
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
     # Checked here, because the services would report it only seconds later.
@@ -62,6 +71,38 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
     sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))
     return Serving(config, flags, engine.config.data_parallel_group, sizes_cache)
+
+
+def _with_file(argv: Sequence[str]) -> list[str]:
+    """The arguments with the options of the file of `--config` before them, so that a flag overrides them.
+
+    The file may have options of `serve` and of all services. A variable of the environment overrides it, too.
+    """
+    rest, path = [], None
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag != "--config":
+            rest.append(argument)
+        elif not equals and (value := next(arguments, "")) == "":
+            raise ConfigError("--config needs a value")
+        else:
+            path = value
+    if path is None:
+        return rest
+    configs = {"serve": ServeConfig, **{service: config_of(service) for service in SERVICES}}
+    given = {argument.partition("=")[0] for argument in rest}
+    flags = []
+    for name, words in read_file_flags(list(configs.values()), path).items():
+        in_environment = any(
+            read_environment(f"TRIPTYCH_{service}_{name}".upper())
+            for service, config in configs.items()
+            if words[0].partition("=")[0] in flag_names(config)
+        )
+        has_model = name == "model" and _has_model(rest)
+        if not (in_environment or has_model or words[0].partition("=")[0] in given):
+            flags += words
+    return [*flags, *rest]
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
@@ -92,7 +133,7 @@ def serve_usage() -> str:
     """The help of `serve`: its own options, then those of the services."""
     lines = _without(usage(ServeConfig, "triptych serve"), RESERVED)
     for service in SERVICES:
-        flags = _without(usage(config_of(service), ""), flag_names(ServeConfig) | RESERVED)
+        flags = _without(usage(config_of(service), ""), flag_names(ServeConfig) | RESERVED | {"--config"})
         is_flag = [line.startswith("  ") and not line.startswith("  MODEL") for line in flags]
         lines += ["", f"for the {service}:", *itertools.compress(flags, is_flag)]
     return "\n".join(lines)
@@ -124,7 +165,7 @@ def _without(text: str, left_out: Set[str]) -> list[str]:
 
 
 def _has_model(argv: Sequence[str]) -> bool:
-    switches = switch_names(config_of("engine"))
+    switches = switch_names(ServeConfig).union(*(switch_names(config_of(service)) for service in SERVICES))
     takes_value = False
     for argument in argv:
         if not takes_value and not argument.startswith("-"):

@@ -218,6 +218,7 @@ def bench_serve(context: typer.Context) -> None:
     if asks_for_help(context.args):
         print(usage(BenchServeConfig, "triptych bench serve"))
         return
+    _explain_flags("bench serve", context.args)
     try:
         config = load_config(BenchServeConfig, context.args, service="bench").config
     except ConfigError as error:
@@ -268,7 +269,18 @@ def demo(
 def _run_service(service: str, arguments: list[str]) -> int:
     from launcher.services import main_of
 
+    _explain_flags(service, arguments)
     return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
+
+
+def _explain_flags(verb: str, arguments: list[str]) -> None:
+    """Refuse a flag of vLLM that is another here, or has no counterpart, with the reason."""
+    from launcher.vllm_names import explained
+
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if sentence := explained(flag):
+            _refuse(verb, ValueError(f"unknown flag {flag}: {sentence}"))
 
 
 def _refuse(verb: str, error: Exception) -> NoReturn:

@@ -123,12 +123,28 @@ SENTENCES: dict[str, str] = {
     "tokenizer_revision": "tokenizer and weights have one revision",
     "tokenization_kwargs": f"{_TOKENIZER}; add_special_tokens is an argument of generate",
     "truncate_prompt_tokens": "a prompt is not cut here: cut its token ids",
-    "seed": "give each request its own seed",
     "disable_log_stats": "statistics are not logged: triptych admin ADDRESS status",
     "profiler_config": "it is `profile_dir`",
     "max_seq_len_to_capture": _NO_COMPILER,
     "cuda_graph_sizes": _NO_COMPILER,
-    # Arguments of LLM's methods and of SamplingParams.
+    # Flags of its benchmark.
+    "num_prompts": "it is `num_requests`",
+    "request_rate": "it is `rate`",
+    "max_concurrency": "it is `concurrency`",
+    "dataset_name": "it is `dataset`",
+    "random_input_len": "it is `input_len`",
+    "random_output_len": "it is `output_len`",
+    "random_range_ratio": "it is `range_ratio`",
+    "base_url": "it is `url`",
+    "backend": "the protocol is gRPC",
+    "percentile_metrics": "mean, median, p90 and p99 of all latencies are reported",
+    "save_result": "it is `json`, with the name of the file",
+    "goodput": "it is `slo`",
+}
+
+# Of LLM, its methods and SamplingParams alone: flags of these names are flags here, or are none of vLLM's.
+_ARGUMENTS: dict[str, str] = {
+    "seed": "give each request its own seed",
     "use_tqdm": "it is progress=False",
     "priority": "it is priorities, one for all or a list",
     "messages": "it is conversations",
@@ -144,16 +160,16 @@ SENTENCES: dict[str, str] = {
 }
 
 
-def hint(name: str, known: Collection[str], *, as_flags: bool) -> str:
-    """What to add to the error for an unknown `name`: vLLM's sentence, the nearest known name, or nothing.
+def explained(flag: str) -> str:
+    """The sentence about a flag of vLLM, with the flags of today; empty if there is none."""
+    if not flag.startswith("--"):
+        return ""
+    sentence = SENTENCES.get(flag[2:].replace("-", "_"), "")
+    return re.sub("`([a-z_]+)`", lambda found: "--" + found[1].replace("_", "-"), sentence)
 
-    as_flags: names are flags, such as --api-key, else arguments of Python.
-    """
-    sentence = SENTENCES.get(name.lstrip("-").replace("-", "_"))
-    if sentence is not None:
-        return ": " + re.sub(
-            "`([a-z_]+)`", lambda found: _as_flag(found[1]) if as_flags else found[1], sentence
-        )
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown name: the known name that is like it, if there is one."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -162,7 +178,9 @@ def check_arguments(function: str, names: Collection[str], known: Collection[str
     """Raise TypeError, with the reason or the nearest name, for arguments that `function` does not take."""
     for name in names:
         if name not in known:
-            raise TypeError(f"{function} takes no argument {name}{hint(name, known, as_flags=False)}")
+            sentence = (SENTENCES | _ARGUMENTS).get(name, "").replace("`", "")
+            why = f": {sentence}" if sentence else nearest(name, known)
+            raise TypeError(f"{function} takes no argument {name}{why}")
 
 
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -182,7 +200,3 @@ def with_checked_arguments(cls: type[_T]) -> type[_T]:
     """A class whose constructor explains unknown arguments."""
     setattr(cls, "__init__", checks_arguments(cls.__init__))  # noqa: B010  mypy refuses the assignment.
     return cls
-
-
-def _as_flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

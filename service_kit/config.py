@@ -167,6 +167,24 @@ def usage(cls: type[Any], program: str) -> str:
     return "\n".join(lines)
 
 
+def read_file_flags(classes: Sequence[type[Any]], path: str) -> dict[str, list[str]]:
+    """The options of a YAML file as flags, by name. Each is of some of `classes`. Raises ConfigError."""
+    options = {name: one for cls in classes for name, one in _options_of(cls).items()}
+    return {
+        name: _as_flags(options[name], value)
+        for name, value in _read_file(options, path).items()
+        if value is not None
+    }
+
+
+def _as_flags(one: _Option, value: Any) -> list[str]:
+    if one.kind.is_switch:
+        return [one.flag if value else "--no-" + one.flag[2:]]
+    if one.kind.is_list:
+        return [f"{one.flag}={','.join(map(str, value))}"]
+    return [f"{one.flag}={value}"]
+
+
 def read_environment(name: str) -> str:
     """An environment variable that is not an option of ours (OTEL_*, NO_COLOR); "" if it is unset."""
     return os.environ.get(name, "")

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from launcher.verbs.generation import reason_name
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
-from triptych.common.v1 import output_pb2
 from triptych_client.logprobs import TokenLogprob, TopToken, read_logprobs
 
 # The call by URL.
@@ -56,7 +56,7 @@ def to_openai(answer: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryRe
 
 
 def _choice(output: generate_pb2.Output | chat_message_pb2.ChatOutput) -> dict[str, Any]:
-    reason = output_pb2.FinishReason.Name(output.reason).removeprefix("FINISH_REASON_").lower()
+    reason = reason_name(output.reason)
     tokens = read_logprobs(output.logprobs) if output.HasField("logprobs") else None
     choice: dict[str, Any] = {"index": output.output_index}
     if isinstance(output, generate_pb2.Output):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from engine_svc.config import EngineConfig
+from launcher.bench.config import BenchServeConfig
 from launcher.config import ServeConfig
+from launcher.services import SERVICES, config_of
+from launcher.vllm_names import SENTENCES, explained
+from service_kit.config import flag_names
 from tests.launcher.fakes import triptych
 
 
@@ -56,8 +62,9 @@ async def test_what_is_not_text_is_refused() -> None:
 
 async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
     outcome = await triptych("serve", "--help")
-    for flag in ("--announce-fd", "--coordinator ", "--admin-port", "--config"):
+    for flag in ("--announce-fd", "--coordinator ", "--admin-port"):
         assert flag not in outcome.out
+    assert outcome.out.count("--config") == 1
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,11 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("coordinator", "--lease", "4"), "did you mean --lease-ms?"),
         (("complete", "--temperatur", "1"), "--temperature"),
         (("serv",), "serve"),
-        (("serve", "-tp", "2"), "`triptych engine` takes more"),
+        (("serve", "--enable-lora"), "unknown flag --enable-lora: LoRA adapters are not served yet\n"),
+        (("serve", "--api-key", "x"), "unknown flag --api-key: there is no authentication"),
+        (("engine", "--enforce-eager"), "unknown flag --enforce-eager: it is --cuda-graphs"),
+        (("frontend", "--tool-call-parser=x"), "unknown flag --tool-call-parser: it is --tool-parser"),
+        (("bench", "serve", "--num-prompts=3"), "unknown flag --num-prompts: it is --num-requests"),
         (("serve", "-dp", "0"), "--data-parallel-size is 0"),
         (("serve", "--port", "70000"), "port is 70000"),
     ],
@@ -79,9 +90,20 @@ async def test_a_mistake_exits_2_and_names_the_way_out(arguments: tuple[str, ...
 
 
 def test_serve_takes_the_short_flags() -> None:
-    fields = ServeConfig.__dataclass_fields__
-    assert fields["data_parallel_size"].metadata["short"] == "-dp"
-    assert fields["tensor_parallel_size"].metadata["short"] == "-tp"
+    shorts = {"data_parallel_size": "-dp"}
+    assert {name: ServeConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
+    shorts = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
+    assert {name: EngineConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
+
+
+def test_every_sentence_about_a_flag_of_vllm_is_about_an_unknown_flag() -> None:
+    services = {config_of(service) for service in SERVICES}
+    known = flag_names(BenchServeConfig).union(*(flag_names(config) for config in (ServeConfig, *services)))
+    flags = {"--" + name.replace("_", "-") for name in SENTENCES}
+    assert flags & known == set()
+    for flag in flags:
+        named = set(re.findall("--[a-z-]+", explained(flag)))
+        assert named <= known | {"--workers", "--engine-label"}, flag
 
 
 def test_the_command_line_imports_no_grpc_before_a_verb_prepares_for_it() -> None:
