@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import os
 import re
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -23,7 +24,9 @@ from service_kit.values import ValueType, parse_text, parse_yaml, value_type
 T = TypeVar("T")
 
 _CONFIG_FLAG = "--config"
-_HELP_COLUMN = 34
+_CONFIG_HELP = "YAML file of options, below flags and environment"
+_HELP_COLUMN = 32
+_HELP_WIDTH = 80
 
 
 class ConfigError(ValueError):
@@ -154,16 +157,38 @@ def switch_names(cls: type[Any]) -> set[str]:
 
 
 def usage(cls: type[Any], program: str) -> str:
-    """The help text: one line of usage, then each option with its meaning and default."""
-    options = _options_of(cls)
-    positional = [one for one in options.values() if one.is_positional]
+    """The help text: how to call the program, then each option with its meaning and default."""
+    options = _options_of(cls).values()
+    positional = [one for one in options if one.is_positional]
     shown = [one.name.upper() if one.default is MISSING else f"[{one.name.upper()}]" for one in positional]
-    lines = [f"usage: {' '.join([program, *shown])} [options]", ""]
-    lines += [_entry(one.name.upper(), one) for one in positional]
-    lines += [_entry(_spelled(one), one) for one in options.values() if not one.is_positional]
-    lines.append(
-        f"  {_CONFIG_FLAG + ' FILE':<{_HELP_COLUMN}}YAML file of options, below flags and environment"
+    return help_text(
+        " ".join([program, "[OPTIONS]", *shown]),
+        {
+            "Arguments": [_entry(one) for one in positional],
+            "Options": [*option_help(cls).values(), (f"{_CONFIG_FLAG} <file>", _CONFIG_HELP)],
+        },
     )
+
+
+def option_help(cls: type[Any]) -> dict[str, tuple[str, str]]:
+    """By flag: how an option is spelled, and its help. Without options that are positional."""
+    return {one.flag: _entry(one) for one in _options_of(cls).values() if not one.is_positional}
+
+
+def help_text(call: str, sections: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+    """A help text with a section for each list of entries, in the layout of the other verbs (typer's)."""
+    lines = [f"Usage: {call}"]
+    for title, entries in sections.items():
+        if not entries:
+            continue
+        lines += ["", f"{title}:"]
+        for spelled, text in entries:
+            wrapped = textwrap.wrap(text, _HELP_WIDTH - _HELP_COLUMN, break_on_hyphens=False)
+            head = f"  {spelled}"
+            if len(head) <= _HELP_COLUMN - 2:
+                head = head.ljust(_HELP_COLUMN) + "".join(wrapped[:1])
+                wrapped = wrapped[1:]
+            lines += [head.rstrip(), *(" " * _HELP_COLUMN + line for line in wrapped)]
     return "\n".join(lines)
 
 
@@ -313,15 +338,15 @@ def _spelled(one: _Option) -> str:
     short = [] if one.short is None else [one.short]
     if one.kind.is_switch:
         return ", ".join([*short, f"--[no-]{one.flag[2:]}"])
-    value = one.kind.scalar.__name__.upper()
+    value = one.kind.scalar.__name__
     if one.kind.choices:
-        value = "{" + ",".join(one.kind.choices) + "}"
+        value = "|".join(one.kind.choices)
     elif one.kind.is_size:
-        value = "SIZE"
-    return ", ".join([*short, one.flag]) + " " + value
+        value = "size"
+    return ", ".join([*short, one.flag]) + f" <{value}>"
 
 
-def _entry(title: str, one: _Option) -> str:
+def _entry(one: _Option) -> tuple[str, str]:
     notes = []
     if one.kind.is_list:
         notes.append("repeatable")
@@ -329,7 +354,6 @@ def _entry(title: str, one: _Option) -> str:
         notes.append("required")
     elif one.default not in (None, ()):
         default = ",".join(map(str, one.default)) if one.kind.is_list else one.default
-        notes.append(f"default {default}")
-    text = one.help + (f" ({', '.join(notes)})" if notes else "")
-    gap = "" if len(title) < _HELP_COLUMN else "\n" + " " * (_HELP_COLUMN + 2)
-    return f"  {title:<{_HELP_COLUMN}}{gap}{text}"
+        notes.append(f"default: {default}")
+    text = one.help + (f"  [{'; '.join(notes)}]" if notes else "")
+    return (one.name.upper() if one.is_positional else _spelled(one)), text

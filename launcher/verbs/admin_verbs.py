@@ -19,7 +19,7 @@ _MODE_HELP = "what becomes of running requests: abort, wait or keep"
 Json = Annotated[bool, typer.Option("--json", help="print one object")]
 
 admin = typer.Typer(
-    help="Look at or change one service, by its name or the address of its admin listener.",
+    help="Look at or change one running service.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -55,7 +55,10 @@ def pause(
     mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "keep",
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="forget the prefix cache")] = False,
 ) -> None:
-    """Hold an engine's requests until `resume`; returns when nothing runs any more."""
+    """Hold an engine's requests until `resume`.
+
+    Returns when nothing runs any more.
+    """
     from triptych.engine.v1 import utility_pb2
 
     call = utility_pb2.PauseCall(mode=_mode(mode), clear_cache=clear_cache)
@@ -90,7 +93,7 @@ def wake(
         list[str] | None, typer.Option("--tag", help="weights, kv_cache or scheduling; repeatable")
     ] = None,
 ) -> None:
-    """Make an engine reload its memory, all of it or some parts."""
+    """Make an engine reload its memory, or parts of it."""
     from triptych.engine.v1 import utility_pb2
 
     _make(context, utility_pb2.UtilityCall(wake=utility_pb2.WakeCall(tags=tags or [])))
@@ -116,7 +119,10 @@ def profile(
     action: Annotated[str, typer.Argument(help="start or stop")],
     prefix: Annotated[str, typer.Option(help="beginning of the file's name, with start")] = "",
 ) -> None:
-    """Record an engine's steps, at most 100, into a file below its --profile-dir."""
+    """Record an engine's steps into a file.
+
+    At most 100 steps; the file is below the engine's --profile-dir.
+    """
     from triptych.engine.v1 import utility_pb2
 
     if action not in ("start", "stop"):
@@ -127,7 +133,7 @@ def profile(
 
 @admin.command()
 def config(context: typer.Context, as_json: Json = False) -> None:
-    """Print an engine's options, with where each value came from."""
+    """Print an engine's options and their origins."""
     from triptych.engine.v1 import utility_pb2
 
     _make(context, utility_pb2.UtilityCall(get_config=utility_pb2.GetConfigCall()), as_json=as_json)
@@ -142,7 +148,10 @@ def scale(
         float, typer.Option(min=0.001, max=_MAX_S, help="cancel it after this time in s")
     ] = 600.0,
 ) -> None:
-    """Change the number of engines of a group; shows the progress, exits 1 if it fails."""
+    """Change the number of engines of a group.
+
+    Shows the progress, and exits 1 if it fails.
+    """
     from launcher.verbs.admin import run_scale
 
     raise typer.Exit(run_scale(_asked(context), group, size, timeout))
@@ -150,7 +159,10 @@ def scale(
 
 @admin.command()
 def operations(context: typer.Context, as_json: Json = False) -> None:
-    """Print a coordinator's scaling operations, running ones and the last that ended."""
+    """Print a coordinator's scaling operations.
+
+    Those that run, and the last that ended.
+    """
     from launcher.verbs.admin import run_operations
 
     raise typer.Exit(run_operations(_asked(context, as_json=as_json)))
@@ -160,7 +172,10 @@ def operations(context: typer.Context, as_json: Json = False) -> None:
 def cancel_operation(
     context: typer.Context, operation_id: Annotated[str, typer.Argument(help="as `operations` shows it")]
 ) -> None:
-    """Cancel a scaling operation, if no engine has been ordered to leave yet."""
+    """Cancel a scaling operation.
+
+    Refused once an engine has been ordered to leave.
+    """
     from launcher.verbs.admin import run_cancel
 
     raise typer.Exit(run_cancel(_asked(context), operation_id))
@@ -174,7 +189,10 @@ def drain_engine(
         float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
     ] = 0.0,
 ) -> None:
-    """Drain one engine through a coordinator; it ends when its requests are done or have moved."""
+    """Drain one engine through a coordinator.
+
+    It ends when its requests are done or have moved.
+    """
     from launcher.verbs.admin import run_drain_engine
 
     raise typer.Exit(run_drain_engine(_asked(context), engine_id, deadline_s))
@@ -186,7 +204,10 @@ def evict_engine(
     engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
     reason: Annotated[str, typer.Option(help="why, for the coordinator's log")] = "",
 ) -> None:
-    """Evict one engine at a coordinator at once; its process cannot register again."""
+    """Evict one engine at a coordinator at once.
+
+    Its process cannot register again.
+    """
     from launcher.verbs.admin import run_evict_engine
 
     raise typer.Exit(run_evict_engine(_asked(context), engine_id, reason))

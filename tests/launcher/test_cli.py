@@ -35,7 +35,7 @@ async def test_help_names_every_verb() -> None:
     ("verb", "flags"),
     [
         ("coordinator", ["--lease-ms"]),
-        ("engine", ["--max-num-seqs", "default 256"]),
+        ("engine", ["--max-num-seqs", "[default: 256]"]),
         ("frontend", ["--engine"]),
         ("serve", ["--ready-file", "-dp, --data-parallel-size", "--max-num-seqs", "--lease-ms"]),
     ],
@@ -45,6 +45,33 @@ async def test_help_of_a_verb_lists_the_options_of_its_services(verb: str, flags
     assert outcome.exit_code == 0
     for flag in flags:
         assert flag in outcome.out
+
+
+@pytest.mark.parametrize("group", [(), ("admin",), ("ray",), ("bench",), ("conformance",)])
+async def test_the_help_of_a_verb_in_a_list_is_whole(group: tuple[str, ...]) -> None:
+    outcome = await triptych(*group, "--help")
+    listed = outcome.out.partition("Commands:")[2]
+    assert listed
+    assert [line for line in listed.splitlines() if line.endswith("...")] == []
+
+
+async def test_help_of_serve_has_each_flag_once_common_ones_first() -> None:
+    lines = (await triptych("serve", "--help")).out.splitlines()
+    flags = [word for line in lines for word in line.split()[:2] if word.startswith("--")]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "Usage: triptych serve [OPTIONS] [MODEL]"
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")][:2] == [
+        "Arguments:",
+        "Common options:",
+    ]
+    assert sorted(flags) == sorted(set(flags))
+
+
+async def test_help_of_complete_is_grouped_common_options_first() -> None:
+    help_ = (await triptych("complete", "--help")).out
+    titles = [line for line in help_.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:2] == ["Arguments:", "Options:"]
+    assert help_.index("--max-tokens") < help_.index("--presence-penalty") < help_.index("--logprobs")
 
 
 @pytest.mark.parametrize("verb", ["serve", "engine"])
