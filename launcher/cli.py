@@ -385,6 +385,8 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
         print_failure(error, Asked(target, timeout_s, flags={"target": "--url"}))
         return 1
     print(answer)
+    if answer == "SERVICE_UNKNOWN":
+        print(f"{target} does not serve {service}: --service names another service", file=sys.stderr)
     return 0 if answer == "SERVING" else 1
 
 

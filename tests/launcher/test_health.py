@@ -22,6 +22,7 @@ async def test_a_service_that_is_not_served_there_is_unknown() -> None:
     async with fake_frontend() as served:
         outcome = await triptych("health", "--url", served.url, "--service", "engine")
     assert (outcome.exit_code, outcome.out) == (1, "SERVICE_UNKNOWN\n")
+    assert outcome.err == f"{served.url} does not serve engine: --service names another service\n"
 
 
 async def test_without_a_url_it_asks_at_the_port_that_the_environment_gives_the_service() -> None:
