@@ -48,7 +48,9 @@ class CoreConfig:
     )
 
     dtype: str = option(
-        "auto", choices=("auto", "float32", "bfloat16", "float16"), help="type of weights and KV"
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16", "half", "float"),
+        help="type of weights and KV; half is float16, float is float32",
     )
     device: str = option(
         "auto", choices=("auto", "cpu", "cuda"), help="where the model runs; auto: a GPU if there is one"
@@ -75,8 +77,10 @@ class CoreConfig:
         help="widest instruction set of the CPU kernels. Each rounds differently: engines on different CPUs "
         "can take over each other's requests if all are set to the narrowest",
     )
-    tensor_parallel_size: int = option(1, help="processes that share every layer of the model")
-    pipeline_parallel_size: int = option(1, help="stages of the model's layers, each in its own processes")
+    tensor_parallel_size: int = option(1, short="tp", help="processes that share every layer of the model")
+    pipeline_parallel_size: int = option(
+        1, short="pp", help="stages of the model's layers, each in its own processes"
+    )
     expert_parallel: bool = option(
         False,
         help="shard by experts: each tensor-parallel process gets whole experts instead of a part of every "

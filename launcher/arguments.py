@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,16 @@ from engine_svc.model.loading.hub import is_hub_id
 from launcher.config import ServeConfig
 from launcher.flags import RESERVED, split_flags
 from launcher.services import SERVICES, config_of, embedded_model
-from service_kit.config import ConfigError, flag_names, load_config, read_environment, switch_names, usage
+from service_kit.config import (
+    ConfigError,
+    flag_names,
+    help_text,
+    load_config,
+    option_help,
+    read_environment,
+    read_file_flags,
+    switch_names,
+)
 
 EMBEDDED_NAME = "triptych-tiny"
 
@@ -25,6 +33,25 @@ _EMBEDDED_DEFAULTS = {
 
 # Required flags whose value is only known when the service is started; any value, for the check here.
 _FLAGS_SET_LATER = {"frontend": ("--coordinator=127.0.0.1:1",)}
+
+
+_HELP_ORDER = ("engine", "frontend", "coordinator")
+# In this order.
+_COMMON = (
+    "--host", "--port", "--dtype", "--device", "--quantization", "--max-model-len",
+    "--gpu-memory-utilization", "--kv-cache-memory", "--max-num-seqs", "--data-parallel-size",
+    "--tensor-parallel-size", "--served-model-name", "--tool-parser", "--reasoning-parser", "--log-level",
+)  # fmt: skip
+_OF_SEVERAL = "Options of several services, which all get them"
+_SECTIONS = {
+    "": "Common options",
+    "serve": "Options of the stack",
+    "engine": "Options of the engines",
+    "frontend": "Options of the frontend",
+    "coordinator": "Options of the coordinator",
+    "several": _OF_SEVERAL,
+}
+_MODEL_HELP = "model folder, or org/name of the hub; without it the embedded model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +71,7 @@ class Serving:
 
 def parse_serve(argv: Sequence[str]) -> Serving:
     """Read the arguments of `serve`; raises ConfigError."""
+    argv = _with_file(argv)
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
     # Checked here, because the services would report it only seconds later.
@@ -62,6 +90,38 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
     sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))
     return Serving(config, flags, engine.config.data_parallel_group, sizes_cache)
+
+
+def _with_file(argv: Sequence[str]) -> list[str]:
+    """The arguments with the options of the file of `--config` before them, so that a flag overrides them.
+
+    The file may have options of `serve` and of all services. A variable of the environment overrides it, too.
+    """
+    rest, path = [], None
+    arguments = iter(argv)
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag != "--config":
+            rest.append(argument)
+        elif not equals and (value := next(arguments, "")) == "":
+            raise ConfigError("--config needs a value")
+        else:
+            path = value
+    if path is None:
+        return rest
+    configs = {"serve": ServeConfig, **{service: config_of(service) for service in SERVICES}}
+    given = {argument.partition("=")[0] for argument in rest}
+    flags = []
+    for name, words in read_file_flags(list(configs.values()), path).items():
+        in_environment = any(
+            read_environment(f"TRIPTYCH_{service}_{name}".upper())
+            for service, config in configs.items()
+            if words[0].partition("=")[0] in flag_names(config)
+        )
+        has_model = name == "model" and _has_model(rest)
+        if not (in_environment or has_model or words[0].partition("=")[0] in given):
+            flags += words
+    return [*flags, *rest]
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
@@ -89,13 +149,28 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def serve_usage() -> str:
-    """The help of `serve`: its own options, then those of the services."""
-    lines = _without(usage(ServeConfig, "triptych serve"), RESERVED)
-    for service in SERVICES:
-        flags = _without(usage(config_of(service), ""), flag_names(ServeConfig) | RESERVED)
-        is_flag = [line.startswith("  ") and not line.startswith("  MODEL") for line in flags]
-        lines += ["", f"for the {service}:", *itertools.compress(flags, is_flag)]
-    return "\n".join(lines)
+    """The help of `serve`: common options, then its own and those of its services, each once."""
+    owners: dict[str, list[str]] = {}
+    entries: dict[str, tuple[str, str]] = {}
+    for owner, config in (
+        ("serve", ServeConfig),
+        *((service, config_of(service)) for service in _HELP_ORDER),
+    ):
+        for flag, entry in option_help(config).items():
+            # What `serve` has itself goes to no other.
+            if flag not in RESERVED and owners.get(flag) != ["serve"]:
+                owners.setdefault(flag, []).append(owner)
+                entries.setdefault(flag, entry)
+    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS.values()}
+    for flag in (*_COMMON, *(flag for flag in entries if flag not in _COMMON)):
+        entry = entries[flag]
+        title = "Common options" if flag in _COMMON else _SECTIONS.get(" ".join(owners[flag]), _OF_SEVERAL)
+        note = f"  ({', '.join(owners[flag])})" if title == _OF_SEVERAL else ""
+        sections[title].append((entry[0], entry[1] + note))
+    of_file = ("--config <file>", "YAML file of options of all services, below flags and environment")
+    sections["Common options"].append(of_file)
+    call = "triptych serve [OPTIONS] [MODEL]"
+    return help_text(call, {"Arguments": [("MODEL", _MODEL_HELP)], **sections})
 
 
 def _threads_of_each(num_engines: int) -> int:
@@ -110,21 +185,8 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"ready file {path}: its folder does not exist or is not writable")
 
 
-def _without(text: str, left_out: Set[str]) -> list[str]:
-    """The lines of a help text without the entries of flags in `left_out`; an entry may have two lines."""
-    lines: list[str] = []
-    shows = True
-    for line in text.splitlines():
-        words = line.replace("[no-]", "").replace(",", " ").split()
-        if not line.startswith("    ") or (words and words[0].startswith("-")):
-            shows = not left_out & set(words)
-        if shows:
-            lines.append(line)
-    return lines
-
-
 def _has_model(argv: Sequence[str]) -> bool:
-    switches = switch_names(config_of("engine"))
+    switches = switch_names(ServeConfig).union(*(switch_names(config_of(service)) for service in SERVICES))
     takes_value = False
     for argument in argv:
         if not takes_value and not argument.startswith("-"):

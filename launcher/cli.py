@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from launcher.conformance.verbs import conformance
 from launcher.ray.verbs import ray
@@ -21,6 +22,9 @@ _DEFAULT_PORTS = {"frontend": 50051, "engine": 50061, "coordinator": 50071}
 
 # The user's environment. Child processes start from this, without what this process sets for its own gRPC.
 _ENVIRONMENT = process_environment()
+
+# Groups of the options of `complete`, in the order in which it has them.
+_RULES, _OUTPUT, _REQUEST = "Penalties and rules", "Output", "Request"
 
 Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
 Model = Annotated[str, typer.Option(help="served name of the model; needed if there are several")]
@@ -81,7 +85,7 @@ def _root(
 
 @app.command(context_settings=_PASS_ON)
 def serve(context: typer.Context) -> None:
-    """Serve a model on this machine: one coordinator, engines, one frontend; --help lists all flags."""
+    """Serve a model on this machine, with a frontend for clients."""
     from launcher.arguments import asks_for_help, parse_serve, serve_usage
     from service_kit.config import ConfigError
 
@@ -101,13 +105,13 @@ def serve(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON)
 def frontend(context: typer.Context) -> None:
-    """Run a frontend: text in and out for clients; --help lists its flags."""
+    """Run one frontend: text in and out for clients."""
     raise typer.Exit(_run_service("frontend", context.args))
 
 
 @app.command(context_settings=_PASS_ON)
 def engine(context: typer.Context) -> None:
-    """Run an engine: the model; without MODEL the embedded one; --help lists its flags."""
+    """Run one engine: the model."""
     from launcher.arguments import with_model
 
     raise typer.Exit(_run_service("engine", with_model(context.args)))
@@ -115,53 +119,120 @@ def engine(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON)
 def coordinator(context: typer.Context) -> None:
-    """Run a coordinator: membership and load of engines; --help lists its flags."""
+    """Run one coordinator: membership and load of engines."""
     raise typer.Exit(_run_service("coordinator", context.args))
 
 
-@app.command()
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options in the groups that they name (`rich_help_panel`)."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                group = getattr(parameter, "rich_help_panel", None) or "Options"
+                groups.setdefault("Arguments" if is_argument else group, []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+@app.command(cls=GroupedCommand)
 def complete(
+    prompt_argument: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="the prompt as text; without it, stdin")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="the prompt as text, too", rich_help_panel=_REQUEST)
+    ] = None,
     url: Url = _DEFAULT_URL,
-    prompt: Annotated[str | None, typer.Option(help="the prompt as text")] = None,
-    prompt_token_ids: Annotated[str | None, typer.Option(help="the prompt as ids: 1,2,3")] = None,
+    prompt_token_ids: Annotated[
+        str | None, typer.Option(help="the prompt as ids: 1,2,3", rich_help_panel=_REQUEST)
+    ] = None,
     model: Model = "",
-    request_id: Annotated[str, typer.Option(help="an id of your own for the request")] = "",
+    request_id: Annotated[
+        str, typer.Option(help="an id of your own for the request", rich_help_panel=_REQUEST)
+    ] = "",
     max_tokens: Annotated[
         int | None,
         typer.Option(
             help="most tokens to sample; unset: the model's max_new_tokens, else all that fit its context"
         ),
     ] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="tokens before the output may end")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="tokens before the output may end", rich_help_panel=_RULES)
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="smallest set of tokens that reaches this share")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="the k most likely tokens; 0 is all")] = None,
-    min_p: Annotated[float | None, typer.Option(help="least share of the most likely token")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="against tokens that occurred")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="against each occurrence")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="divides logits of seen tokens")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="least share of the most likely token", rich_help_panel=_RULES)
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="against tokens that occurred", rich_help_panel=_RULES)
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="against each occurrence", rich_help_panel=_RULES)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="divides logits of seen tokens", rich_help_panel=_RULES)
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
     n: Annotated[int | None, typer.Option(help="outputs to sample")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; repeatable")] = None,
     stop_token_ids: Annotated[list[str] | None, typer.Option(help="ids that end it: 1,2,3")] = None,
-    ignore_eos: Annotated[bool | None, typer.Option(help="go on past the end of sequence")] = None,
-    include_stop_in_output: Annotated[bool | None, typer.Option(help="keep the stop string")] = None,
-    skip_special_tokens: Annotated[bool | None, typer.Option(help="leave special tokens out")] = None,
-    spaces_between_special_tokens: Annotated[bool | None, typer.Option(help="if they are shown")] = None,
-    detokenize: Annotated[bool | None, typer.Option(help="return text, not ids alone")] = None,
-    allowed_token_ids: Annotated[list[str] | None, typer.Option(help="the only ids to sample")] = None,
-    bad_words: Annotated[list[str] | None, typer.Option(help="text not to be written; repeatable")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="likeliest tokens to return per position")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="the same for the prompt")] = None,
-    stream_interval: Annotated[int | None, typer.Option(help="tokens to gather for a message")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="with --json: one object an event")] = False,
-    timeout_s: Annotated[float | None, typer.Option(help="timeout in s")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option(help="go on past the end of sequence", rich_help_panel=_RULES)
+    ] = None,
+    include_stop_in_output: Annotated[
+        bool | None, typer.Option(help="keep the stop string", rich_help_panel=_OUTPUT)
+    ] = None,
+    skip_special_tokens: Annotated[
+        bool | None, typer.Option(help="leave special tokens out", rich_help_panel=_OUTPUT)
+    ] = None,
+    spaces_between_special_tokens: Annotated[
+        bool | None, typer.Option(help="if they are shown", rich_help_panel=_OUTPUT)
+    ] = None,
+    detokenize: Annotated[
+        bool | None, typer.Option(help="return text, not ids alone", rich_help_panel=_OUTPUT)
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[str] | None, typer.Option(help="the only ids to sample", rich_help_panel=_RULES)
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="text not to be written; repeatable", rich_help_panel=_RULES)
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="likeliest tokens to return per position", rich_help_panel=_OUTPUT)
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="the same for the prompt", rich_help_panel=_OUTPUT)
+    ] = None,
+    stream_interval: Annotated[
+        int | None, typer.Option(help="tokens to gather for a message", rich_help_panel=_OUTPUT)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one object instead of text", rich_help_panel=_OUTPUT)
+    ] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="with --json: one object an event", rich_help_panel=_OUTPUT)
+    ] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="timeout in s", rich_help_panel=_REQUEST)] = None,
 ) -> None:
-    """Continue one prompt; prints the text as it arrives. Exits 1 with the status on stderr if refused."""
+    """Continue one prompt and print the text as it arrives.
+
+    Exits 1 with the status on stderr if the request is refused.
+    """
     arguments = dict(locals())
+    if prompt_argument is not None and prompt is not None:
+        _refuse("complete", ValueError("give one of PROMPT and --prompt"))
+    arguments["prompt"] = arguments.pop("prompt_argument") if prompt is None else prompt
+    arguments.pop("prompt_argument", None)
     prepare_process("client")
     from launcher.verbs.complete import Completion, run_complete
 
@@ -184,7 +255,9 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
 ) -> None:
-    """Chat with a model: a line is a turn, /exit or the end of input ends it.
+    """Chat with a model, a turn a line.
+
+    /help lists the commands; /exit or the end of the input ends it.
 
     The conversation is sent to the server as messages; the model's chat template renders the prompt.
     Reasoning is shown dimmed, on a terminal only; calls of tools are shown as text.
@@ -205,7 +278,10 @@ def health(
     ] = "frontend",
     timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
 ) -> None:
-    """Check the health of a service: prints its status, exits 0 if it is SERVING and 1 if not."""
+    """Print whether a service is ready to serve.
+
+    Exits 0 if its status is SERVING, and 1 if it is not.
+    """
     prepare_process("client")
 
     raise typer.Exit(run_health(url, service, timeout_s))
@@ -213,7 +289,7 @@ def health(
 
 @bench.command("serve", context_settings=_PASS_ON)
 def bench_serve(context: typer.Context) -> None:
-    """Put a load on a running frontend and measure latencies and throughput; --help lists its flags."""
+    """Put a load on a running frontend, and measure it."""
     from launcher.arguments import asks_for_help
     from launcher.bench.config import BenchServeConfig
     from service_kit.config import ConfigError, load_config, usage
@@ -221,6 +297,7 @@ def bench_serve(context: typer.Context) -> None:
     if asks_for_help(context.args):
         print(usage(BenchServeConfig, "triptych bench serve"))
         return
+    _explain_flags("bench serve", context.args)
     try:
         config = load_config(BenchServeConfig, context.args, service="bench").config
     except ConfigError as error:
@@ -242,7 +319,9 @@ def run_batch(
     max_attempts: Annotated[int, typer.Option(min=1, max=100, help="attempts per request if busy")] = 5,
     timeout_s: Annotated[float | None, typer.Option(help="deadline of a request, in s")] = None,
 ) -> None:
-    """Answer a file of requests, in order; exits 1 if any of them failed.
+    """Answer a file of requests, in order.
+
+    Exits 1 if any of them failed.
 
     A line is {"custom_id", "call": "generate" or "chat", "body": the API's request as JSON}, or a line of the
     OpenAI batch API: {"custom_id", "method", "url", "body"}.
@@ -261,7 +340,10 @@ def run_batch(
 def demo(
     prompt: Annotated[str | None, typer.Option(help="what to ask")] = None,
 ) -> None:
-    """Start three processes on free ports, stream one answer of the embedded model, show its trace, stop."""
+    """Show one answer of the embedded model, and its trace.
+
+    Starts three processes on free ports, and stops them.
+    """
     prepare_process("client")
     from launcher.verbs.demo import DEFAULT_PROMPT, run_demo
 
@@ -271,7 +353,18 @@ def demo(
 def _run_service(service: str, arguments: list[str]) -> int:
     from launcher.services import main_of
 
+    _explain_flags(service, arguments)
     return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
+
+
+def _explain_flags(verb: str, arguments: list[str]) -> None:
+    """Refuse a flag of vLLM that is another here, or has no counterpart, with the reason."""
+    from launcher.vllm_names import explained
+
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if sentence := explained(flag):
+            _refuse(verb, ValueError(f"unknown flag {flag}: {sentence}"))
 
 
 def _refuse(verb: str, error: Exception) -> NoReturn:
@@ -289,7 +382,7 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
 
     from launcher.serve.readiness import health_of
     from launcher.services import READINESS
-    from launcher.verbs.complete import print_failure
+    from launcher.verbs.failures import Asked, print_failure
     from service_kit.config import read_environment
     from service_kit.errors import ServiceError
 
@@ -299,9 +392,11 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
     try:
         answer = asyncio.run(health_of(target, READINESS.get(service, service), timeout_s))
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(target, timeout_s, flags={"target": "--url"}))
         return 1
     print(answer)
+    if answer == "SERVICE_UNKNOWN":
+        print(f"{target} does not serve {service}: --service names another service", file=sys.stderr)
     return 0 if answer == "SERVING" else 1
 
 

@@ -25,7 +25,6 @@ class ServeConfig:
     data_parallel_external_lb: bool = option(
         False, help="a frontend for each engine, on --port and the ports after it, for a balancer elsewhere"
     )
-    tensor_parallel_size: int = option(1, short="tp", help="1; `triptych engine` takes more")
     ready_file: str | None = option(
         None, help="file for addresses and pids as JSON, from when all is ready until the stop"
     )
@@ -42,11 +41,6 @@ class ServeConfig:
         if self.data_parallel_external_lb and self.port + self.data_parallel_size - 1 > 65535:
             raise ValueError(
                 f"port is {self.port}, which leaves no port for each of {self.data_parallel_size} frontends"
-            )
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, `triptych serve` takes 1 only:"
-                " `triptych engine` takes more, and --data-parallel-size starts more engines"
             )
         if self.startup_timeout_s <= 0 or self.drain_deadline_s < 0:
             raise ValueError("startup_timeout_s must be above 0 and drain_deadline_s at least 0")

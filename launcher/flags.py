@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence, Set
 
+from launcher.vllm_names import explained, nearest
 from service_kit.config import ConfigError, flag_names, switch_names
 
 # Flags that the launcher sets itself; a user's value would contradict it.
 RESERVED = frozenset(
     {
         "--announce-fd",
-        "--config",
         "--index",
         "--admin-port",
         "--coordinator",
@@ -63,9 +62,7 @@ def _value(spelling: str, text: str | None) -> list[str]:
 
 
 def _refusal(spelling: str, known: set[str]) -> str:
-    if spelling == "--config":
-        return "--config is for a service that runs alone; here, set TRIPTYCH_<SERVICE>_CONFIG"
     if spelling in RESERVED:
         return f"{spelling} is for a service that runs alone; serve connects its services itself"
-    near = difflib.get_close_matches(spelling, known, n=1)
-    return f"unknown flag {spelling}" + (f"; did you mean {near[0]}?" if near else "")
+    sentence = explained(spelling)
+    return f"unknown flag {spelling}" + (f": {sentence}" if sentence else nearest(spelling, known))

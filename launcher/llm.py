@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ from launcher.offline.results import (
     to_result,
     values_of,
 )
+from launcher.vllm_names import check_arguments, checks_arguments
 from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
@@ -76,6 +78,7 @@ class LLM:
         `options` are fields of `EngineConfig`, for a local engine. `timeout_s` limits each request. With
         `remote`, an empty `model` means the only one that is served.
         """
+        check_arguments("LLM", options, [field.name for field in dataclasses.fields(EngineConfig)])
         _check_kind(engine, address, options, tokenizer)
         make: Callable[[], LLMFrontend]
         if address is not None:
@@ -99,6 +102,9 @@ class LLM:
             self.close()
             raise
 
+    def __repr__(self) -> str:
+        return f"LLM(model={self.model!r}, max_model_len={self.max_model_len})"
+
     @property
     def model(self) -> str:
         """The served name of the model."""
@@ -119,6 +125,7 @@ class LLM:
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._run(self._calls.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
 
+    @checks_arguments
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -145,6 +152,7 @@ class LLM:
             responses = self._run(self._calls.generate(requests, partial(_tick, bar)))
         return [to_result(response, one.text) for response, one in zip(responses, given, strict=True)]
 
+    @checks_arguments
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
@@ -190,6 +198,7 @@ class LLM:
             responses = self._run(self._calls.chat(requests, partial(_tick, bar)))
         return [to_chat_result(response) for response in responses]
 
+    @checks_arguments
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -200,6 +209,7 @@ class LLM:
         """One vector per prompt. FailedPrecondition if the model does not support it."""
         return self._embed(prompts, "embed", dimensions, normalize)
 
+    @checks_arguments
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -210,6 +220,7 @@ class LLM:
         """One vector per token of each prompt. FailedPrecondition if the model does not support it."""
         return self._embed(prompts, "token_embed", dimensions, normalize)
 
+    @checks_arguments
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationResult]:
         """Class probabilities of each prompt. FailedPrecondition if the model has no classes."""
         given = read_prompts(prompts)
@@ -222,6 +233,7 @@ class LLM:
             for index, tensor in enumerate(response.results)
         ]
 
+    @checks_arguments
     def score(
         self, queries: Prompt | Sequence[Prompt], documents: Prompt | Sequence[Prompt]
     ) -> list[ScoreResult]:
@@ -393,7 +405,7 @@ class Bar:
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=console or Console(stderr=True),
-            disable=not is_shown,
+            disable=not (is_shown and num_prompts),
         )
         self._task = self._progress.add_task(title, total=num_prompts, speed="")
         self._num_prompt_tokens = 0

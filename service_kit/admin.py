@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import grpc.aio
 
-from service_kit.errors import InvalidArgument, Unimplemented
+from service_kit.errors import Unimplemented
+from service_kit.field_checks import check_enum
 from service_kit.logs import set_log_level
 from service_kit.server import Registration
 from service_kit.telemetry import SpanRecord, recent_spans
@@ -99,8 +100,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.SetLogLevelRequest,
         context: grpc.aio.ServicerContext[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse],
     ) -> admin_pb2.SetLogLevelResponse:
-        if request.level not in _LEVELS:
-            raise InvalidArgument(f"level is {request.level}, which is not a log level", field="level")
+        check_enum(request.level, "level", admin_pb2.LogLevel, _LEVELS)
         target = logging.getLogger(request.logger or None)
         previous = target.getEffectiveLevel()
         if request.logger:

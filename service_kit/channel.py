@@ -45,7 +45,7 @@ CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
 
 
 def open_channel(target: str, *, profile: Literal["internal", "public"] = "internal") -> grpc.aio.Channel:
-    """A channel to `host:port` or `grpc://host:port`. Connects with the first call; close it when done.
+    """A channel to a target such as `grpc://host:port`. Connects with the first call; close it when done.
 
     `internal` is for connections between our services: a hanging peer is noticed quickly, no proxy is used.
     """
@@ -53,8 +53,11 @@ def open_channel(target: str, *, profile: Literal["internal", "public"] = "inter
 
 
 def parse_target(target: str) -> str:
-    """`host:port` of a target. Raises InvalidArgument for another scheme or an invalid port."""
-    address = target.removeprefix("grpc://").removesuffix("/")
+    """`host:port` of a target, which may have the scheme grpc or http, as other tools write the same address.
+
+    Raises InvalidArgument for another scheme or an invalid port.
+    """
+    address = target.removeprefix("grpc://").removeprefix("http://").removesuffix("/")
     host, colon, port = address.rpartition(":")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not host or not colon or "/" in address or not is_number or not 0 < int(port) < 65536:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -22,7 +24,9 @@ from service_kit.values import ValueType, parse_text, parse_yaml, value_type
 T = TypeVar("T")
 
 _CONFIG_FLAG = "--config"
-_HELP_COLUMN = 34
+_CONFIG_HELP = "YAML file of options, below flags and environment"
+_HELP_COLUMN = 32
+_HELP_WIDTH = 80
 
 
 class ConfigError(ValueError):
@@ -51,6 +55,7 @@ class _Option:
     kind: ValueType
     help: str
     short: str | None
+    alias: str | None
     is_positional: bool
     default: Any
 
@@ -59,10 +64,10 @@ class _Option:
         return "--" + self.name.replace("_", "-")
 
     def spellings(self) -> list[str]:
-        short = [] if self.short is None else [self.short]
+        others = [one for one in (self.short, self.alias) if one is not None]
         if self.kind.is_switch:
-            return [self.flag, "--no-" + self.flag[2:], *short]
-        return [self.flag, *short]
+            return [self.flag, "--no-" + self.flag[2:], *others]
+        return [self.flag, *others]
 
 
 def option(
@@ -70,18 +75,20 @@ def option(
     *,
     help: str,  # the name that command-line libraries use
     short: str | None = None,
+    alias: str | None = None,
     choices: Sequence[str] | None = None,
     size: bool = False,
     positional: bool = False,
 ) -> Any:
     """A field of a configuration dataclass. Without a default the option is required.
 
-    `short` is a second spelling with one dash, `size` accepts 16k, 2M or 1.5GiB, and `positional` reads the
-    field from the argument that is not a flag.
+    `short` is a second spelling with one dash, `alias` a former name that the help does not show. `size`
+    accepts 16k, 2M or 1.5GiB, and `positional` reads the field from the argument that is not a flag.
     """
     metadata = {
         "help": help,
         "short": None if short is None else "-" + short.lstrip("-"),
+        "alias": None if alias is None else "--" + alias.replace("_", "-"),
         "choices": None if choices is None else tuple(choices),
         "size": size,
         "positional": positional,
@@ -116,7 +123,20 @@ def load_config(
     try:
         return Loaded(cls(**values), origins)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(_in_flags(str(error), options)) from error
+
+
+def _in_flags(text: str, options: Mapping[str, _Option]) -> str:
+    """An error of a configuration with flags for the names of fields.
+
+    A name that is an ordinary word, such as `rate`, is a field only where the error begins with it.
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        one = options.get(found[0])
+        return found[0] if one is None or one.is_positional else one.flag
+
+    return re.sub(r"^[a-z0-9]+\b|\b[a-z0-9]+(?:_[a-z0-9]+)+\b", shown, text)
 
 
 def require(holds: bool, name: str, value: object, limit: str) -> None:
@@ -137,17 +157,57 @@ def switch_names(cls: type[Any]) -> set[str]:
 
 
 def usage(cls: type[Any], program: str) -> str:
-    """The help text: one line of usage, then each option with its meaning and default."""
-    options = _options_of(cls)
-    positional = [one for one in options.values() if one.is_positional]
+    """The help text: how to call the program, then each option with its meaning and default."""
+    options = _options_of(cls).values()
+    positional = [one for one in options if one.is_positional]
     shown = [one.name.upper() if one.default is MISSING else f"[{one.name.upper()}]" for one in positional]
-    lines = [f"usage: {' '.join([program, *shown])} [options]", ""]
-    lines += [_entry(one.name.upper(), one) for one in positional]
-    lines += [_entry(_spelled(one), one) for one in options.values() if not one.is_positional]
-    lines.append(
-        f"  {_CONFIG_FLAG + ' FILE':<{_HELP_COLUMN}}YAML file of options, below flags and environment"
+    return help_text(
+        " ".join([program, "[OPTIONS]", *shown]),
+        {
+            "Arguments": [_entry(one) for one in positional],
+            "Options": [*option_help(cls).values(), (f"{_CONFIG_FLAG} <file>", _CONFIG_HELP)],
+        },
     )
+
+
+def option_help(cls: type[Any]) -> dict[str, tuple[str, str]]:
+    """By flag: how an option is spelled, and its help. Without options that are positional."""
+    return {one.flag: _entry(one) for one in _options_of(cls).values() if not one.is_positional}
+
+
+def help_text(call: str, sections: Mapping[str, Sequence[tuple[str, str]]]) -> str:
+    """A help text with a section for each list of entries, in the layout of the other verbs (typer's)."""
+    lines = [f"Usage: {call}"]
+    for title, entries in sections.items():
+        if not entries:
+            continue
+        lines += ["", f"{title}:"]
+        for spelled, text in entries:
+            wrapped = textwrap.wrap(text, _HELP_WIDTH - _HELP_COLUMN, break_on_hyphens=False)
+            head = f"  {spelled}"
+            if len(head) <= _HELP_COLUMN - 2:
+                head = head.ljust(_HELP_COLUMN) + "".join(wrapped[:1])
+                wrapped = wrapped[1:]
+            lines += [head.rstrip(), *(" " * _HELP_COLUMN + line for line in wrapped)]
     return "\n".join(lines)
+
+
+def read_file_flags(classes: Sequence[type[Any]], path: str) -> dict[str, list[str]]:
+    """The options of a YAML file as flags, by name. Each is of some of `classes`. Raises ConfigError."""
+    options = {name: one for cls in classes for name, one in _options_of(cls).items()}
+    return {
+        name: _as_flags(options[name], value)
+        for name, value in _read_file(options, path).items()
+        if value is not None
+    }
+
+
+def _as_flags(one: _Option, value: Any) -> list[str]:
+    if one.kind.is_switch:
+        return [one.flag if value else "--no-" + one.flag[2:]]
+    if one.kind.is_list:
+        return [f"{one.flag}={','.join(map(str, value))}"]
+    return [f"{one.flag}={value}"]
 
 
 def read_environment(name: str) -> str:
@@ -168,6 +228,7 @@ def _options_of(cls: type[Any]) -> dict[str, _Option]:
             kind=kind,
             help=metadata.get("help", ""),
             short=metadata.get("short"),
+            alias=metadata.get("alias"),
             is_positional=metadata.get("positional", False),
             default=default,
         )
@@ -277,15 +338,15 @@ def _spelled(one: _Option) -> str:
     short = [] if one.short is None else [one.short]
     if one.kind.is_switch:
         return ", ".join([*short, f"--[no-]{one.flag[2:]}"])
-    value = one.kind.scalar.__name__.upper()
+    value = one.kind.scalar.__name__
     if one.kind.choices:
-        value = "{" + ",".join(one.kind.choices) + "}"
+        value = "|".join(one.kind.choices)
     elif one.kind.is_size:
-        value = "SIZE"
-    return ", ".join([*short, one.flag]) + " " + value
+        value = "size"
+    return ", ".join([*short, one.flag]) + f" <{value}>"
 
 
-def _entry(title: str, one: _Option) -> str:
+def _entry(one: _Option) -> tuple[str, str]:
     notes = []
     if one.kind.is_list:
         notes.append("repeatable")
@@ -293,7 +354,6 @@ def _entry(title: str, one: _Option) -> str:
         notes.append("required")
     elif one.default not in (None, ()):
         default = ",".join(map(str, one.default)) if one.kind.is_list else one.default
-        notes.append(f"default {default}")
-    text = one.help + (f" ({', '.join(notes)})" if notes else "")
-    gap = "" if len(title) < _HELP_COLUMN else "\n" + " " * (_HELP_COLUMN + 2)
-    return f"  {title:<{_HELP_COLUMN}}{gap}{text}"
+        notes.append(f"default: {default}")
+    text = one.help + (f"  [{'; '.join(notes)}]" if notes else "")
+    return (one.name.upper() if one.is_positional else _spelled(one)), text

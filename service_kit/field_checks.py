@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from service_kit.errors import InvalidArgument, Unimplemented
 
@@ -13,6 +15,14 @@ def check(holds: bool, name: str, value: float, limit: str) -> None:
     """Raise InvalidArgument with name, value and limit unless `holds`."""
     if not holds:
         raise InvalidArgument(f"{name} is {value}, it takes {limit}", field=name)
+
+
+def check_enum(value: int, name: str, names: EnumTypeWrapper, values: Iterable[int]) -> None:
+    """Raise InvalidArgument, which lists the names, unless `value` is one of `values` of an enum."""
+    allowed = tuple(values)
+    if value not in allowed:
+        shown = ", ".join(map(names.Name, allowed))
+        raise InvalidArgument(f"{name} is {value}, it takes one of {shown}", field=name)
 
 
 def check_id(text: str, name: str, least: int, most: int) -> None:

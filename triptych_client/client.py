@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from triptych.api.v1 import chat_pb2, inference_pb2, model_pb2, request_pb2, tokenizer_pb2
+from triptych.api.v1 import model_pb2, request_pb2, tokenizer_pb2
 from triptych_client.call_options import CallOptions, ModelOptions, build_message, metadata_pairs
 from triptych_client.channel_options import PUBLIC_SERVICE, ChannelOptions, address_of
 from triptych_client.chat_events import ChatCompletion, ChatEvent, to_chat_completion, to_chat_event
@@ -124,8 +124,8 @@ class Client:
 
     def generate_unary(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The complete outputs for a text or for token ids."""
-        request = inference_pb2.GenerateUnaryRequest(request=build_generate_request(prompt, options))
-        return to_completion(self._call(self._stubs.inference.GenerateUnary, request, options))
+        request = build_generate_request(prompt, options)
+        return to_completion(self._call(self._stubs.inference.GenerateOnce, request, options))
 
     def generate_batch(
         self,
@@ -147,8 +147,8 @@ class Client:
 
     def chat_unary(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> ChatCompletion:
         """The complete next message of a conversation."""
-        request = chat_pb2.ChatUnaryRequest(request=build_chat_request(messages, options))
-        return to_chat_completion(self._call(self._stubs.chat.ChatUnary, request, options))
+        request = build_chat_request(messages, options)
+        return to_chat_completion(self._call(self._stubs.chat.ChatOnce, request, options))
 
     def embed(self, inputs: Sequence[PoolingInput], **options: Unpack[EmbedOptions]) -> Embeddings:
         """One vector per text, or one per token."""

@@ -23,6 +23,7 @@ from service_kit.errors import (
     ServiceError,
     Unimplemented,
 )
+from service_kit.field_checks import check_enum
 from triptych.engine.v1 import utility_pb2
 
 if TYPE_CHECKING:
@@ -242,10 +243,8 @@ ENGINE_CALLS = (
 
 
 def _mode(value: utility_pb2.PauseMode, field: str) -> PauseMode:
-    mode = _MODES.get(value)
-    if mode is None:
-        raise InvalidArgument(f"mode is {value}, it has to be ABORT, WAIT or KEEP", field=field)
-    return mode
+    check_enum(value, field, utility_pb2.PauseMode, _MODES)
+    return _MODES[value]
 
 
 def _version(text: str, field: str) -> str:

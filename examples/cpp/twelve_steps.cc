@@ -80,19 +80,12 @@ api::GenerateRequest Endless() {
   return request;
 }
 
-grpc::Status GenerateUnary(Frontend& frontend, Call& call, const api::GenerateRequest& request,
-                           api::GenerateUnaryResponse* response) {
-  api::GenerateUnaryRequest unary;
-  *unary.mutable_request() = request;
-  return frontend.inference.GenerateUnary(&call, unary, response);
-}
-
 // Makes a call that must fail with `code`, and returns its status.
 grpc::Status Refused(Frontend& frontend, const api::GenerateRequest& request, grpc::StatusCode code,
                      std::chrono::milliseconds limit = kMaxWait) {
   Call call(limit);
   api::GenerateUnaryResponse response;
-  const auto status = GenerateUnary(frontend, call, request, &response);
+  const auto status = frontend.inference.GenerateOnce(&call, request, &response);
   Expect(status, code);
   return status;
 }
@@ -181,7 +174,7 @@ void LookAround(Frontend& frontend) {
 std::string UnaryAndStream(Frontend& frontend) {
   Call call;
   api::GenerateUnaryResponse response;
-  Expect(GenerateUnary(frontend, call, Greedy(24), &response));
+  Expect(frontend.inference.GenerateOnce(&call, Greedy(24), &response));
   const auto& output = response.outputs(0);
   const auto num_tokens = response.usage().num_completion_tokens();
   Expect(num_tokens == static_cast<uint32_t>(output.token_ids_size()), "usage " + response.usage().DebugString());
@@ -242,7 +235,7 @@ void Ids(Frontend& frontend) {
   call.AddMetadata("x-request-id", "twelve-steps");
   call.AddMetadata("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
   api::GenerateUnaryResponse response;
-  Expect(GenerateUnary(frontend, call, Greedy(1), &response));
+  Expect(frontend.inference.GenerateOnce(&call, Greedy(1), &response));
   const auto received = [&call](const std::string& key) {
     const auto entry = call.GetServerInitialMetadata().find(key);
     Expect(entry != call.GetServerInitialMetadata().end(), "no metadata " + key);

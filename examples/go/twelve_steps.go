@@ -85,7 +85,7 @@ func endless() *api.GenerateRequest {
 }
 
 func (c client) unary(ctx context.Context, request *api.GenerateRequest, options ...grpc.CallOption) (*api.GenerateUnaryResponse, error) {
-	return c.inference.GenerateUnary(ctx, &api.GenerateUnaryRequest{Request: request}, options...)
+	return c.inference.GenerateOnce(ctx, request, options...)
 }
 
 // refused makes a call that must fail with `code`, and returns its status.

@@ -20,8 +20,6 @@ import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicReference;
 import triptych.api.v1.GenerateRequest;
 import triptych.api.v1.GenerateResponse;
-import triptych.api.v1.GenerateUnaryRequest;
-import triptych.api.v1.GenerateUnaryResponse;
 import triptych.api.v1.GetServerInfoRequest;
 import triptych.api.v1.InferenceServiceGrpc;
 import triptych.api.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
@@ -92,16 +90,11 @@ public final class TwelveSteps implements AutoCloseable {
     return prompt(SamplingParams.newBuilder().setN(16).setIgnoreEos(true));
   }
 
-  private static GenerateUnaryResponse generateUnary(
-      InferenceServiceBlockingStub inference, GenerateRequest.Builder request) {
-    return inference.generateUnary(GenerateUnaryRequest.newBuilder().setRequest(request).build());
-  }
-
   /** Makes a call that must fail with {@code code}, and returns its error. */
   private static StatusRuntimeException refused(
       InferenceServiceBlockingStub inference, GenerateRequest.Builder request, Status.Code code) {
     try {
-      generateUnary(inference, request);
+      inference.generateOnce(request.build());
     } catch (StatusRuntimeException error) {
       expect(error.getStatus().getCode() == code, error);
       return error;
@@ -160,7 +153,7 @@ public final class TwelveSteps implements AutoCloseable {
   }
 
   private String unaryAndStream() {
-    var response = generateUnary(inference(), greedy(24));
+    var response = inference().generateOnce(greedy(24).build());
     var output = response.getOutputs(0);
     expect(output.getReason() == FinishReason.FINISH_REASON_LENGTH, output);
     expect(response.getUsage().getNumCompletionTokens() == output.getTokenIdsCount(), response);
@@ -223,7 +216,7 @@ public final class TwelveSteps implements AutoCloseable {
             .withInterceptors(
                 MetadataUtils.newAttachHeadersInterceptor(sent),
                 MetadataUtils.newCaptureMetadataInterceptor(received, new AtomicReference<>()));
-    generateUnary(withMetadata, greedy(1));
+    withMetadata.generateOnce(greedy(1).build());
     Metadata headers = received.get();
     show(11, "ids", "x-request-id " + headers.get(requestId) + ", x-trace-id " + headers.get(traceId));
   }

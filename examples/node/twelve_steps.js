@@ -63,8 +63,8 @@ function call(client, method, request, timeoutMs = 60000) {
   });
 }
 
-function generateUnary(clients, request, timeoutMs) {
-  return call(clients.inference, 'GenerateUnary', { request: { prompt: PROMPT, ...request } }, timeoutMs);
+function generateOnce(clients, request, timeoutMs) {
+  return call(clients.inference, 'GenerateOnce', { prompt: PROMPT, ...request }, timeoutMs);
 }
 
 // The error of a call that must fail with `code`.
@@ -133,7 +133,7 @@ async function lookAround(clients) {
 }
 
 async function unaryAndStream(clients) {
-  const { outputs, usage } = await generateUnary(clients, { sampling: greedy(24) });
+  const { outputs, usage } = await generateOnce(clients, { sampling: greedy(24) });
   const [output] = outputs;
   expect(output.reason === 'FINISH_REASON_LENGTH', `finish reason ${output.reason}`);
   expect(usage.num_completion_tokens === output.token_ids.length, `usage ${JSON.stringify(usage)}`);
@@ -158,20 +158,20 @@ async function cancelAndDeadline(clients) {
   await waitUntilIdle(clients);
   show(5, 'cancel', 'nothing in flight');
 
-  await refused(generateUnary(clients, { sampling: ENDLESS }, 200), grpc.status.DEADLINE_EXCEEDED);
+  await refused(generateOnce(clients, { sampling: ENDLESS }, 200), grpc.status.DEADLINE_EXCEEDED);
   await waitUntilIdle(clients);
   show(6, 'deadline', 'DEADLINE_EXCEEDED, nothing in flight');
 }
 
 async function refusals(clients) {
-  const unknown = await refused(generateUnary(clients, { model: 'nope' }), grpc.status.NOT_FOUND);
+  const unknown = await refused(generateOnce(clients, { model: 'nope' }), grpc.status.NOT_FOUND);
   show(7, 'bad model', `NOT_FOUND: ${unknown.details}`);
 
-  const hot = generateUnary(clients, { sampling: { temperature: 99 } });
+  const hot = generateOnce(clients, { sampling: { temperature: 99 } });
   const { field, description } = violationOf(await refused(hot, grpc.status.INVALID_ARGUMENT));
   show(8, 'bad field', `INVALID_ARGUMENT in ${field}: ${description}`);
 
-  const long = generateUnary(clients, { prompt: 'x'.repeat(5 << 20) });
+  const long = generateOnce(clients, { prompt: 'x'.repeat(5 << 20) });
   const tooLong = violationOf(await refused(long, grpc.status.INVALID_ARGUMENT));
   const request = { text: 'x'.repeat(500000), return_tokens: true };
   const { tokens } = await call(clients.tokenizer, 'Tokenize', request);

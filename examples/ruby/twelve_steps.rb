@@ -72,13 +72,13 @@ class TwelveSteps
     request({ n: 16, ignore_eos: true })
   end
 
-  def generate_unary(request, **options)
-    @inference.generate_unary(GenerateUnaryRequest.new(request: request), **options)
+  def generate_once(request, **options)
+    @inference.generate_once(request, **options)
   end
 
   # Makes a call that must fail with an error of the class, and returns it.
   def refused(error_class, request, **options)
-    generate_unary(request, **options)
+    generate_once(request, **options)
   rescue error_class => error
     error
   else
@@ -129,7 +129,7 @@ class TwelveSteps
   end
 
   def unary_and_stream
-    response = generate_unary(greedy)
+    response = generate_once(greedy)
     output = response.outputs.first
     expect(output.reason == :FINISH_REASON_LENGTH, "finish reason #{output.reason}")
     expect(response.usage.num_completion_tokens == output.token_ids.size, "usage #{response.usage}")
@@ -179,7 +179,7 @@ class TwelveSteps
 
   def ids
     metadata = { 'x-request-id' => 'twelve-steps', 'traceparent' => TRACEPARENT }
-    call = generate_unary(greedy(1), metadata: metadata, return_op: true)
+    call = generate_once(greedy(1), metadata: metadata, return_op: true)
     call.execute
     request_id, trace_id = call.metadata.values_at('x-request-id', 'x-trace-id')
     show(11, 'ids', "x-request-id #{request_id}, x-trace-id #{trace_id}")

@@ -74,7 +74,7 @@ show 1 health SERVING
 models=$(call $API.ModelService/ListModels '{}')
 show 2 models "$(jq -r '.models[] | "\(.name), up to \(.maxModelLen) tokens"' <<<"$models")"
 
-answer=$(call $API.InferenceService/GenerateUnary "{\"request\": $SHORT}")
+answer=$(call $API.InferenceService/GenerateOnce "$SHORT")
 jq -e '.outputs[0].reason == "FINISH_REASON_LENGTH" and .usage.numCompletionTokens == (.outputs[0].tokenIds | length)' \
     <<<"$answer" >"$WORK/check" || surprise "answer $answer"
 show 3 unary "$(jq '.outputs[0].tokenIds | length' <<<"$answer") tokens, finished by length"
@@ -89,19 +89,19 @@ show 4 stream "the text of the unary answer"
 wait_until_idle
 show 5 cancel "nothing in flight"
 
-refused 4 $API.InferenceService/GenerateUnary "{\"request\": $LONG}" --timeout 1s >"$WORK/refusal"
+refused 4 $API.InferenceService/GenerateOnce "$LONG" --timeout 1s >"$WORK/refusal"
 wait_until_idle
 show 6 deadline "DEADLINE_EXCEEDED, nothing in flight"
 
-refused 5 $API.InferenceService/GenerateUnary "{\"request\": {$PROMPT, \"model\": \"nope\"}}" >"$WORK/refusal"
+refused 5 $API.InferenceService/GenerateOnce "{$PROMPT, \"model\": \"nope\"}" >"$WORK/refusal"
 show 7 "bad model" "NOT_FOUND: $(jq -r .message "$WORK/refusal")"
 
-hot="{\"request\": {$PROMPT, \"sampling\": {\"temperature\": 99}}}"
-refused 3 $API.InferenceService/GenerateUnary "$hot" >"$WORK/refusal"
+hot="{$PROMPT, \"sampling\": {\"temperature\": 99}}"
+refused 3 $API.InferenceService/GenerateOnce "$hot" >"$WORK/refusal"
 show 8 "bad field" "INVALID_ARGUMENT in $(violation '"\(.field): \(.description)"' <"$WORK/refusal")"
 
-echo "{\"request\": {\"prompt\": \"$(x_times $((5 << 20)))\"}}" >"$WORK/long"
-refused 3 $API.InferenceService/GenerateUnary "@$WORK/long" >"$WORK/refusal"
+echo "{\"prompt\": \"$(x_times $((5 << 20)))\"}" >"$WORK/long"
+refused 3 $API.InferenceService/GenerateOnce "@$WORK/long" >"$WORK/refusal"
 # buf itself takes at most 4 MiB of an answer: in two halves.
 echo "{\"text\": \"$(x_times 250000)\", \"returnTokens\": true}" >"$WORK/text"
 for _ in 1 2; do

@@ -22,6 +22,7 @@ from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc
 ChatContext: TypeAlias = (
     "grpc.aio.ServicerContext[chat_message_pb2.ChatRequest, chat_message_pb2.ChatResponse]"
 )
+OnceContext: TypeAlias = "grpc.aio.ServicerContext[chat_message_pb2.ChatRequest, chat_pb2.ChatUnaryResponse]"
 UnaryContext: TypeAlias = "grpc.aio.ServicerContext[chat_pb2.ChatUnaryRequest, chat_pb2.ChatUnaryResponse]"
 
 
@@ -41,12 +42,22 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
         return self._stream(request, caller_of(context))
 
     async def ChatUnary(
-        self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext | None = None
+        self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext
     ) -> chat_pb2.ChatUnaryResponse:
-        async with self._open(request.request, caller_of(context), OutputKind.FINAL_ONLY) as opened:
+        return await self._whole(request.request, caller_of(context))
+
+    async def ChatOnce(
+        self, request: chat_message_pb2.ChatRequest, context: OnceContext | None = None
+    ) -> chat_pb2.ChatUnaryResponse:
+        return await self._whole(request, caller_of(context))
+
+    async def _whole(
+        self, request: chat_message_pb2.ChatRequest, caller: Caller
+    ) -> chat_pb2.ChatUnaryResponse:
+        async with self._open(request, caller, OutputKind.FINAL_ONLY) as opened:
             output = await opened.next()
             return chat_pb2.ChatUnaryResponse(
-                started=started_message(opened, output, returns_ids=request.request.return_prompt_token_ids),
+                started=started_message(opened, output, returns_ids=request.return_prompt_token_ids),
                 outputs=[whole_answer(opened, piece) for piece in output.pieces],
                 usage=usage_message(opened, output, output.pieces),
             )

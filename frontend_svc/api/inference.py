@@ -20,6 +20,7 @@ from frontend_svc.api.messages import (
     usage_message,
 )
 from frontend_svc.api.resumable import ResumableStreams
+from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind, OutputPiece
@@ -29,6 +30,9 @@ from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 
 StreamContext: TypeAlias = (
     "grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse]"
+)
+OnceContext: TypeAlias = (
+    "grpc.aio.ServicerContext[generate_pb2.GenerateRequest, inference_pb2.GenerateUnaryResponse]"
 )
 UnaryContext: TypeAlias = (
     "grpc.aio.ServicerContext[inference_pb2.GenerateUnaryRequest, inference_pb2.GenerateUnaryResponse]"
@@ -71,26 +75,35 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 yield inference_pb2.ResumeResponse(response=response)
 
     async def GenerateUnary(
-        self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext | None = None
+        self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext
     ) -> inference_pb2.GenerateUnaryResponse:
-        asked, caller = request.request, caller_of(context)
-        if asked.orphan_grace_ms:
+        return await self._whole(request.request, caller_of(context))
+
+    async def GenerateOnce(
+        self, request: generate_pb2.GenerateRequest, context: OnceContext | None = None
+    ) -> inference_pb2.GenerateUnaryResponse:
+        return await self._whole(request, caller_of(context))
+
+    async def _whole(
+        self, request: generate_pb2.GenerateRequest, caller: Caller
+    ) -> inference_pb2.GenerateUnaryResponse:
+        if request.orphan_grace_ms:
             raise InvalidArgument(
-                f"orphan_grace_ms is {asked.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",
-                field="request.orphan_grace_ms",
+                f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",
+                field="orphan_grace_ms",
             )
-        trace = RequestTrace(asked.request_id or caller.request_id, caller.traceparent, caller.tracestate)
-        prompt = RequestPrompt(asked)
-        async with self._generation.open(asked, prompt, caller, OutputKind.FINAL_ONLY, trace) as opened:
+        trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
+        prompt = RequestPrompt(request)
+        async with self._generation.open(request, prompt, caller, OutputKind.FINAL_ONLY, trace) as opened:
             output = await opened.next()
             return inference_pb2.GenerateUnaryResponse(
-                started=started_message(opened, output, returns_ids=asked.return_prompt_token_ids),
-                outputs=[_whole(opened, piece) for piece in output.pieces],
+                started=started_message(opened, output, returns_ids=request.return_prompt_token_ids),
+                outputs=[_output(opened, piece) for piece in output.pieces],
                 usage=usage_message(opened, output, output.pieces),
             )
 
 
-def _whole(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
+def _output(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
     assert piece.ending is not None, "a final output has ended"
     whole = generate_pb2.Output(
         output_index=piece.index,

@@ -1,4 +1,4 @@
-"""Limits the requests that wait for a first token, and keeps request ids unique. Knows no engine."""
+"""Limits the requests that wait for a first token. Knows no engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from service_kit.errors import AlreadyExists, ResourceExhausted
+from service_kit.errors import ResourceExhausted
 
 
 @dataclass(slots=True)
@@ -18,42 +18,18 @@ class Ticket:
 
 
 class Admission:
-    """Counts queued requests and their prompt tokens, refuses those over the limits, tracks ids in use."""
+    """Counts queued requests and their prompt tokens, and refuses those over the limits."""
 
     def __init__(self, max_queued_requests: int, max_queued_prompt_tokens: int) -> None:
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_prompt_tokens
         self._num_queued = 0
         self._num_queued_tokens = 0
-        self._request_ids: set[str] = set()
 
     @property
     def num_queued(self) -> int:
         """Requests without output yet."""
         return self._num_queued
-
-    @contextmanager
-    def claim(self, request_id: str) -> Iterator[None]:
-        """Reserve an id that a client chose, inside of the block. An empty id reserves nothing."""
-        if request_id in self._request_ids:
-            raise AlreadyExists(
-                f"a request with the id {request_id!r} is in flight", reason="DUPLICATE_REQUEST_ID"
-            )
-        if request_id:
-            self._request_ids.add(request_id)
-        try:
-            yield
-        finally:
-            self._request_ids.discard(request_id)
-
-    @contextmanager
-    def share(self, request_id: str) -> Iterator[None]:
-        """As `claim`, but for an adopted request: an id that is in use already is no error."""
-        if request_id in self._request_ids:
-            yield
-            return
-        with self.claim(request_id):
-            yield
 
     @contextmanager
     def queue(self) -> Iterator[Ticket]:

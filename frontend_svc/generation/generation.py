@@ -262,12 +262,10 @@ class Generation:
         self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
     ) -> AsyncGenerator[OpenRequest, None]:
         """Check `request`, send it, and keep it open inside of the block."""
-        request_id = request.request_id
         with (
             self._drain.counted(),
             trace,
-            self._admission.claim(request_id),
-            self._requests.track(request_id, caller.request_id) as tracked,
+            self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
             model = self._directory.model(request.model, needs_of(request))
@@ -291,7 +289,6 @@ class Generation:
         request = adopted.request
         with (
             trace,
-            self._admission.share(request.request_id),
             self._requests.track(request.request_id, caller.request_id) as tracked,
         ):
             prompt, model = RequestPrompt(request), adopted.client.model

@@ -104,8 +104,9 @@ class TrackedRequest:
 class OpenRequests:
     """The open requests of this process, by the client's request id and by the call's id.
 
-    A client's request id belongs to one request. The call's id, from x-request-id or generated here, may
-    belong to several, as in a batch; an operation on it applies to all of them.
+    An id may belong to several requests: as yet no identity separates the ids of clients, and a call's id,
+    from x-request-id or generated here, belongs to all requests of a batch. An operation on an id applies to
+    all of them.
     """
 
     def __init__(self, clock: Clock) -> None:

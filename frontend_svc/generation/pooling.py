@@ -222,7 +222,6 @@ class Pooling:
         with (
             self._drain.counted(),
             trace,
-            self._admission.claim(work.request_id),
             self._requests.track(work.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):

@@ -110,8 +110,7 @@ async def _embeddings(tensor: tensor_pb2.Tensor, is_token: bytes) -> WireTensor:
 def _check_tensor(tensor: tensor_pb2.Tensor, hidden_size: int, violations: Violations) -> bool:
     """Whether dtype and shape fit the model, and the number of bytes fits them."""
     field, shape, num_before = "embeds.embeds", list(tensor.shape), violations.num_found
-    known = ", ".join(_DTYPES.values())
-    violations.need(tensor.dtype in _DTYPES, f"{field}.dtype", tensor.dtype, f"must be one of {known}")
+    violations.need_enum(f"{field}.dtype", tensor.dtype, tensor_pb2.DType, _DTYPES)
     rule = f"must be [positions, {hidden_size}] with at least 1 position"
     is_shape = len(shape) == 2 and shape[0] >= 1 and shape[1] == hidden_size
     violations.need(is_shape, f"{field}.shape", shape, rule)

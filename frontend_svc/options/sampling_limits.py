@@ -20,7 +20,6 @@ _MAX_STOP_TOKEN_IDS = 4096
 _MAX_STREAM_INTERVAL = 4096
 _MAX_PATTERN_SIZE = 256
 _MAX_PATTERN_COUNT = 64
-_KINDS = sampling_pb2.OutputKind.values()
 
 
 class SamplingLimits(RequestOption):
@@ -140,8 +139,8 @@ def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations)
         check_set(sampling, "min_tokens", least <= most, rule, violations)
     is_fine = 1 <= interval <= _MAX_STREAM_INTERVAL
     check_set(sampling, "stream_interval", is_fine, f"must be in 1..{_MAX_STREAM_INTERVAL}", violations)
-    kind = sampling.output_kind
-    violations.need(kind in _KINDS, "sampling.output_kind", kind, f"must be one of {_KINDS}")
+    kinds = sampling_pb2.OutputKind
+    violations.need_enum("sampling.output_kind", sampling.output_kind, kinds, kinds.values())
 
 
 def _check_group(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from service_kit.errors import InvalidArgument
 
@@ -49,7 +51,10 @@ class Violations:
         return len(self._found)
 
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
-        """Record that `field`, or its entry at `index`, is `value`; `rule` is like `must be in 0..2`."""
+        """Record that `field`, or its entry at `index`, is `value`; `rule` is like `must be in 0..2`.
+
+        A value of None means that the field is not set.
+        """
         if len(self._found) < _MAX_FOUND:
             self._found.append((field, f"{_field_path(field, index)} is {_shown(value)}, {rule}"))
 
@@ -98,6 +103,12 @@ class Violations:
         if not is_fine:
             self.add(field, value, rule, index=index)
 
+    def need_enum(self, field: str, value: int, names: EnumTypeWrapper, values: Iterable[int]) -> None:
+        """Record a violation unless `value` is one of `values` of an enum; it lists their names."""
+        allowed = tuple(values)
+        if value not in allowed:
+            self.add(field, value, f"must be one of {', '.join(map(names.Name, allowed))}")
+
     def raise_if_any(
         self, reason: str = "INVALID_REQUEST", metadata: Mapping[str, str] | None = None
     ) -> None:
@@ -112,6 +123,10 @@ def _field_path(field: str, index: int | None) -> str:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
     # A proto float has seven significant digits; more would show digits the client did not send.
     text = repr(float(f"{value:.7g}") if isinstance(value, float) else value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

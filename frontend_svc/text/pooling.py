@@ -64,8 +64,7 @@ def check_pooling(
 ) -> None:
     """Add violations for a task that is none of `tasks`, and for dimensions out of range."""
     if pooling.task != sampling_pb2.POOLING_TASK_UNSPECIFIED:
-        names = ", ".join(sampling_pb2.PoolingTask.Name(task) for task in tasks)
-        violations.need(pooling.task in tasks, "pooling.task", pooling.task, f"must be one of {names}")
+        violations.need_enum("pooling.task", pooling.task, sampling_pb2.PoolingTask, tasks)
     if pooling.HasField("dimensions"):
         most, given = limits.max_dimensions, pooling.dimensions
         violations.need(1 <= given <= most, "pooling.dimensions", given, f"must be in 1..{most}")

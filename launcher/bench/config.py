@@ -26,7 +26,7 @@ _POSITIVE = (
 class BenchServeConfig:
     """A load on a running frontend, and where the results are written."""
 
-    address: str = option("127.0.0.1:50051", help="the frontend, host:port or grpc://host:port")
+    url: str = option("grpc://127.0.0.1:50051", alias="address", help="the frontend, grpc://host:port")
     model: str | None = option(None, help="served name of the model; needed if there are several")
     connections: int = option(1, help="connections to spread the requests over")
     num_requests: int = option(100, help="requests to send; a turn of a conversation is one")
@@ -71,8 +71,9 @@ class BenchServeConfig:
             raise ValueError(f"range_ratio is {self.range_ratio}, the range is 0 to below 1")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s is {self.timeout_s}, it must be above 0 and finite")
-        if self.seed < 0 or self.concurrency < 0 or self.warmup < 0:
-            raise ValueError("seed, concurrency and warmup must be at least 0")
+        for name in ("seed", "concurrency", "warmup"):
+            if values[name] < 0:
+                raise ValueError(f"{name} is {values[name]}, the least is 0")
         if self.plot is not None and not self.plot.endswith(".png"):
             raise ValueError(f"plot is {self.plot}, the only format is .png")
         self.service_level()

@@ -74,6 +74,7 @@ class LoadGenerator:
         self._slots = _Slots(concurrency)
         self._timeout_s = timeout_s
         self.timelines: list[Timeline] = []
+        self.num_ended = 0
         self.num_unsent = 0  # turns not sent, because an earlier turn of the conversation failed
 
     async def run(self, conversations: Sequence[Conversation], offsets: Sequence[float]) -> None:
@@ -113,6 +114,7 @@ class LoadGenerator:
                 await self._generate(request, timeline, index + turn_index, history)
             finally:
                 self._slots.give(self._clock.now())
+            self.num_ended += 1
             if timeline.code != OK:
                 self.num_unsent += len(turns) - turn_index - 1
                 return

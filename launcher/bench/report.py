@@ -19,10 +19,10 @@ from service_kit.version import installed_version
 # Above the resolution of a loop's timers, and close to the time of a first token.
 MAX_LATENESS_MS = 10.0
 _LATENCIES = {
-    "time to first token": "ttft_ms",
-    "time per output token": "tpot_ms",
-    "inter-token latency": "itl_ms",
-    "end-to-end latency": "e2e_ms",
+    "TTFT, time to first token": "ttft_ms",
+    "TPOT, time per output token after the first": "tpot_ms",
+    "ITL, inter-token latency": "itl_ms",
+    "E2E, end-to-end latency": "e2e_ms",
 }
 
 
@@ -36,6 +36,7 @@ class Result:
     timelines: Sequence[Timeline]
     num_unsent: int
     client_lag: LagSummary
+    was_interrupted: bool = False
 
 
 def warnings_of(result: Result) -> list[str]:
@@ -58,6 +59,9 @@ def warnings_of(result: Result) -> list[str]:
 
 def print_result(result: Result, console: Console) -> None:
     """Print the tables and then the warnings."""
+    if result.was_interrupted:
+        done = f"{result.summary.num_completed} of {result.config.num_requests}"
+        console.print(f"interrupted: {done} requests were completed", markup=False, highlight=False)
     console.print(_counts(result))
     console.print(_latencies(result.summary))
     for code, count in result.summary.failures.items():
@@ -74,6 +78,7 @@ def write_json(result: Result, path: Path) -> None:
         "version": installed_version(),
         "model": result.model,
         "settings": asdict(result.config),
+        "was_interrupted": result.was_interrupted,
         "summary": asdict(result.summary) | {"num_unsent": result.num_unsent},
         "client_lag": asdict(result.client_lag),
         "warnings": warnings_of(result),

@@ -10,13 +10,14 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import grpc.aio
 import uvloop
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher.bench.config import BenchServeConfig
 from launcher.bench.dataset import DatasetError, check_lengths, draw_conversations, draw_warmup
@@ -24,7 +25,7 @@ from launcher.bench.load import LoadGenerator, RequestBuilder
 from launcher.bench.metrics import OK, summarize
 from launcher.bench.plot import PlotError, check_can_plot, draw
 from launcher.bench.report import Result, print_result, write_json
-from launcher.verbs.complete import print_failure
+from launcher.verbs.failures import Asked, print_failure
 from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
 from service_kit.errors import InvalidArgument, ServiceError, Unavailable, rpc_errors_translated
@@ -49,6 +50,7 @@ def arrival_offsets(num_arrivals: int, rate: float, burstiness: float, seed: int
 
 _CONNECT_LIMIT_S = 10.0
 _CALL_LIMIT_S = 30.0
+_BAR_S = 0.5
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 
@@ -64,16 +66,16 @@ def run_bench_serve(config: BenchServeConfig) -> int:
             check_can_plot()
         for path in (config.json, config.plot):
             _check_writable(path)
-        address = parse_target(config.address)
+        address = parse_target(config.url)
         return uvloop.run(_bench(config, address))
     except (PlotError, DatasetError, OSError) as error:
         print(f"triptych bench serve: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
-        print_failure(error)
+        print_failure(error, Asked(config.url, flags={"target": "--url", "model": "--model"}))
         return _USAGE_ERROR
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(config.url, flags={"target": "--url", "model": "--model"}))
         return 1
 
 
@@ -102,11 +104,14 @@ async def _bench(config: BenchServeConfig, address: str) -> int:
         gc.collect()
         gc.freeze()
         lag.start()
-        was_interrupted = await _run_until_interrupt(load.run(conversations, offsets))
+        with _progress_of(load, config.num_requests):
+            was_interrupted = await _run_until_interrupt(load.run(conversations, offsets))
         lag.stop()
         gc.unfreeze()
     summary = summarize(load.timelines, config.service_level())
-    result = Result(config, model.name, summary, load.timelines, load.num_unsent, lag.summary())
+    result = Result(
+        config, model.name, summary, load.timelines, load.num_unsent, lag.summary(), was_interrupted
+    )
     _show(result)
     if was_interrupted:
         return _INTERRUPTED
@@ -120,6 +125,29 @@ def _show(result: Result) -> None:
     if result.config.plot is not None:
         title = f"{result.model}: {result.config.dataset}, {len(result.timelines)} requests"
         draw(result.timelines, title, Path(result.config.plot))
+
+
+@contextlib.contextmanager
+def _progress_of(load: LoadGenerator, num_requests: int) -> Iterator[None]:
+    """A bar on a terminal, which takes the generator's loop a moment every half second."""
+    console = Console(stderr=True)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Its own thread would take the interpreter from the loop at any time.
+    with Progress(*columns, console=console, disable=not console.is_terminal, auto_refresh=False) as bar:
+        task = bar.add_task("", total=num_requests)
+
+        async def show() -> None:
+            while True:
+                bar.update(task, completed=load.num_ended, refresh=True)
+                await asyncio.sleep(_BAR_S)
+
+        showing = None if bar.disable else asyncio.ensure_future(show())
+        try:
+            yield
+        finally:
+            if showing is not None:
+                showing.cancel()
+                bar.update(task, completed=load.num_ended, refresh=True)
 
 
 async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:

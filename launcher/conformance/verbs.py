@@ -19,7 +19,7 @@ _MAX_PATIENCE_S = 600.0
 _COMMAND_S = 120.0
 
 conformance = typer.Typer(
-    help="Check an engine or a frontend against the contract, protos/engine-session.md, rule by rule.",
+    help="Check an engine or a frontend against the contract.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -41,7 +41,10 @@ def engine(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
 ) -> None:
-    """Check a running engine; exits 0 without findings, 1 with some or if it cannot be reached.
+    """Check a running engine, rule by rule.
+
+    The rules are those of protos/engine-session.md. Exits 0 without findings, 1 with some or if it cannot be
+    reached.
 
     The engine should be idle. Its model is asked for a few thousand short requests.
     """
@@ -66,7 +69,9 @@ def frontend(
     stop: Annotated[str | None, typer.Option(help="command that stops the frontend, run last")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of text")] = False,
 ) -> None:
-    """Check a running frontend that uses the two engines at --listen, which the kit plays; exits as `engine`.
+    """Check a running frontend, rule by rule.
+
+    It uses the two engines at --listen, which the kit plays. Exits as `engine`.
 
     Start the frontend with these two addresses as its only engines, before or after this command.
     """

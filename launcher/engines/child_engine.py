@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 from engine_svc.config import EngineConfig
+from engine_svc.model.errors import ModelError
 from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from launcher.engines.own_engine import EngineDead
 from launcher.serve.readiness import await_ready
@@ -15,6 +16,9 @@ from service_kit.process import process_environment
 from service_kit.supervision import until_ready
 
 _STOP_S = 10.0
+# How an engine ends that cannot load what it was given.
+_REFUSED = 2
+_REFUSAL = "triptych engine: "
 
 
 class ChildEngine:
@@ -35,7 +39,10 @@ class ChildEngine:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it and wait until it is ready. EngineDead, with its last log lines, if it fails."""
+        """Start it and wait until it is ready.
+
+        ModelError if it refuses the model or an option; EngineDead, with its last log lines, for other ends.
+        """
         command = (*command_of("engine"), *flags_of(self._config))
         child = Child("engine-0", command, _environment(), announces=True, output=Output.KEPT)
         self._child = child
@@ -45,6 +52,9 @@ class ChildEngine:
                 ready = await_ready("engine", self.address)
                 await until_ready(ready, child.wait(), lambda _: ChildDied(child))
         except ChildDied as error:
+            refusal = next((line for line in child.last_lines if line.startswith(_REFUSAL)), "")
+            if refusal and error.exit_code == _REFUSED:
+                raise ModelError(refusal.removeprefix(_REFUSAL)) from error
             raise EngineDead(str(error)) from error
         except TimeoutError as error:
             raise EngineDead(f"it was not ready within {self._start_timeout_s:g} s") from error

@@ -56,17 +56,23 @@ class InProcessEngine:
         return self._served
 
     async def start(self) -> None:
-        """Load the model and wait until requests are accepted. EngineDead if it fails."""
+        """Load the model and wait until requests are accepted.
+
+        Raises what the loader raises for a model or an option that cannot be used, else EngineDead.
+        """
         config = await asyncio.get_running_loop().run_in_executor(None, _with_folder, self._config)
         self._served = served = build_served_engine(config)
         self._servicer = EngineCoreServicer(served)
         self._heartbeats = asyncio.ensure_future(self._servicer.beat_forever())
         changed = asyncio.Event()
         served.lifecycle.subscribe(lambda state: changed.set())
-        self._thread = _engine_thread(config, served)
+        refusal: list[ValueError | OSError] = []
+        self._thread = _engine_thread(config, served, refusal.append)
         self._thread.start()
         await changed.wait()
         if served.lifecycle.state is not EngineState.READY:
+            if refusal:
+                raise refusal[0]
             raise EngineDead("it could not be loaded" if served.failure is None else served.failure.reason)
         served.lifecycle.subscribe(self._on_state)
 
@@ -223,14 +229,20 @@ class _Files:
         return await self._served.tensors.upload(parts)
 
 
-def _engine_thread(config: EngineConfig, served: ServedEngine) -> EngineThread:
+def _engine_thread(
+    config: EngineConfig, served: ServedEngine, on_refusal: Callable[[ValueError | OSError], None]
+) -> EngineThread:
     event_loop = asyncio.get_running_loop()
 
     def on_progress(progress: LoadProgress) -> None:
         served.progress = progress
 
     def load() -> tuple[Engine, LoadedCore]:
-        return build_engine(config, served, progress=on_progress, defer=event_loop.call_soon_threadsafe)
+        try:
+            return build_engine(config, served, progress=on_progress, defer=event_loop.call_soon_threadsafe)
+        except (ValueError, OSError) as error:
+            on_refusal(error)
+            raise
 
     return EngineThread(served, load)
 

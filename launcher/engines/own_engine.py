@@ -32,7 +32,10 @@ class OwnEngine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load; returns once requests are accepted, or raises EngineDead."""
+        """Load; returns once requests are accepted.
+
+        Raises a ValueError or OSError for what cannot be loaded, or EngineDead.
+        """
         ...
 
     def connect(self, address: str) -> EngineTransport: ...

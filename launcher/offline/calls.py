@@ -93,8 +93,7 @@ class LLMCalls:
         on_answer: Callable[[inference_pb2.GenerateUnaryResponse], None],
     ) -> list[inference_pb2.GenerateUnaryResponse]:
         """The responses in order of the requests."""
-        method, wrap = self._services.inference.GenerateUnary, inference_pb2.GenerateUnaryRequest
-        return await self._answer_all(method, wrap, requests, "prompts", on_answer)
+        return await self._answer_all(self._services.inference.GenerateOnce, requests, "prompts", on_answer)
 
     async def chat(
         self,
@@ -102,8 +101,7 @@ class LLMCalls:
         on_answer: Callable[[chat_pb2.ChatUnaryResponse], None],
     ) -> list[chat_pb2.ChatUnaryResponse]:
         """The responses in order of the conversations."""
-        method, wrap = self._services.chat.ChatUnary, chat_pb2.ChatUnaryRequest
-        return await self._answer_all(method, wrap, requests, "conversations", on_answer)
+        return await self._answer_all(self._services.chat.ChatOnce, requests, "conversations", on_answer)
 
     async def pool(self, method: str, request: PoolingRequest) -> Any:
         """The response of a method of the EmbeddingService."""
@@ -113,7 +111,6 @@ class LLMCalls:
     async def _answer_all(
         self,
         method: Callable[..., Awaitable[_T]],
-        wrap: Callable[..., object],
         requests: Sequence[generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest],
         field: str,
         on_answer: Callable[[_T], None],
@@ -122,7 +119,7 @@ class LLMCalls:
         for request in requests:
             request.model, request.request_id = self._model, self._next_id()
             request.return_prompt_token_ids = True
-            calls.append(partial(self._call, method, wrap(request=request)))
+            calls.append(partial(self._call, method, request))
         widest = max((request.sampling.n for request in requests), default=1)
         window = max(1, MAX_IN_FLIGHT // max(1, widest))
         return await run_all(calls, window=window, field=field, on_answer=on_answer)

@@ -1,16 +1,35 @@
-"""Parameters of `LLM` and their conversion to protos. The server checks the limits."""
+"""Parameters of `LLM` and their conversion to protos, with the server's checks that need no model."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from service_kit.errors import InvalidArgument
+from frontend_svc.options import OPTIONS
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import GenerationDefaults, ServedModel
+from launcher.vllm_names import with_checked_arguments
+from service_kit.errors import InvalidArgument, Unimplemented
+from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 
+# What a server may be configured to accept, and a model of every size.
+_WIDEST_LIMITS = RequestLimits(max_n=2**31, max_logprobs=-1)
+_ANY_MODEL = ServedModel(
+    name="",
+    text_key="",
+    fingerprint="",
+    tokenizer=cast(Any, None),  # No check reads text.
+    defaults=GenerationDefaults(),
+    max_model_len=2**31,
+    vocab_size=2**32,
+    eos_token_ids=(),
+)
+_PREFIX = "sampling."
 _FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _WITH_TRUTH_VALUES = frozenset({"structured_output"})
 
@@ -40,6 +59,7 @@ class StructuredOutput:
     backend: str = ""
 
 
+@with_checked_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are sampled and returned; the fields are those of `triptych.common.v1.SamplingParams`.
@@ -78,8 +98,11 @@ class SamplingParams:
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool | None = None
 
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for a value of a wrong type or range."""
+        _check_ranges(self.to_proto())
+
     def to_proto(self) -> sampling_pb2.SamplingParams:
-        """Convert to proto. Raises InvalidArgument for a value of a wrong type or range."""
         values = asdict(self)
         values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         message = sampling_pb2.SamplingParams()
@@ -89,14 +112,29 @@ class SamplingParams:
             try:
                 message.MergeFrom(sampling_pb2.SamplingParams(**{name: _on_the_wire(name, value)}))
             except (TypeError, ValueError, AttributeError) as error:
-                path = f"sampling_params.{name}"
-                raise InvalidArgument(f"{path} is {value!r}: {error}", field=path) from error
+                raise InvalidArgument(f"{name} is {value!r}: {error}", field=name) from error
         return message
 
 
 def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
     """Parameters from a message of plain numbers, such as a model's defaults."""
     return SamplingParams(**{descriptor.name: value for descriptor, value in message.ListFields()})
+
+
+def _check_ranges(sampling: sampling_pb2.SamplingParams) -> None:
+    violations = Violations(_WIDEST_LIMITS)
+    request = generate_pb2.GenerateRequest(sampling=sampling)
+    for option in OPTIONS:
+        # Whether a model serves a parameter is found when it is asked.
+        with contextlib.suppress(Unimplemented):
+            option.check(request, _ANY_MODEL, violations)
+    try:
+        violations.raise_if_any()
+    except InvalidArgument as error:
+        found = [
+            (field.removeprefix(_PREFIX), text.removeprefix(_PREFIX)) for field, text in error.violations
+        ]
+        raise InvalidArgument("; ".join(text for _, text in found), violations=found) from None
 
 
 def _on_the_wire(name: str, value: Any) -> Any:

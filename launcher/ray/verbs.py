@@ -13,7 +13,7 @@ from service_kit.process import prepare_process
 _USAGE_ERROR = 2
 
 ray = typer.Typer(
-    help="Place engines on a Ray cluster, or drain them; needs `pip install triptych[ray]`.",
+    help="Place engines on a Ray cluster, or drain them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -23,7 +23,7 @@ ray = typer.Typer(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def place(context: typer.Context) -> None:
-    """Place engines of a model and keep them running; --help lists the options."""
+    """Place engines of a model and keep them running."""
     from launcher.arguments import asks_for_help
     from launcher.ray.config import RayPlaceConfig, parse_place
     from service_kit.config import ConfigError, usage
@@ -52,7 +52,10 @@ def drain(
         float, typer.Option(min=0.0, help="kill engines that have not ended by then, in s")
     ] = 25.0,
 ) -> None:
-    """Drain engines; prints the exit code of each, exits 1 if one is not 0."""
+    """Drain engines and print the exit code of each.
+
+    Exits 1 if one is not 0.
+    """
     _need_ray("drain")
     prepare_process("client")
     from launcher.ray.place import run_drain

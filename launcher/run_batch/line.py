@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
-from launcher.run_batch.openai import OPENAI_URLS, from_openai
+from launcher.run_batch.openai import OPENAI_URLS, from_openai, to_openai
 from service_kit.errors import InvalidArgument, ServiceError
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 
@@ -19,6 +24,13 @@ Answer = inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryResponse
 _CALLS: Mapping[str, type[generate_pb2.GenerateRequest] | type[chat_message_pb2.ChatRequest]] = {
     "generate": generate_pb2.GenerateRequest,
     "chat": chat_message_pb2.ChatRequest,
+}
+_TYPES = re.compile(r'Message type "[\w.]+" | at "?[\w.]+"?')
+_KINDS = {
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_STRING: "a text",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
 }
 _OWN_KEYS = frozenset({"custom_id", "call", "body"})
 _OPENAI_KEYS = frozenset({"custom_id", "method", "url", "body"})
@@ -31,6 +43,7 @@ class BatchLine:
     number: int
     custom_id: str | None
     request: Request | ServiceError
+    is_openai: bool = False  # in the form of OpenAI's batch API, as its answer is then
 
 
 def read_line(number: int, text: bytes, default_model: str) -> BatchLine:
@@ -42,16 +55,19 @@ def read_line(number: int, text: bytes, default_model: str) -> BatchLine:
         request = _request(line)
         if not request.model:
             request.model = default_model
-        return BatchLine(number, custom_id, request)
+        return BatchLine(number, custom_id, request, "url" in line)
     except InvalidArgument as error:
         return BatchLine(number, custom_id, error)
 
 
 def answer_record(line: BatchLine, answer: Answer) -> dict[str, Any]:
     """The output line for an answer."""
-    response = json_format.MessageToDict(
-        answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    if line.is_openai:
+        response = to_openai(answer)
+    else:
+        response = json_format.MessageToDict(
+            answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
     return {"custom_id": line.custom_id, "line": line.number, "response": response, "error": None}
 
 
@@ -61,7 +77,11 @@ def error_record(line: BatchLine, error: ServiceError) -> dict[str, Any]:
     shown = {
         "code": error.code.name,
         "message": error.message,
-        "violations": [{"field": field, "description": description} for field, description in violations],
+        # A single one is described by the message.
+        "violations": [
+            {"field": field} | ({"description": text} if text != error.message else {})
+            for field, text in violations
+        ],
     }
     return {"custom_id": line.custom_id, "line": line.number, "response": None, "error": shown}
 
@@ -95,7 +115,10 @@ def _request(line: Mapping[str, Any]) -> Request:
         return _from_openai_line(line, body)
     call = line.get("call")
     if not isinstance(call, str) or call not in _CALLS:
-        raise InvalidArgument(f"call is {call!r}, not one of {', '.join(_CALLS)}", field="call")
+        raise InvalidArgument(
+            f"call is {'not set' if call is None else repr(call)}, not one of {', '.join(_CALLS)}",
+            field="call",
+        )
     return _parsed(body, call)
 
 
@@ -110,8 +133,46 @@ def _from_openai_line(line: Mapping[str, Any], body: Mapping[str, Any]) -> Reque
 
 def _parsed(body: Mapping[str, Any], call: str) -> Request:
     message = _CALLS[call]()
+    descriptor: Any = message.DESCRIPTOR
+    _check_fields(body, descriptor, "body")
     try:
         json_format.ParseDict(dict(body), message)
     except (json_format.ParseError, RecursionError) as error:
-        raise InvalidArgument(f"body: {error}", field="body") from error
+        raise InvalidArgument(f"body: {_TYPES.sub('', str(error)).rstrip('.')}", field="body") from error
     return message
+
+
+def _check_fields(body: Mapping[str, Any], message: Descriptor, path: str) -> None:
+    """Raise InvalidArgument for the first name that is no field, and the first value of another type.
+
+    protobuf's own errors have the names of its types, and not always the path.
+    """
+    fields = {name: field for field in message.fields for name in (field.name, field.json_name)}
+    for key, value in body.items():
+        field, field_path = fields.get(key), f"{path}.{key}"
+        if field is None:
+            near = difflib.get_close_matches(key, [one.name for one in message.fields], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidArgument(f"{path} has no field {key!r}{hint}", field=field_path)
+        if value is None:
+            continue
+        if field.message_type is None:
+            _check_value(field, value, field_path)
+            continue
+        for index, one in enumerate(value if isinstance(value, list) else [value]):
+            one_path = f"{field_path}[{index}]" if isinstance(value, list) else field_path
+            if not isinstance(one, dict):
+                raise InvalidArgument(f"{one_path} must be an object", field=one_path)
+            _check_fields(one, field.message_type, one_path)
+
+
+def _check_value(field: FieldDescriptor, value: Any, path: str) -> None:
+    message: Any = field.containing_type
+    try:
+        json_format.ParseDict({field.name: value}, GetMessageClass(message)())
+    except json_format.ParseError as error:
+        kind = _KINDS.get(field.cpp_type, "an integer of its range")
+        if field.enum_type is not None:
+            kind = f"one of {', '.join(field.enum_type.values_by_name)}"
+        rule = f"must be a list, each {kind}" if field.is_repeated else f"must be {kind}"
+        raise InvalidArgument(f"{path} is {reprlib.repr(value)}, {rule}", field=path) from error

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launcher.run_batch.files import BatchFileError, Done, count_lines, open_output, read_lines
 from launcher.run_batch.line import Answer, BatchLine, Request, answer_record, error_record, read_line
-from launcher.verbs.complete import print_failure
+from launcher.verbs.failures import Asked, print_failure
 from service_kit.channel import open_channel
 from service_kit.errors import (
     InvalidArgument,
@@ -57,22 +57,25 @@ def run_batch(batch: Batch) -> int:
     Returns 0; 1 if a line failed, now or in an earlier run, or no server was reached; 2 for files or
     options that cannot be used; 130 after an interrupt.
     """
+    tally, total = _Tally(), 0
     try:
         total = count_lines(Path(batch.input_file))
         output, done = open_output(Path(batch.input_file), Path(batch.output_file), resume=batch.resume)
         with output:
-            tally = asyncio.run(_answer_all(batch, output, done, total))
+            asyncio.run(_answer_all(batch, output, done, total, tally))
     except BatchFileError as error:
         print(f"triptych run-batch: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
-        print_failure(error)
+        print_failure(error, Asked(batch.url, batch.timeout_s, flags={"target": "--url"}))
         return _USAGE_ERROR
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(batch.url, batch.timeout_s, flags={"target": "--url"}))
         return 1
     except KeyboardInterrupt:
-        print("triptych run-batch: interrupted, --resume continues", file=sys.stderr)
+        num_done = tally.num_answered + tally.num_failed + tally.num_skipped
+        shown = f"interrupted, {num_done} of {total} lines are done, --resume continues"
+        print(f"triptych run-batch: {shown}", file=sys.stderr)
         return _INTERRUPTED
     num_failed = tally.num_failed + done.num_failed
     counts = f"{tally.num_answered} answered, {tally.num_failed} failed, {tally.num_skipped} done before"
@@ -88,7 +91,7 @@ class _Tally:
     num_skipped: int = 0
 
 
-async def _answer_all(batch: Batch, output: BinaryIO, done: Done, total: int) -> _Tally:
+async def _answer_all(batch: Batch, output: BinaryIO, done: Done, total: int, tally: _Tally) -> None:
     async with open_channel(batch.url, profile="public") as channel:
         try:
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_LIMIT_S)
@@ -98,16 +101,19 @@ async def _answer_all(batch: Batch, output: BinaryIO, done: Done, total: int) ->
         columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("requests", total=total)
-            runner = _Runner(batch, channel, output, lambda: progress.advance(bar))
-            await runner.run(done)
-            return runner.tally
+            await _Runner(batch, channel, output, tally, lambda: progress.advance(bar)).run(done)
 
 
 class _Runner:
     """Keeps `concurrency` requests in flight and writes the results in the order of the input."""
 
     def __init__(
-        self, batch: Batch, channel: grpc.aio.Channel, output: BinaryIO, on_line: Callable[[], None]
+        self,
+        batch: Batch,
+        channel: grpc.aio.Channel,
+        output: BinaryIO,
+        tally: _Tally,
+        on_line: Callable[[], None],
     ) -> None:
         self._batch = batch
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -115,7 +121,7 @@ class _Runner:
         self._output = output
         self._on_line = on_line
         self._slots = asyncio.Semaphore(batch.concurrency)
-        self.tally = _Tally()
+        self.tally = tally
 
     async def run(self, done: Done) -> None:
         """Answer and write every line that is not done."""
@@ -160,13 +166,12 @@ class _Runner:
     async def _ask_once(self, request: Request) -> Answer:
         with rpc_errors_translated():
             if isinstance(request, generate_pb2.GenerateRequest):
-                asked = inference_pb2.GenerateUnaryRequest(request=request)
-                completion: inference_pb2.GenerateUnaryResponse = await self._inference.GenerateUnary(
-                    asked, timeout=self._batch.timeout_s
+                completion: inference_pb2.GenerateUnaryResponse = await self._inference.GenerateOnce(
+                    request, timeout=self._batch.timeout_s
                 )
                 return completion
-            answer: chat_pb2.ChatUnaryResponse = await self._chat.ChatUnary(
-                chat_pb2.ChatUnaryRequest(request=request), timeout=self._batch.timeout_s
+            answer: chat_pb2.ChatUnaryResponse = await self._chat.ChatOnce(
+                request, timeout=self._batch.timeout_s
             )
             return answer
 

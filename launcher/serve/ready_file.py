@@ -1,11 +1,18 @@
-"""The file that says that a verb is ready, and where its processes are."""
+"""The file that says that a verb is ready, and where its processes are.
+
+A running `serve` has one in the user's runtime folder, too, so that `admin` finds its services by name.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from service_kit.config import read_environment
 
 
 def remove_ready_file(path: str | None) -> None:
@@ -22,3 +29,35 @@ def write_ready_file(path: str | None, record: Mapping[str, object]) -> None:
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(file)
+
+
+def runtime_file() -> str | None:
+    """The file of this process in the user's runtime folder; None if there can be no such folder."""
+    folder = _runtime_folder()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            return str(folder / f"serve-{os.getpid()}.json")
+    return None
+
+
+def running_services() -> dict[str, list[str]]:
+    """The admin addresses of the services of all running `serve`, by names such as engine-0."""
+    found: dict[str, list[str]] = {}
+    folder = _runtime_folder()
+    # Another user may have made a folder of that name below the temporary folder.
+    if not folder.is_dir() or folder.stat().st_uid != os.getuid():
+        return found
+    for path in sorted(folder.glob("serve-*.json")):
+        with suppress(OSError, ValueError):
+            os.kill(int(path.stem.removeprefix("serve-")), 0)
+            for process in json.loads(path.read_text(encoding="utf-8"))["processes"]:
+                name = f"{process['service']}-{process['index']}"
+                found.setdefault(name, []).append(process["admin_address"])
+    return found
+
+
+def _runtime_folder() -> Path:
+    if runtime := read_environment("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "triptych"
+    return Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"

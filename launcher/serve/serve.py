@@ -13,7 +13,7 @@ from launcher.serve.group_follower import follow_group
 from launcher.serve.loopback import ensure_loopback
 from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
-from launcher.serve.ready_file import remove_ready_file, write_ready_file
+from launcher.serve.ready_file import remove_ready_file, runtime_file, write_ready_file
 from launcher.serve.supervisor import ProcessPlan, StackPlan, StartTimeout, Supervisor, parts_of
 from launcher.services import command_of
 from service_kit.child import ChildDied
@@ -110,7 +110,8 @@ async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, s
 
     async def stop() -> None:
         _report("stopping")
-        remove_ready_file(config.ready_file)
+        for path in (config.ready_file, runtime_file()):
+            remove_ready_file(path)
         await supervisor.stop()
 
     return await run_until_signal(
@@ -153,7 +154,8 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
             for name, child in supervisor.children.items()
         ],
     }
-    write_ready_file(config.ready_file, record)
+    for path in (config.ready_file, runtime_file()):
+        write_ready_file(path, record)
 
 
 def banner(model: str, addresses: Sequence[str]) -> str:

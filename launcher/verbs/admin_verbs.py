@@ -9,14 +9,17 @@ import typer
 from service_kit.process import prepare_process
 
 if TYPE_CHECKING:
+    from launcher.verbs.admin import AdminAsked
     from triptych.engine.v1 import utility_pb2
 
 _MAX_SIZE = 1024
 _MAX_S = 86_400.0  # of any wait: a day
 _MODE_HELP = "what becomes of running requests: abort, wait or keep"
 
+Json = Annotated[bool, typer.Option("--json", help="print one object")]
+
 admin = typer.Typer(
-    help="Look at or change one service, by the address of its admin listener, which its log names.",
+    help="Look at or change one running service.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -25,20 +28,25 @@ admin = typer.Typer(
 @admin.callback()
 def _address(
     context: typer.Context,
-    address: Annotated[str, typer.Argument(help="host:port of an admin listener")],
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADDRESS", help="an admin listener, or a service of a running serve, such as engine-0"
+        ),
+    ],
     timeout_s: Annotated[float, typer.Option(min=0.001, max=_MAX_S, help="timeout in s")] = 60.0,
+    as_json: Json = False,
 ) -> None:
     prepare_process("client")
-    context.obj = (address, timeout_s)
+    context.obj = (address, timeout_s, as_json)
 
 
 @admin.command()
-def status(context: typer.Context) -> None:
+def status(context: typer.Context, as_json: Json = False) -> None:
     """Print the status of the service, one value per line."""
     from launcher.verbs.admin import run_status
 
-    address, timeout_s = context.obj
-    raise typer.Exit(run_status(address, timeout_s))
+    raise typer.Exit(run_status(_asked(context, as_json=as_json)))
 
 
 @admin.command()
@@ -47,7 +55,10 @@ def pause(
     mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "keep",
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="forget the prefix cache")] = False,
 ) -> None:
-    """Hold an engine's requests until `resume`; returns when nothing runs any more."""
+    """Hold an engine's requests until `resume`.
+
+    Returns when nothing runs any more.
+    """
     from triptych.engine.v1 import utility_pb2
 
     call = utility_pb2.PauseCall(mode=_mode(mode), clear_cache=clear_cache)
@@ -82,7 +93,7 @@ def wake(
         list[str] | None, typer.Option("--tag", help="weights, kv_cache or scheduling; repeatable")
     ] = None,
 ) -> None:
-    """Make an engine reload its memory, all of it or some parts."""
+    """Make an engine reload its memory, or parts of it."""
     from triptych.engine.v1 import utility_pb2
 
     _make(context, utility_pb2.UtilityCall(wake=utility_pb2.WakeCall(tags=tags or [])))
@@ -108,7 +119,10 @@ def profile(
     action: Annotated[str, typer.Argument(help="start or stop")],
     prefix: Annotated[str, typer.Option(help="beginning of the file's name, with start")] = "",
 ) -> None:
-    """Record an engine's steps, at most 100, into a file below its --profile-dir."""
+    """Record an engine's steps into a file.
+
+    At most 100 steps; the file is below the engine's --profile-dir.
+    """
     from triptych.engine.v1 import utility_pb2
 
     if action not in ("start", "stop"):
@@ -118,11 +132,11 @@ def profile(
 
 
 @admin.command()
-def config(context: typer.Context) -> None:
-    """Print an engine's options, with where each value came from."""
+def config(context: typer.Context, as_json: Json = False) -> None:
+    """Print an engine's options and their origins."""
     from triptych.engine.v1 import utility_pb2
 
-    _make(context, utility_pb2.UtilityCall(get_config=utility_pb2.GetConfigCall()))
+    _make(context, utility_pb2.UtilityCall(get_config=utility_pb2.GetConfigCall()), as_json=as_json)
 
 
 @admin.command()
@@ -134,30 +148,37 @@ def scale(
         float, typer.Option(min=0.001, max=_MAX_S, help="cancel it after this time in s")
     ] = 600.0,
 ) -> None:
-    """Change the number of engines of a group; shows the progress, exits 1 if it fails."""
+    """Change the number of engines of a group.
+
+    Shows the progress, and exits 1 if it fails.
+    """
     from launcher.verbs.admin import run_scale
 
-    address, timeout_s = context.obj
-    raise typer.Exit(run_scale(address, group, size, timeout, timeout_s))
+    raise typer.Exit(run_scale(_asked(context), group, size, timeout))
 
 
 @admin.command()
-def operations(context: typer.Context) -> None:
-    """Print a coordinator's scaling operations, running ones and the last that ended."""
+def operations(context: typer.Context, as_json: Json = False) -> None:
+    """Print a coordinator's scaling operations.
+
+    Those that run, and the last that ended.
+    """
     from launcher.verbs.admin import run_operations
 
-    raise typer.Exit(run_operations(*context.obj))
+    raise typer.Exit(run_operations(_asked(context, as_json=as_json)))
 
 
 @admin.command("cancel-operation")
 def cancel_operation(
     context: typer.Context, operation_id: Annotated[str, typer.Argument(help="as `operations` shows it")]
 ) -> None:
-    """Cancel a scaling operation, if no engine has been ordered to leave yet."""
+    """Cancel a scaling operation.
+
+    Refused once an engine has been ordered to leave.
+    """
     from launcher.verbs.admin import run_cancel
 
-    address, timeout_s = context.obj
-    raise typer.Exit(run_cancel(address, operation_id, timeout_s))
+    raise typer.Exit(run_cancel(_asked(context), operation_id))
 
 
 @admin.command("drain-engine")
@@ -168,11 +189,13 @@ def drain_engine(
         float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
     ] = 0.0,
 ) -> None:
-    """Drain one engine through a coordinator; it ends when its requests are done or have moved."""
+    """Drain one engine through a coordinator.
+
+    It ends when its requests are done or have moved.
+    """
     from launcher.verbs.admin import run_drain_engine
 
-    address, timeout_s = context.obj
-    raise typer.Exit(run_drain_engine(address, engine_id, deadline_s, timeout_s))
+    raise typer.Exit(run_drain_engine(_asked(context), engine_id, deadline_s))
 
 
 @admin.command("evict-engine")
@@ -181,11 +204,33 @@ def evict_engine(
     engine_id: Annotated[str, typer.Argument(help="as the engine's own `status` shows it")],
     reason: Annotated[str, typer.Option(help="why, for the coordinator's log")] = "",
 ) -> None:
-    """Evict one engine at a coordinator at once; its process cannot register again."""
+    """Evict one engine at a coordinator at once.
+
+    Its process cannot register again.
+    """
     from launcher.verbs.admin import run_evict_engine
 
-    address, timeout_s = context.obj
-    raise typer.Exit(run_evict_engine(address, engine_id, reason, timeout_s))
+    raise typer.Exit(run_evict_engine(_asked(context), engine_id, reason))
+
+
+def _asked(context: typer.Context, *, as_json: bool = False) -> AdminAsked:
+    from launcher.serve.ready_file import running_services
+    from launcher.verbs.admin import AdminAsked
+
+    address, timeout_s, is_json = context.obj
+    if ":" not in address:
+        services = running_services()
+        addresses = services.get(address, [])
+        if len(addresses) > 1:
+            shown = ", ".join(addresses)
+            raise typer.BadParameter(
+                f"{address} is a service of several running serve, at {shown}: choose one"
+            )
+        if not addresses:
+            known = ", ".join(sorted(services)) or "none is running"
+            raise typer.BadParameter(f"{address} is no address and no service of a running serve: {known}")
+        address = addresses[0]
+    return AdminAsked(address=address, timeout_s=timeout_s, as_json=as_json or is_json)
 
 
 def _mode(name: str) -> utility_pb2.PauseMode:
@@ -201,8 +246,7 @@ def _mode(name: str) -> utility_pb2.PauseMode:
     return modes[name]
 
 
-def _make(context: typer.Context, call: utility_pb2.UtilityCall) -> None:
+def _make(context: typer.Context, call: utility_pb2.UtilityCall, *, as_json: bool = False) -> None:
     from launcher.verbs.admin import run_call
 
-    address, timeout_s = context.obj
-    raise typer.Exit(run_call(address, call, timeout_s))
+    raise typer.Exit(run_call(_asked(context, as_json=as_json), call))

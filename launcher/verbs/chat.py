@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.verbs.chat_answer import ChatAnswer
-from launcher.verbs.complete import print_failure
+from launcher.verbs.failures import Asked, print_failure
 from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, rpc_errors_translated
-from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc
+from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+
+_MODEL_LIMIT_S = 10.0
+_COMMANDS = {
+    "/help": "lists the commands",
+    "/clear": "begins a new conversation",
+    "/exit": "ends, as does the end of the input (Ctrl-D); Ctrl-C ends an answer",
+}
+# A text may begin with a slash, too, such as a path.
+_COMMAND = re.compile("/[a-z]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +44,19 @@ def run_chat(chat: Chat) -> int:
     """
     messages: list[chat_message_pb2.ChatMessage] = []
     try:
+        if chat.quick is None and sys.stdin.isatty():
+            print(f"{asyncio.run(_model(chat))}: /help lists the commands, /exit ends")
         for text in _lines() if chat.quick is None else [chat.quick]:
+            if text == "/clear":
+                messages = []
+                continue
             asked = [*messages, _user_message(text)]
             try:
                 messages = [*asked, asyncio.run(_answer(chat, asked))]
             except KeyboardInterrupt:
                 print()
     except ServiceError as error:
-        print_failure(error)
+        print_failure(error, Asked(chat.url, flags={"target": "--url", "model": "--model"}))
         return 1
     except KeyboardInterrupt:
         print()
@@ -48,14 +64,38 @@ def run_chat(chat: Chat) -> int:
 
 
 def _lines() -> Iterator[str]:
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
+    """The turns of the user and `/clear`; other commands are done here."""
+    if sys.stdin.isatty():
+        # Makes `input` edit lines, with a history.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+    while (line := _next_line()) is not None and line != "/exit":
+        if line == "/help":
+            print("\n".join(f"{command:<8}{help_}" for command, help_ in _COMMANDS.items()))
+        elif _COMMAND.fullmatch(line) and line not in _COMMANDS:
+            print(f"unknown command {line}: /help lists the commands")
+        elif line:
+            yield line
+
+
+def _next_line() -> str | None:
+    """A line without white space around it; None at the end of the input."""
+    if not sys.stdin.isatty():
         line = sys.stdin.readline()
-        if not line or line.strip() == "/exit":
-            return
-        if line.strip():
-            yield line.strip()
+        return line.strip() if line else None
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return None
+
+
+async def _model(chat: Chat) -> str:
+    async with open_channel(chat.url, profile="public") as channel:
+        stub: Any = model_pb2_grpc.ModelServiceStub(channel)
+        with rpc_errors_translated():
+            answer = await stub.GetModel(model_pb2.GetModelRequest(model=chat.model), timeout=_MODEL_LIMIT_S)
+    return str(answer.model.name)
 
 
 def _user_message(text: str) -> chat_message_pb2.ChatMessage:

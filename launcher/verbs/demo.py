@@ -96,7 +96,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
     if still_running:
         raise DemoFailed(f"still running: {', '.join(still_running)}")
     print(
-        f"OK: {len(supervisor.children)} processes, {len(measured.answer.token_ids)} tokens,"
+        f"OK: {len(supervisor.children)} processes, {len(measured.answer.first.token_ids)} tokens,"
         f" {len(spans)} spans of one trace from {len({span.pid for span in spans})} processes;"
         f" everything stopped after {time.monotonic() - started_at:.1f} s"
     )
@@ -127,7 +127,7 @@ async def _ask(address: str, prompt: str) -> Measured:
                 first_at = first_at or last_at
             print(response.delta.text, end="", flush=True)
     print("\n", flush=True)
-    num_later = max(1, len(generation.answer.token_ids) - 1)
+    num_later = max(1, len(generation.answer.first.token_ids) - 1)
     tokens_per_s = num_later / (last_at - first_at) if last_at > first_at else 0.0
     return Measured(generation.answer, (first_at - asked_at) * 1000, tokens_per_s)
 
@@ -137,7 +137,7 @@ def _print_statistics(measured: Measured, supervisor: Supervisor) -> None:
     pids = ", ".join(f"{name} {child.pid}" for name, child in supervisor.children.items())
     print(f"time to first token  {measured.first_token_ms:.1f} ms")
     print(f"tokens/s             {measured.tokens_per_s:.0f}")
-    print(f"tokens               {len(answer.token_ids)}, then {answer.finish_reason}")
+    print(f"tokens               {len(answer.first.token_ids)}, then {answer.first.finish_reason}")
     print(f"request id           {answer.request_id}")
     print(f"trace id             {answer.trace_id}")
     print(f"pids                 {pids}", flush=True)
@@ -168,10 +168,10 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
     pids = {child.pid for child in supervisor.children.values()} | {os.getpid()}
     if len(pids) != len(supervisor.children) + 1:
         raise DemoFailed("services share a process")
-    if not answer.text.strip():
+    if not answer.first.text.strip():
         raise DemoFailed("the answer is empty")
-    if answer.usage.get("num_completion_tokens") != len(answer.token_ids):
-        raise DemoFailed(f"usage is {answer.usage}, but {len(answer.token_ids)} tokens were received")
+    if answer.usage.get("num_completion_tokens") != len(answer.first.token_ids):
+        raise DemoFailed(f"usage is {answer.usage}, but {len(answer.first.token_ids)} tokens were received")
     if len({span.pid for span in spans}) < len(_TRACED):
         raise DemoFailed("the trace does not have spans of frontend and engine")
     if {span.trace_id for span in spans} != {answer.trace_id}:

@@ -17,24 +17,55 @@ from triptych_client.logprobs import read_logprobs
 
 
 @dataclass(slots=True)
-class Answer:
-    """The answer to a request: text, ids, finish reason and logprobs of the first output.
+class Output:
+    """One output. `cumulative_logprob` is None and `logprobs` are empty if none were requested."""
 
-    `cumulative_logprob` is None and `logprobs` are empty if none were requested.
-    """
-
-    request_id: str = ""
-    prompt_token_ids: list[int] = field(default_factory=list)
+    output_index: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
     stop_match: int | str | None = None
-    usage: dict[str, int] = field(default_factory=dict)
-    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     cumulative_logprob: float | None = None
     error_message: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer to a request. `usage` counts the tokens of all outputs and, once, the prompt."""
+
+    request_id: str = ""
     trace_id: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, int] = field(default_factory=dict)
+    by_index: dict[int, Output] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> list[Output]:
+        """The outputs in order of their index."""
+        return [output for _, output in sorted(self.by_index.items())]
+
+    @property
+    def first(self) -> Output:
+        return self.output(0)
+
+    def output(self, index: int) -> Output:
+        return self.by_index.setdefault(index, Output(index))
+
+    def record(self) -> dict[str, Any]:
+        """The answer as an object for JSON; it has the members of the first output, too."""
+        first = asdict(self.first)
+        del first["output_index"]
+        return {
+            "request_id": self.request_id,
+            "trace_id": self.trace_id,
+            "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": self.prompt_logprobs,
+            **first,
+            "outputs": [asdict(output) for output in self.outputs],
+            "usage": self.usage,
+        }
 
 
 class Generation:
@@ -64,16 +95,23 @@ class Generation:
                 self.answer.request_id = response.started.request_id
                 self.answer.prompt_token_ids = list(response.started.prompt_token_ids)
                 self.answer.prompt_logprobs = logprobs_of(response.started.prompt_logprobs)
-            case "delta" if response.delta.output_index == 0:
-                self.answer.text += response.delta.text
-                self.answer.token_ids += response.delta.token_ids
-                self.answer.logprobs += logprobs_of(response.delta.logprobs)
-            case "finished" if response.finished.output_index == 0:
-                self.answer.finish_reason = reason_name(response.finished.reason)
-                self.answer.usage = usage_of(response.finished.usage)
-                self.answer.stop_match = stop_match_of(response.finished.stop_match)
-                self.answer.cumulative_logprob = cumulative_of(response.finished)
-                self.answer.error_message = response.finished.error_message
+            case "delta":
+                output = self.answer.output(response.delta.output_index)
+                output.text += response.delta.text
+                output.token_ids += response.delta.token_ids
+                output.logprobs += logprobs_of(response.delta.logprobs)
+            case "finished":
+                finished = response.finished
+                output = self.answer.output(finished.output_index)
+                output.finish_reason = reason_name(finished.reason)
+                output.stop_match = stop_match_of(finished.stop_match)
+                output.cumulative_logprob = cumulative_of(finished)
+                output.error_message = finished.error_message
+                self._count(usage_of(finished.usage))
+
+    def _count(self, usage: dict[str, int]) -> None:
+        before = self.answer.usage.get("num_completion_tokens", 0)
+        self.answer.usage = usage | {"num_completion_tokens": before + usage["num_completion_tokens"]}
 
 
 def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict[str, Any]:

@@ -23,7 +23,10 @@ _NAME = "triptych.api.v1.InferenceService"
 
 
 class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers every prompt with "hello world" as ids 5 and 6, or refuses what is too hot."""
+    """Answers every prompt with "hello world" as ids 5 and 6, or refuses what is too hot.
+
+    Of several outputs each ends with its index.
+    """
 
     def __init__(self, text: str, *, hangs: bool) -> None:
         self.cancelled = asyncio.Event()
@@ -38,7 +41,8 @@ class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         if request.sampling.temperature > 2:
-            raise InvalidArgument("temperature is 3, the range is 0..2", field="sampling.temperature")
+            message = "sampling.temperature is 3, the range is 0..2"
+            raise InvalidArgument(message, field="sampling.temperature")
         prompt_ids = list(request.token_ids.ids) or [1, 2]
         is_complete = False
         try:
@@ -50,14 +54,19 @@ class FakeFrontend(inference_pb2_grpc.InferenceServiceServicer):
                     prompt_token_ids=prompt_ids if request.return_prompt_token_ids else [],
                 ),
             )
-            for position, (text, token_id) in enumerate((("hello", 5), (self._text, 6)), start=2):
-                delta = generate_pb2.Delta(text=text, token_ids=[token_id])
-                yield generate_pb2.GenerateResponse(position=position, delta=delta)
-                if self._hangs:
-                    await asyncio.Event().wait()
-            usage = output_pb2.Usage(num_prompt_tokens=len(prompt_ids), num_completion_tokens=2)
-            finished = generate_pb2.Finished(reason=output_pb2.FINISH_REASON_STOP, usage=usage)
-            yield generate_pb2.GenerateResponse(position=4, finished=finished)
+            # The last output first: they may come in any order.
+            for index in reversed(range(max(1, request.sampling.n))):
+                last = f"{self._text} {index}" if request.sampling.n > 1 else self._text
+                for text, token_id in (("hello", 5), (last, 6)):
+                    delta = generate_pb2.Delta(output_index=index, text=text, token_ids=[token_id])
+                    yield generate_pb2.GenerateResponse(delta=delta)
+                    if self._hangs:
+                        await asyncio.Event().wait()
+                usage = output_pb2.Usage(num_prompt_tokens=len(prompt_ids), num_completion_tokens=2)
+                finished = generate_pb2.Finished(
+                    output_index=index, reason=output_pb2.FINISH_REASON_STOP, usage=usage
+                )
+                yield generate_pb2.GenerateResponse(finished=finished)
             is_complete = True
         finally:
             # Wherever the call was when its client went: a message may still be on its way out.

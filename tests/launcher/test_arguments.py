@@ -72,8 +72,8 @@ def test_engines_that_share_experts_get_the_flag_and_their_group_is_known(tmp_pa
     [
         (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (["--dtype", "float8"], "float8"),
-        (["--lease-ms", "1"], "lease_ms is 1"),
-        (["--max-queued-requests", "0"], "max_queued_requests 0"),
+        (["--lease-ms", "1"], "--lease-ms is 1"),
+        (["--max-queued-requests", "0"], "--max-queued-requests 0"),
         (["--ready-file", "no-such-folder/ready.json"], "its folder does not exist"),
         (["--ready-file", "/"], "is a folder"),
     ],
@@ -81,6 +81,45 @@ def test_engines_that_share_experts_get_the_flag_and_their_group_is_known(tmp_pa
 def test_what_no_service_can_take_is_refused_before_anything_starts(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_serve(arguments)
+
+
+def test_a_file_has_options_of_all_services_below_flags_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "port: 50551\nmax-model-len: 1024\nmax_num_seqs: 8\nenable_prefix_caching: false\n"
+        f"model: {tmp_path}\nlog_level: warning\n"
+    )
+    monkeypatch.setenv("TRIPTYCH_ENGINE_MAX_NUM_SEQS", "4")
+    serving = parse_serve(["--port", "50552", "--config", str(file)])
+    assert (serving.config.port, serving.config.model) == (50552, str(tmp_path))
+    assert serving.flags["engine"] == [
+        str(tmp_path), "--max-model-len=1024", "--no-enable-prefix-caching", "--log-level=warning",
+    ]  # fmt: skip
+    assert serving.flags["frontend"] == serving.flags["coordinator"] == ["--log-level=warning"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot: 1", "unknown option prot; did you mean port? in FILE"),
+        ("coordinator: a:1", "--coordinator is for a service that runs alone"),
+        ("port: many", "port in FILE: 'many' is not a whole number"),
+        ("[]", "FILE must hold one mapping of options"),
+    ],
+)
+def test_a_file_with_what_cannot_be_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parse_serve([f"--config={file}"])
+    assert message in str(caught.value).replace(str(file), "FILE")
+
+
+def test_ranks_of_an_engine_and_vllms_names_of_types_are_the_engines(tmp_path: Path) -> None:
+    serving = parse_serve([str(tmp_path), "-tp", "2", "--dtype", "half"])
+    assert serving.flags["engine"] == [str(tmp_path), "-tp", "2", "--dtype", "half"]
 
 
 # Which service a flag of `serve` goes to.
@@ -139,7 +178,7 @@ def test_an_unknown_flag_suggests_the_nearest() -> None:
         split_flags(["--max-num-seq", "4"], OwnConfig, SERVICES)
 
 
-@pytest.mark.parametrize("flag", ["--admin-port", "--engine", "--coordinator", "--index", "--config"])
+@pytest.mark.parametrize("flag", ["--admin-port", "--engine", "--coordinator", "--index"])
 def test_what_would_contradict_the_launcher_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="runs alone"):
         split_flags([flag, "1"], OwnConfig, SERVICES)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from engine_svc.config import EngineConfig
+from launcher.bench.config import BenchServeConfig
 from launcher.config import ServeConfig
+from launcher.services import SERVICES, config_of
+from launcher.vllm_names import SENTENCES, explained
+from service_kit.config import flag_names
 from tests.launcher.fakes import triptych
 
 
@@ -29,7 +35,7 @@ async def test_help_names_every_verb() -> None:
     ("verb", "flags"),
     [
         ("coordinator", ["--lease-ms"]),
-        ("engine", ["--max-num-seqs", "default 256"]),
+        ("engine", ["--max-num-seqs", "[default: 256]"]),
         ("frontend", ["--engine"]),
         ("serve", ["--ready-file", "-dp, --data-parallel-size", "--max-num-seqs", "--lease-ms"]),
     ],
@@ -39,6 +45,33 @@ async def test_help_of_a_verb_lists_the_options_of_its_services(verb: str, flags
     assert outcome.exit_code == 0
     for flag in flags:
         assert flag in outcome.out
+
+
+@pytest.mark.parametrize("group", [(), ("admin",), ("ray",), ("bench",), ("conformance",)])
+async def test_the_help_of_a_verb_in_a_list_is_whole(group: tuple[str, ...]) -> None:
+    outcome = await triptych(*group, "--help")
+    listed = outcome.out.partition("Commands:")[2]
+    assert listed
+    assert [line for line in listed.splitlines() if line.endswith("...")] == []
+
+
+async def test_help_of_serve_has_each_flag_once_common_ones_first() -> None:
+    lines = (await triptych("serve", "--help")).out.splitlines()
+    flags = [word for line in lines for word in line.split()[:2] if word.startswith("--")]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "Usage: triptych serve [OPTIONS] [MODEL]"
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")][:2] == [
+        "Arguments:",
+        "Common options:",
+    ]
+    assert sorted(flags) == sorted(set(flags))
+
+
+async def test_help_of_complete_is_grouped_common_options_first() -> None:
+    help_ = (await triptych("complete", "--help")).out
+    titles = [line for line in help_.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:2] == ["Arguments:", "Options:"]
+    assert help_.index("--max-tokens") < help_.index("--presence-penalty") < help_.index("--logprobs")
 
 
 @pytest.mark.parametrize("verb", ["serve", "engine"])
@@ -56,8 +89,9 @@ async def test_what_is_not_text_is_refused() -> None:
 
 async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
     outcome = await triptych("serve", "--help")
-    for flag in ("--announce-fd", "--coordinator ", "--admin-port", "--config"):
+    for flag in ("--announce-fd", "--coordinator ", "--admin-port"):
         assert flag not in outcome.out
+    assert outcome.out.count("--config") == 1
 
 
 @pytest.mark.parametrize(
@@ -67,8 +101,12 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("coordinator", "--lease", "4"), "did you mean --lease-ms?"),
         (("complete", "--temperatur", "1"), "--temperature"),
         (("serv",), "serve"),
-        (("serve", "-tp", "2"), "`triptych engine` takes more"),
-        (("serve", "-dp", "0"), "data_parallel_size is 0"),
+        (("serve", "--enable-lora"), "unknown flag --enable-lora: LoRA adapters are not served yet\n"),
+        (("serve", "--api-key", "x"), "unknown flag --api-key: there is no authentication"),
+        (("engine", "--enforce-eager"), "unknown flag --enforce-eager: it is --cuda-graphs"),
+        (("frontend", "--tool-call-parser=x"), "unknown flag --tool-call-parser: it is --tool-parser"),
+        (("bench", "serve", "--num-prompts=3"), "unknown flag --num-prompts: it is --num-requests"),
+        (("serve", "-dp", "0"), "--data-parallel-size is 0"),
         (("serve", "--port", "70000"), "port is 70000"),
     ],
 )
@@ -79,9 +117,20 @@ async def test_a_mistake_exits_2_and_names_the_way_out(arguments: tuple[str, ...
 
 
 def test_serve_takes_the_short_flags() -> None:
-    fields = ServeConfig.__dataclass_fields__
-    assert fields["data_parallel_size"].metadata["short"] == "-dp"
-    assert fields["tensor_parallel_size"].metadata["short"] == "-tp"
+    shorts = {"data_parallel_size": "-dp"}
+    assert {name: ServeConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
+    shorts = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
+    assert {name: EngineConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
+
+
+def test_every_sentence_about_a_flag_of_vllm_is_about_an_unknown_flag() -> None:
+    services = {config_of(service) for service in SERVICES}
+    known = flag_names(BenchServeConfig).union(*(flag_names(config) for config in (ServeConfig, *services)))
+    flags = {"--" + name.replace("_", "-") for name in SENTENCES}
+    assert flags & known == set()
+    for flag in flags:
+        named = set(re.findall("--[a-z-]+", explained(flag)))
+        assert named <= known | {"--workers", "--engine-label"}, flag
 
 
 def test_the_command_line_imports_no_grpc_before_a_verb_prepares_for_it() -> None:

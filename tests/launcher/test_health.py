@@ -22,6 +22,7 @@ async def test_a_service_that_is_not_served_there_is_unknown() -> None:
     async with fake_frontend() as served:
         outcome = await triptych("health", "--url", served.url, "--service", "engine")
     assert (outcome.exit_code, outcome.out) == (1, "SERVICE_UNKNOWN\n")
+    assert outcome.err == f"{served.url} does not serve engine: --service names another service\n"
 
 
 async def test_without_a_url_it_asks_at_the_port_that_the_environment_gives_the_service() -> None:
@@ -34,4 +35,4 @@ async def test_without_a_url_it_asks_at_the_port_that_the_environment_gives_the_
 async def test_no_server_exits_1() -> None:
     outcome = await triptych("health", "--url", "grpc://127.0.0.1:1")
     assert outcome.exit_code == 1
-    assert outcome.err.startswith("UNAVAILABLE: ")
+    assert outcome.err.startswith("no server answers at 127.0.0.1:1")

@@ -12,6 +12,7 @@ from service_kit.errors import InvalidArgument
         ("127.0.0.1:50051", "127.0.0.1:50051"),
         ("grpc://frontend:50051", "frontend:50051"),
         ("grpc://[::1]:50051/", "[::1]:50051"),
+        ("http://127.0.0.1:50051/", "127.0.0.1:50051"),
     ],
 )
 def test_targets(target: str, expected: str) -> None:
@@ -20,7 +21,18 @@ def test_targets(target: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["", "host", "host:", ":50051", "host:0", "host:70000", "http://host:80", "host:5x", "host:\u0663"],
+    [
+        "",
+        "host",
+        "host:",
+        ":50051",
+        "host:0",
+        "host:70000",
+        "https://host:80",
+        "http://host",
+        "host:5x",
+        "host:\u0663",
+    ],
 )
 def test_what_is_no_target(target: str) -> None:
     with pytest.raises(InvalidArgument) as caught:

@@ -127,7 +127,7 @@ def test_a_positional_argument_may_stand_anywhere() -> None:
         (["--max-num-seqs"], {}, "--max-num-seqs needs a value"),
         (["--max-num-seqs", "--reflection"], {}, "--max-num-seqs needs a value"),
         (["--max-num-seqs", "many"], {}, "--max-num-seqs: 'many' is not a whole number"),
-        (["--max-num-seqs", "0"], {}, "max_num_seqs is 0, at least 1 is needed"),
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs is 0, at least 1 is needed"),
         (["--share", "half"], {}, "--share: 'half' is not a number"),
         (["--kv-cache-memory", "2Q"], {}, "'2Q' is not a size such as 4096, 16k, 2M or 1.5GiB"),
         (["--dtype", "int3"], {}, "--dtype: 'int3' is not one of auto, float32"),
@@ -192,18 +192,18 @@ def test_flag_names_are_what_a_launcher_routes_by() -> None:
 
 def test_usage_shows_every_option_with_its_default() -> None:
     text = usage(FakeConfig, "triptych engine")
-    assert text.startswith("usage: triptych engine [MODEL] [options]")
+    assert text.startswith("Usage: triptych engine [OPTIONS] [MODEL]")
     for part in (
-        "-s, --max-num-seqs INT",
-        "requests that run at once (default 256)",
-        "--kv-cache-memory SIZE",
+        "-s, --max-num-seqs <int>",
+        "requests that run at once  [default: 256]",
+        "--kv-cache-memory <size>",
         "--[no-]reflection",
-        "--dtype {auto,float32}",
-        "engine address (repeatable)",
-        "--config FILE",
+        "--dtype <auto|float32>",
+        "engine address  [repeatable]",
+        "--config <file>",
     ):
         assert part in text
-    assert "where the coordinator listens (required)" in usage(Strict, "x")
+    assert "where the coordinator listens [required]" in " ".join(usage(Strict, "x").split())
 
 
 @pytest.mark.parametrize(

@@ -72,17 +72,17 @@ class FakeFrontend(
         yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta(output_index=1, text="other"))
         yield generate_pb2.GenerateResponse(finished=_finished(request))
 
-    def GenerateUnary(
-        self, request: inference_pb2.GenerateUnaryRequest, context: grpc.ServicerContext
+    def GenerateOnce(
+        self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GenerateUnaryResponse:
         """The whole prompt as the text of one output."""
-        self._record(request.request, context)
-        end = _finished(request.request)
+        self._record(request, context)
+        end = _finished(request)
         output = generate_pb2.Output(
-            text=request.request.prompt, token_ids=[0, 1], reason=end.reason, stop_match=end.stop_match
+            text=request.prompt, token_ids=[0, 1], reason=end.reason, stop_match=end.stop_match
         )
         return inference_pb2.GenerateUnaryResponse(
-            started=_started(request.request), outputs=[output], usage=end.usage
+            started=_started(request), outputs=[output], usage=end.usage
         )
 
     def Tokenize(

@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    # As vLLM calls them, too.
+    "half": torch.float16,
+    "float": torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)

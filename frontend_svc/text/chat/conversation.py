@@ -90,8 +90,8 @@ def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violati
         is_known = any(tool.name == choice.name for tool in request.tools)
         violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
     if kind == "mode":
-        known = chat_message_pb2.ToolChoiceMode.values()
-        violations.need(choice.mode in known, "tool_choice.mode", choice.mode, "must be a ToolChoiceMode")
+        modes = chat_message_pb2.ToolChoiceMode
+        violations.need_enum("tool_choice.mode", choice.mode, modes, modes.values())
         needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
         violations.need(
             not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
@@ -151,8 +151,7 @@ async def _check_message(
     message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations, slices: _Slices
 ) -> None:
     await slices.turn()
-    if message.role not in _ROLES:
-        violations.add(f"{message_field}.role", message.role, "must be one of the roles of ChatRole")
+    violations.need_enum(f"{message_field}.role", message.role, chat_message_pb2.ChatRole, _ROLES)
     for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
         violations.need_printable(f"{message_field}.{name}", value)
     is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL

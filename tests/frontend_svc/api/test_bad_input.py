@@ -81,6 +81,17 @@ BAD_INPUT = {
         ["data_parallel_rank", str(2**40), "0..4294967295"],
     ),
     "top_k": (make_request("x", top_k=-2), "INVALID_ARGUMENT", ["sampling.top_k is -2,"]),
+    "no input": (
+        # max_tokens and temperature alone.
+        generate_pb2.GenerateRequest.FromString(bytes.fromhex("2a0748050d00000000")),
+        "INVALID_ARGUMENT",
+        ["input is not set, must be one of prompt, token_ids, embeds"],
+    ),
+    "enum": (
+        make_request("x", output_kind=9),
+        "INVALID_ARGUMENT",
+        ["sampling.output_kind is 9, must be one of", "OUTPUT_KIND_DELTA", "OUTPUT_KIND_FINAL_ONLY"],
+    ),
 }
 
 

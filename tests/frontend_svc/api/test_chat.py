@@ -87,7 +87,8 @@ async def test_content_reasoning_and_calls_are_separated_in_a_stream_and_at_once
     request = ask(tools=[ADD], template_options={"enable_thinking": True})
     async with serving(engine) as (client, _):
         whole, _ = await read(client.chat.Chat(request, timeout=WAIT_S))
-        unary = await client.chat.ChatUnary(chat_pb2.ChatUnaryRequest(request=request), timeout=WAIT_S)
+        unary = await client.chat.ChatOnce(request, timeout=WAIT_S)
+        wrapped = await client.chat.ChatUnary(chat_pb2.ChatUnaryRequest(request=request), timeout=WAIT_S)
     assert prompt_of(engine.requests[0]).endswith("[assistant] <think>\n")
     (call,) = whole.tool_calls
     assert (whole.reasoning, whole.content.strip()) == ("the dog", "I add.")
@@ -99,6 +100,7 @@ async def test_content_reasoning_and_calls_are_separated_in_a_stream_and_at_once
     assert (same.name, same.arguments_json) == (call.name, call.arguments_json)
     assert list(output.token_ids) == list(whole.token_ids)
     assert unary.usage.num_completion_tokens == len(output.token_ids)
+    assert wrapped.outputs[0].message.parts == output.message.parts
 
 
 async def test_a_cumulative_stream_repeats_all_so_far():
@@ -213,7 +215,17 @@ async def test_a_cancelled_chat_is_aborted():
 
 BAD: Sequence[tuple[dict, str]] = (
     ({"messages": []}, "messages has 0"),
-    ({"messages": [chat_message_pb2.ChatMessage(parts=USER.parts)]}, r"messages[0].role"),
+    # What dynamic loaders make of a role of OpenAI's, such as "user".
+    (
+        {"messages": [chat_message_pb2.ChatMessage(parts=USER.parts)]},
+        "messages[0].role is 0, must be one of CHAT_ROLE_SYSTEM, CHAT_ROLE_DEVELOPER, CHAT_ROLE_USER,"
+        " CHAT_ROLE_ASSISTANT, CHAT_ROLE_TOOL",
+    ),
+    (
+        {"messages": [chat_message_pb2.ChatMessage(role=USER.role, parts=[chat_message_pb2.ChatPart()])]},
+        "messages[0].parts[0] is not set, must be one of text, media",
+    ),
+    ({"tool_choice": {"mode": 9}}, "tool_choice.mode is 9, must be one of TOOL_CHOICE_MODE_UNSPECIFIED"),
     ({"messages": [chat_message_pb2.ChatMessage(role=USER.role)]}, r"messages[0].parts"),
     ({"tools": [ADD, ADD]}, "tools[1].name"),
     ({"tools": [chat_message_pb2.Tool(name="a b")]}, "tools[0].name"),

@@ -19,7 +19,7 @@ from tests.frontend_svc.fakes import (
     serving,
     serving_one,
 )
-from triptych.api.v1 import embedding_pb2, inference_pb2, request_pb2
+from triptych.api.v1 import embedding_pb2, request_pb2
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
 
@@ -84,9 +84,7 @@ async def test_the_id_of_a_call_aborts_all_that_came_by_it_and_unary_answers_too
     async with serving(engine) as (client, _):
         streams = [client.generate(metadata=metadata), client.generate(metadata=metadata, request_id="own")]
         unary = asyncio.ensure_future(
-            client.inference.GenerateUnary(
-                inference_pb2.GenerateUnaryRequest(request=make_request()), metadata=metadata, timeout=WAIT_S
-            )
+            client.inference.GenerateOnce(make_request(), metadata=metadata, timeout=WAIT_S)
         )
         other = client.generate()
         requests = list(await engine.wait_for_requests(4))
@@ -99,6 +97,16 @@ async def test_the_id_of_a_call_aborts_all_that_came_by_it_and_unary_answers_too
         (left,) = [one for one in requests if one.abort_reason is None]
         engine.step({left: [6]}, finished={left: AT_LENGTH})
         assert (await read_all(other))[3].reason == output_pb2.FINISH_REASON_LENGTH
+
+
+async def test_one_id_in_flight_from_two_callers_succeeds_for_both():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        calls = [client.generate(request_id="mine"), client.generate(request_id="mine")]
+        for request in list(await engine.wait_for_requests(2)):
+            engine.step({request: [5]}, finished={request: AT_LENGTH})
+        ends = [(await read_all(call))[3].reason for call in calls]
+    assert ends == [output_pb2.FINISH_REASON_LENGTH] * 2
 
 
 async def test_the_status_of_a_request_follows_it():

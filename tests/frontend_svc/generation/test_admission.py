@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from frontend_svc.generation.admission import Admission
-from service_kit.errors import AlreadyExists, ResourceExhausted
+from service_kit.errors import ResourceExhausted
 from tests.frontend_svc.fakes import (
     MAX_MODEL_LEN,
     TOKENIZER,
@@ -46,14 +46,6 @@ def test_prompt_tokens_are_limited_together_but_one_prompt_always_fits():
             admission.add_prompt(second, 1)
     with admission.queue() as third:
         admission.add_prompt(third, 100)
-
-
-def test_an_id_in_flight_is_not_given_twice_and_free_afterwards():
-    admission = Admission(10, 100)
-    with admission.claim("x"), pytest.raises(AlreadyExists, match="'x'"), admission.claim("x"):
-        pass
-    with admission.claim("x"), admission.claim(""), admission.claim(""):
-        pass
 
 
 async def refusal(call) -> tuple[grpc.StatusCode, str, str]:

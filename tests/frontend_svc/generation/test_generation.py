@@ -92,8 +92,10 @@ async def test_the_engine_gets_a_complete_request():
 
 async def test_unary_answers_once_with_everything():
     async with serving(FakeEngine(answer(TEXT))) as (client, _):
-        request = inference_pb2.GenerateUnaryRequest(request=make_request("the cat"))
-        response = await client.inference.GenerateUnary(request, timeout=WAIT_S)
+        response = await client.inference.GenerateOnce(make_request("the cat"), timeout=WAIT_S)
+        wrapped = inference_pb2.GenerateUnaryRequest(request=make_request("the cat"))
+        same = await client.inference.GenerateUnary(wrapped, timeout=WAIT_S)
+    assert same.outputs == response.outputs
     (output,) = response.outputs
     assert output.text == TEXT
     assert output.reason == output_pb2.FINISH_REASON_STOP

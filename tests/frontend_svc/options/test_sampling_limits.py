@@ -76,7 +76,11 @@ def test_the_ends_of_each_range_are_taken(fields):
         ({"stop_token_ids": [0] * 4097}, "stop_token_ids", "has 4097 ids, must have at most 4096"),
         ({"stream_interval": 0}, "stream_interval", "is 0, must be in 1..4096"),
         ({"stream_interval": 4097}, "stream_interval", "is 4097, must be in 1..4096"),
-        ({"output_kind": 9}, "output_kind", "is 9, must be one of [0, 1, 2, 3]"),
+        (
+            {"output_kind": 9},
+            "output_kind",
+            "is 9, must be one of OUTPUT_KIND_UNSPECIFIED, OUTPUT_KIND_DELTA",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

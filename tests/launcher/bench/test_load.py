@@ -266,13 +266,13 @@ def test_a_vocabulary_without_ids_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--num-requests=0", "num_requests is 0"),
+        ("--num-requests=0", "--num-requests is 0"),
         ("--connections=0", "connections is 0"),
         ("--rate=0", "rate is 0"),
         ("--rate=nan", "'nan' is not a number"),
         ("--burstiness=0", "burstiness is 0"),
-        ("--range-ratio=1", "range_ratio is 1"),
-        ("--timeout-s=inf", "timeout_s is inf"),
+        ("--range-ratio=1", "--range-ratio is 1"),
+        ("--timeout-s=inf", "--timeout-s is inf"),
         ("--warmup=-1", "warmup"),
         ("--plot=a.pdf", ".png"),
         ("--slo=latency=3", "ttft_ms"),

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from engine_svc.config import EngineConfig
+from engine_svc.model.errors import ModelError
 from launcher.engines.child_engine import ChildEngine, flags_of
-from launcher.engines.own_engine import EngineDead
 from launcher.services import embedded_model
 from service_kit.config import load_config
 
@@ -60,5 +60,5 @@ async def test_an_end_on_purpose_is_no_death() -> None:
 
 async def test_a_model_that_cannot_be_loaded_is_reported_with_the_engines_message(tmp_path) -> None:
     async with child_engine(replace(CONFIG, model=str(tmp_path))) as engine:
-        with pytest.raises(EngineDead, match=r"has no config\.json"):
+        with pytest.raises(ModelError, match=r"has no config\.json"):
             await engine.start()

@@ -9,10 +9,10 @@ import pytest
 from engine_svc.config import EngineConfig
 from engine_svc.core.artifacts import read_artifacts
 from engine_svc.loop.mailbox import Fail
+from engine_svc.model.errors import CheckpointError
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.engines.connection.stream import StreamEnd, StreamLost
 from launcher.engines.in_process import InProcessEngine, InProcessStream, InProcessTransport
-from launcher.engines.own_engine import EngineDead
 from launcher.services import embedded_model
 from service_kit.clock import MonotonicClock
 from service_kit.errors import InvalidArgument
@@ -182,7 +182,7 @@ async def test_files_are_read_without_a_call(tmp_path) -> None:
 
 async def test_a_folder_without_a_model_is_a_readable_error(tmp_path) -> None:
     engine = InProcessEngine(EngineConfig(model=str(tmp_path), device="cpu"))
-    with pytest.raises(EngineDead, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         await engine.start()
     await engine.close()
 

@@ -72,17 +72,16 @@ class FakeFrontend(
     async def Detokenize(self, request, context):
         return tokenize_pb2.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
 
-    async def GenerateUnary(self, request, context):
-        request = request.request
+    async def GenerateOnce(self, request, context):
         if self.num_refusals:
             self.num_refusals -= 1
             raise ResourceExhausted("full", retry_after_ms=1)
         self.requests.append(request)
         ids = list(request.token_ids.ids)
-        if request.sampling.temperature > 2:
+        if request.sampling.n > 64:
             if self.hangs_on is not None:
                 await self._hanging.wait()
-            raise InvalidArgument("temperature is 3, must be in 0..2", field="sampling.temperature")
+            raise InvalidArgument("n is 100, must be in 1..64", field="sampling.n")
         if ids[0] == self.hangs_on:
             await self._hang()
         started = generate_pb2.Started(
@@ -94,10 +93,10 @@ class FakeFrontend(
         usage = output_pb2.Usage(num_prompt_tokens=len(ids), num_completion_tokens=len(ids))
         return inference_pb2.GenerateUnaryResponse(started=started, outputs=[output], usage=usage)
 
-    async def ChatUnary(self, request, context):
-        self.requests.append(request.request)
-        texts = [part.text for message in request.request.messages for part in message.parts]
-        message = request.request.messages[-1]
+    async def ChatOnce(self, request, context):
+        self.requests.append(request)
+        texts = [part.text for message in request.messages for part in message.parts]
+        message = request.messages[-1]
         answer = type(message)(
             parts=[type(message.parts[0])(text=" ".join(texts))],
             reasoning="because",
@@ -107,7 +106,7 @@ class FakeFrontend(
             message=answer, token_ids=[1], reason=output_pb2.FINISH_REASON_STOP
         )
         return chat_pb2.ChatUnaryResponse(
-            started=generate_pb2.Started(request_id=request.request.request_id), outputs=[output]
+            started=generate_pb2.Started(request_id=request.request_id), outputs=[output]
         )
 
     async def Embed(self, request, context):

@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +15,8 @@ import psutil
 import pytest
 from rich.console import Console
 
+import triptych
+from engine_svc.model.errors import ModelError
 from launcher.llm import LLM, Bar, EngineDead, SamplingParams
 from launcher.offline.params import RepetitionDetection, StructuredOutput, from_proto
 from launcher.services import embedded_model
@@ -200,8 +204,8 @@ def test_one_bad_prompt_among_many_is_named_and_the_others_can_be_asked_again(ll
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_parameter_is_reported_with_its_field(llms: dict[str, LLM], kind: str) -> None:
-    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, top_p=3.0)]
-    with pytest.raises(InvalidArgument, match=r"prompts\[1\].*top_p"):
+    params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, n=100)]
+    with pytest.raises(InvalidArgument, match=r"prompts\[1\].*sampling.n is 100"):
         llms[kind].generate([[5], [6]], params, progress=False)
 
 
@@ -317,13 +321,51 @@ def test_a_closed_facade_refuses_calls(checkpoint: Path) -> None:
 @pytest.mark.parametrize("kind", ["in-process", "child"])
 def test_a_model_that_cannot_be_loaded_is_a_readable_error(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "nothing"}')
-    with pytest.raises(EngineDead):
+    with pytest.raises(ModelError, match="nothing"):
         LLM(tmp_path, engine=kind, **OPTIONS)
 
 
-def test_options_are_those_of_the_engine_and_checked_at_once() -> None:
-    with pytest.raises(InvalidArgument, match="max_num_seq"):
+@pytest.mark.parametrize("kind", ["in-process", "child"])
+def test_a_model_without_safetensors_raises_what_a_missing_folder_raises(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(embedded_model() / name, folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelError) as missing:
+        LLM(tmp_path / "missing", engine=kind, **OPTIONS)
+    with pytest.raises(type(missing.value), match=r"pytorch_model\.bin.*safetensors") as raised:
+        LLM(folder, engine=kind, **OPTIONS)
+    assert type(raised.value) is type(missing.value)
+
+
+def test_the_package_offers_the_facade_and_one_module_of_exceptions() -> None:
+    offered = (triptych.LLM, triptych.SamplingParams, triptych.errors.EngineDead)
+    assert offered == (LLM, SamplingParams, EngineDead)
+    with pytest.raises(AttributeError, match="Sampling"):
+        _ = triptych.Sampling
+
+
+ARGUMENTS_OF_VLLM = (
+    "logits_processors", "skip_tokenizer_init", "runner", "convert", "tokenization_kwargs", "swap_space",
+    "trust_remote_code", "hf_overrides", "enable_lora", "tokenizer_mode", "compilation_config",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_VLLM)
+def test_an_argument_of_vllm_that_is_not_served_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(TypeError, match=f"LLM takes no argument {name}: .{{10}}"):
+        LLM("folder", **{name: True})
+
+
+def test_a_misspelt_argument_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="argument max_num_seq; did you mean max_num_seqs"):
         LLM("folder", max_num_seq=3)
+    with pytest.raises(TypeError, match="argument temprature; did you mean temperature"):
+        SamplingParams(temprature=1)
+
+
+def test_options_are_those_of_the_engine_and_checked_at_once() -> None:
     with pytest.raises(InvalidArgument, match="block-size is 0"):
         LLM("folder", block_size=0)
 
@@ -452,8 +494,9 @@ def test_a_full_server_is_asked_again() -> None:
 def test_the_first_refusal_ends_the_others() -> None:
     with fake_frontend() as (frontend, address), LLM("", engine="remote", address=address) as llm:
         frontend.hangs_on = 1
-        params = [SamplingParams(), SamplingParams(temperature=3.0)]
-        with pytest.raises(InvalidArgument, match=r"prompts\[1\]: temperature is 3"):
+        # Beyond the server's limit, which may be another where it is configured so.
+        params = [SamplingParams(), SamplingParams(n=100)]
+        with pytest.raises(InvalidArgument, match=r"prompts\[1\]: n is 100"):
             llm.generate([[1], [2]], params, progress=False)
         assert frontend.was_cancelled.wait(10)
 
@@ -570,6 +613,24 @@ def test_one_stop_string_needs_no_list() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1.0, must be finite and in 0..2"),
+        ({"top_p": 0.0}, "top_p is 0.0, must be above 0 and at most 1"),
+        ({"n": 2, "temperature": 0}, "n is 2, must be 1 where temperature is 0"),
+        ({"presence_penalty": 3}, "presence_penalty is 3.0, must be in -2..2"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens is 3, must be at most max_tokens, 2"),
+        ({"bad_words": [""]}, "bad_words[0] has 0 characters"),
+        ({"thinking_token_budget": -5}, "thinking_token_budget is -5"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_the_constructor(parameters: dict, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)) as raised:
+        SamplingParams(**parameters)
+    assert raised.value.violations[0][0] in parameters
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("temperature", "hot"),
@@ -580,22 +641,22 @@ def test_one_stop_string_needs_no_list() -> None:
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_name(name: str, value: object) -> None:
-    with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is") as raised:
-        SamplingParams(**{name: value}).to_proto()
-    assert raised.value.violations[0][0] == f"sampling_params.{name}"
+    with pytest.raises(InvalidArgument, match=f"^{name} is") as raised:
+        SamplingParams(**{name: value})
+    assert raised.value.violations[0][0] == name
 
 
 @pytest.mark.parametrize("value", [True, False, 5.0, 5.5, "5"])
 @pytest.mark.parametrize("name", ["thinking_token_budget", "max_tokens", "n"])
 def test_127_a_budget_is_a_whole_number_and_neither_a_truth_value_nor_a_float(name, value):
-    with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is {value!r}"):
-        SamplingParams(**{name: value}).to_proto()
+    with pytest.raises(InvalidArgument, match=f"^{name} is {value!r}"):
+        SamplingParams(**{name: value})
 
 
 def test_127_a_truth_value_is_no_number_and_a_number_no_truth_value() -> None:
     for name, value in (("temperature", True), ("stop_token_ids", [True]), ("logit_bias", {True: 1.0})):
-        with pytest.raises(InvalidArgument, match=f"sampling_params.{name} is"):
-            SamplingParams(**{name: value}).to_proto()
+        with pytest.raises(InvalidArgument, match=f"^{name} is"):
+            SamplingParams(**{name: value})
     assert SamplingParams(ignore_eos=True, detokenize=False).to_proto().ignore_eos
 
 

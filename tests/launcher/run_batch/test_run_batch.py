@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from launcher.run_batch.line import answer_record, error_record, read_line
 from service_kit.errors import InvalidArgument, ResourceExhausted, Unavailable
 from service_kit.server import PUBLIC, Registration, Server
 from tests.launcher.fakes import Outcome, triptych
-from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2, inference_pb2_grpc
+from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2
 
 WAIT_S = 60.0
@@ -50,10 +51,10 @@ class EchoFrontend(inference_pb2_grpc.InferenceServiceServicer):
     there: asyncio.Event = field(default_factory=asyncio.Event)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def GenerateUnary(
-        self, request: inference_pb2.GenerateUnaryRequest, context: Any
+    async def GenerateOnce(
+        self, request: generate_pb2.GenerateRequest, context: Any
     ) -> inference_pb2.GenerateUnaryResponse:
-        prompt = request.request.prompt
+        prompt = request.prompt
         self.prompts.append(prompt)
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
@@ -227,7 +228,7 @@ async def test_a_server_that_is_not_there_costs_no_line(tmp_path: Path) -> None:
     files = Files(tmp_path, lines_of("a"))
     outcome = await files.run("--url=grpc://127.0.0.1:1")
     assert outcome.exit_code == 1
-    assert outcome.err.startswith("UNAVAILABLE: grpc://127.0.0.1:1")
+    assert outcome.err.startswith("no server answers at 127.0.0.1:1: is `triptych serve` running?")
     assert files.results() == []
 
 
@@ -275,13 +276,36 @@ def test_a_chat_is_a_chat_request() -> None:
     [
         ({"call": "generate", "body": {}}, "custom_id", "custom_id"),
         ({"custom_id": 5, "call": "generate", "body": {}}, "custom_id", "custom_id"),
-        ({"custom_id": "a", "body": {}}, "call", "call is None, not one of generate, chat"),
+        ({"custom_id": "a", "body": {}}, "call", "call is not set, not one of generate, chat"),
         ({"custom_id": "a", "call": "embed", "body": {}}, "call", "embed"),
         ({"custom_id": "a", "call": ["x"], "body": {}}, "call", "not one of"),
         ({"custom_id": "a", "call": "generate"}, "body", "body is not a JSON object"),
-        ({"custom_id": "a", "call": "generate", "body": {"promt": "x"}}, "body", "promt"),
-        ({"custom_id": "a", "call": "generate", "body": {"sampling": {"top_k": "x"}}}, "body", "top_k"),
-        ({"custom_id": "a", "call": "generate", "body": {"priority": True}}, "body", "priority"),
+        (
+            {"custom_id": "a", "call": "generate", "body": {"promt": "x"}},
+            "body.promt",
+            "body has no field 'promt'; did you mean prompt?",
+        ),
+        (
+            {"custom_id": "a", "call": "chat", "body": {"messages": [{"role": "user"}]}},
+            "body.messages[0].role",
+            "is 'user', must be one of CHAT_ROLE_UNSPECIFIED, CHAT_ROLE_SYSTEM",
+        ),
+        (
+            {"custom_id": "a", "call": "generate", "body": {"prompt": 5}},
+            "body.prompt",
+            "body.prompt is 5, must be a text",
+        ),
+        (
+            {"custom_id": "a", "call": "generate", "body": {"prompt": "a", "tokenIds": {}}},
+            "body",
+            'should not have multiple "input" oneof fields',
+        ),
+        (
+            {"custom_id": "a", "call": "generate", "body": {"sampling": {"top_k": "x"}}},
+            "body.sampling.top_k",
+            "body.sampling.top_k is 'x', must be an integer",
+        ),
+        ({"custom_id": "a", "call": "generate", "body": {"priority": True}}, "body.priority", "priority"),
         ({"custom_id": "a", "call": "generate", "method": "POST", "body": {}}, "method", "method"),
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url", "/v1/embeddings"),
         ({"custom_id": "a", "url": "/v1/completions", "method": "GET", "body": {}}, "method", "GET"),
@@ -291,6 +315,8 @@ def test_what_is_wrong_is_named(fields: dict, field: str, message: str) -> None:
     refused = refusal_of(**fields)
     assert [name for name, _ in refused.violations] == [field]
     assert message in refused.message
+    # No type of protobuf, whose names are not those of the line.
+    assert not re.search("Message type|GenerateRequest|Available Fields", refused.message)
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"null", b"[" * 100_000])
@@ -314,6 +340,47 @@ def test_the_result_of_an_answer_has_every_field_under_its_name() -> None:
     assert (output["output_index"], output["token_ids"], output["reason"]) == (0, [4], "FINISH_REASON_STOP")
 
 
+def test_the_answer_to_a_line_of_openai_has_the_shape_of_openai() -> None:
+    line = line_of(custom_id="a", url="/v1/completions", body={"model": "m", "prompt": "hi", "max_tokens": 4})
+    answer = inference_pb2.GenerateUnaryResponse(
+        started=generate_pb2.Started(request_id="r", model="m"),
+        outputs=[generate_pb2.Output(text="x", token_ids=[4] * 4, reason=output_pb2.FINISH_REASON_LENGTH)],
+        usage=output_pb2.Usage(num_prompt_tokens=2, num_completion_tokens=4),
+    )
+    record = answer_record(line, answer)
+    assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
+    body = record["response"]["body"]
+    assert (body["object"], body["model"]) == ("text_completion", "m")
+    assert body["choices"] == [{"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}]
+    usage = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert usage == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+
+
+def test_the_answer_to_a_chat_of_openai_has_message_calls_and_logprobs() -> None:
+    message = {"role": "user", "content": "hi"}
+    line = line_of(custom_id="a", url="/v1/chat/completions", body={"model": "m", "messages": [message]})
+    call = chat_message_pb2.ToolCall(id="c1", name="add", arguments_json='{"a": 1}')
+    logprobs = output_pb2.Logprobs(token_ids=[4], logprobs=[-0.5], ranks=[1], texts=["x"])
+    output = chat_message_pb2.ChatOutput(
+        message=chat_message_pb2.ChatMessage(tool_calls=[call]),
+        logprobs=logprobs,
+        reason=output_pb2.FINISH_REASON_STOP,
+    )
+    body = answer_record(line, chat_pb2.ChatUnaryResponse(outputs=[output]))["response"]["body"]
+    assert body["object"] == "chat.completion"
+    [choice] = body["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        ],
+    }
+    assert choice["finish_reason"] == "tool_calls"
+    token = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
+    assert choice["logprobs"] == {"content": [token]}
+
+
 def test_the_result_of_a_refusal_has_code_message_and_violations() -> None:
     line = line_of(custom_id="a", call="generate", body={})
     assert error_record(line, InvalidArgument("n is 99", field="sampling.n")) == {
@@ -323,7 +390,8 @@ def test_the_result_of_a_refusal_has_code_message_and_violations() -> None:
         "error": {
             "code": "INVALID_ARGUMENT",
             "message": "n is 99",
-            "violations": [{"field": "sampling.n", "description": "n is 99"}],
+            # The message describes it.
+            "violations": [{"field": "sampling.n"}],
         },
     }
     assert error_record(line, Unavailable("gone"))["error"]["violations"] == []
@@ -557,7 +625,7 @@ def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprob
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
             "messages[0].tool_calls[0]",
         ),
-        (CHAT, {"messages": [USER], "temperature": "hot"}, "body"),
+        (CHAT, {"messages": [USER], "temperature": "hot"}, "body.sampling.temperature"),
     ],
 )
 def test_what_is_not_served_or_wrong_is_refused_by_name(url: str, body: dict, field: str) -> None:

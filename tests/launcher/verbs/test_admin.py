@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +99,39 @@ async def test_status_and_options_are_lines() -> None:
     assert config.out == "revision unset (default)\n"
 
 
+async def test_answers_as_json_are_one_object() -> None:
+    async with listening() as listener:
+        status = json.loads((await triptych("admin", listener.address, "status", "--json")).out)
+        config = json.loads((await triptych("admin", "--json", listener.address, "config")).out)
+    assert (status["service"], status["state"], status["values"]["running"]) == ("engine", "serving", 3)
+    assert config["config"]["options"][0]["name"] == "revision"
+
+
+async def test_a_call_to_a_service_of_another_kind_is_explained() -> None:
+    async with listening() as listener:
+        outcome = await triptych("admin", listener.address, "scale", "2")
+    assert outcome.exit_code == 1
+    address = listener.address
+    assert outcome.err == (
+        f"{address} is an engine: this call takes the admin address of a coordinator, or its name,"
+        " such as coordinator-0\n"
+    )
+
+
+async def test_a_service_of_a_running_serve_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "triptych"
+    folder.mkdir()
+    async with listening() as listener:
+        process = {"service": "engine", "index": 0, "admin_address": listener.address}
+        (folder / f"serve-{os.getpid()}.json").write_text(json.dumps({"processes": [process]}))
+        environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+        status = await triptych("admin", "engine-0", "status", environment=environment)
+        unknown = await triptych("admin", "engine-1", "status", environment=environment)
+    assert (status.exit_code, status.out[:14]) == (0, "engine-7 (pid ")
+    assert unknown.exit_code == 2
+    assert "engine-1 is no address and no service of a running serve: engine-0" in unknown.err
+
+
 @pytest.mark.parametrize(
     "arguments", [["pause", "--mode", "freeze"], ["profile", "run"], ["sleep", "--level", "3"]]
 )
@@ -143,7 +179,7 @@ async def test_what_the_coordinator_refuses_is_said_and_exits_1() -> None:
             )
         ]
     assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1, 1]
-    assert outcomes[0].err.startswith("INVALID_ARGUMENT: dp_group is '', must be one of: 'a', 'b'\n")
+    assert outcomes[0].err.startswith("INVALID_ARGUMENT: --group is '', must be one of: 'a', 'b'\n")
     assert outcomes[2].err == "NOT_FOUND: engine 'unknown' is not a member\n"
 
 

@@ -54,13 +54,21 @@ async def test_a_refusal_exits_1_with_its_field() -> None:
         outcome = await triptych("chat", "--url", url, "--quick", "hi", "--temperature", "9")
     assert (outcome.exit_code, outcome.out) == (1, "")
     assert outcome.err.startswith("INVALID_ARGUMENT (INVALID_REQUEST): ")
-    assert "  sampling.temperature: " in outcome.err
+    assert "--temperature is 9.0, must be" in outcome.err
 
 
-async def test_a_server_that_is_not_there_exits_1() -> None:
-    outcome = await triptych("chat", "--url", "grpc://127.0.0.1:1", "--quick", "hi")
-    assert outcome.exit_code == 1
-    assert outcome.err.startswith("UNAVAILABLE: ")
+async def test_commands_are_done_here_and_a_text_with_a_slash_is_a_turn() -> None:
+    engine = FakeEngine(answer("a mat"), chat_template=PLAIN_TEMPLATE)
+    async with serving(engine) as (_, frontend):
+        lines = "/help\n/help me\n/hlep\n/clear\nthe dog\n/exit\nnot sent\n"
+        outcome = await triptych("chat", "--url", frontend.address, stdin=lines)
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert "/clear  begins a new conversation" in outcome.out
+    assert "unknown command /hlep: /help lists the commands" in outcome.out
+    assert outcome.out.count("a mat") == 2
+    # One message each: the conversation was begun anew.
+    prompts = [prompt_of(request).strip() for request in engine.requests]
+    assert [prompt.count("<user>") for prompt in prompts] == [1, 1]
 
 
 # What of an answer is shown, and which message it becomes.

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from launcher.verbs.complete import Completion, SamplingValue, print_failure, request_of
+from launcher.verbs.complete import Completion, SamplingValue, request_of
+from launcher.verbs.failures import Asked, print_failure
 from service_kit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.launcher.fakes import fake_frontend, triptych
 
@@ -36,6 +37,34 @@ async def test_plain_mode_prints_the_text() -> None:
     assert served.frontend.requests[0].prompt == "hi"
 
 
+async def test_the_prompt_is_an_argument_or_comes_on_stdin() -> None:
+    async with fake_frontend() as served:
+        url = served.url.replace("grpc://", "http://")
+        argument = await triptych("complete", "--url", url, "Once upon a time")
+        piped = await triptych("complete", "--url", url, stdin="Once upon a time\n")
+    assert (argument.exit_code, argument.out) == (piped.exit_code, piped.out) == (0, "hello world\n")
+    assert [request.prompt for request in served.frontend.requests] == ["Once upon a time"] * 2
+
+
+async def test_several_outputs_are_printed_each_under_its_number() -> None:
+    async with fake_frontend() as served:
+        flags = ["--url", served.url, "hi", "--n", "3"]
+        plain = await triptych("complete", *flags)
+        as_json = await triptych("complete", *flags, "--json")
+    assert plain.out == "[0]\nhello world 0\n[1]\nhello world 1\n[2]\nhello world 2\n"
+    answer = json.loads(as_json.out)
+    outputs = [(output["output_index"], output["text"]) for output in answer["outputs"]]
+    assert outputs == [(index, f"hello world {index}") for index in range(3)]
+    assert answer["usage"]["num_completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("flags", [["--logprobs", "2"], ["--prompt-logprobs", "1"], ["--stream"]])
+async def test_what_text_does_not_show_needs_json(flags: list[str]) -> None:
+    outcome = await triptych("complete", "--url", "127.0.0.1:1", "hi", *flags)
+    assert outcome.exit_code == 2
+    assert outcome.err == f"triptych complete: {flags[0]} needs --json: text alone does not show its effect\n"
+
+
 async def test_json_is_one_object_under_the_trace_that_the_server_received() -> None:
     async with fake_frontend() as served:
         outcome = await triptych("complete", "--url", served.url, "--prompt-token-ids", "7,8,9", "--json")
@@ -53,6 +82,18 @@ async def test_json_is_one_object_under_the_trace_that_the_server_received() -> 
         "logprobs": [],
         "cumulative_logprob": None,
         "error_message": "",
+        "outputs": [
+            {
+                "output_index": 0,
+                "token_ids": [5, 6],
+                "text": "hello world",
+                "finish_reason": "stop",
+                "stop_match": None,
+                "logprobs": [],
+                "cumulative_logprob": None,
+                "error_message": "",
+            }
+        ],
         "usage": {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_completion_tokens": 2},
     }
     assert re.fullmatch(r"[0-9a-f]{32}", trace_id)
@@ -107,20 +148,43 @@ async def test_an_interrupt_cancels_the_request() -> None:
         await asyncio.wait_for(served.frontend.cancelled.wait(), 30)
 
 
-async def test_a_refusal_exits_1_with_status_message_and_field() -> None:
+async def test_a_refusal_exits_1_with_one_sentence_that_names_the_flag() -> None:
     async with fake_frontend() as served:
         outcome = await triptych("complete", "--url", served.url, "--prompt", "hi", "--temperature", "3")
     assert (outcome.exit_code, outcome.out) == (1, "")
     assert outcome.err.splitlines() == [
-        "INVALID_ARGUMENT: temperature is 3, the range is 0..2",
-        "  sampling.temperature: temperature is 3, the range is 0..2",
+        "INVALID_ARGUMENT: --temperature is 3, the range is 0..2",
     ]
 
 
-async def test_a_server_that_is_not_there_exits_1_and_says_so() -> None:
-    outcome = await triptych("complete", "--url", "grpc://127.0.0.1:1", "--prompt", "hi")
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        (["complete", "hi"], ""),
+        (["chat"], "hi"),
+        (["health"], ""),
+    ],
+)
+async def test_a_server_that_is_not_there_exits_1_with_what_to_do(arguments: list[str], stdin: str) -> None:
+    outcome = await triptych(*arguments, "--url", "grpc://127.0.0.1:1", stdin=stdin)
     assert outcome.exit_code == 1
-    assert outcome.err.startswith("UNAVAILABLE: ")
+    assert outcome.err == (
+        "no server answers at 127.0.0.1:1: is `triptych serve` running? --url names another address\n"
+    )
+
+
+async def test_a_deadline_that_passes_is_reported_with_its_flag() -> None:
+    async with fake_frontend(hangs=True) as served:
+        outcome = await triptych("complete", "--url", served.url, "hi", "--timeout-s", "0.5")
+    assert outcome.exit_code == 1
+    address = served.url.removeprefix("grpc://")
+    assert outcome.err == f"no complete answer from {address} within 0.5 s, see --timeout-s\n"
+
+
+async def test_an_address_that_is_none_is_refused_by_its_flag() -> None:
+    outcome = await triptych("complete", "--url", "https://host:1", "hi")
+    assert outcome.exit_code == 1
+    assert outcome.err.startswith("INVALID_ARGUMENT: --url: 'https://host:1' is not an address")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +200,7 @@ async def test_a_server_that_is_not_there_exits_1_and_says_so() -> None:
 def test_the_reason_is_shown_where_it_is_more_than_the_name_of_the_code(
     error: ServiceError, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_failure(error)
+    print_failure(error, Asked("h:1"))
     assert capsys.readouterr().err.startswith(text)
 
 
@@ -149,8 +213,6 @@ def test_unset_sampling_stays_unset() -> None:
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
-        (completion(prompt=None), "input"),
-        (completion(prompt="a", ids="1"), "input"),
         (completion(prompt=None, ids="1,x"), "token_ids.ids"),
         (completion(prompt=None, ids="-1"), "token_ids.ids"),
         (completion(seed=-1), "sampling.seed"),

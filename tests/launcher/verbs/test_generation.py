@@ -39,7 +39,9 @@ async def test_an_answer_has_the_log_probabilities_that_were_asked_for() -> None
         "text": TOKENIZER.decode([TOKEN_ID]),
         "top": (),
     }
-    assert (answer.logprobs, answer.cumulative_logprob, answer.finish_reason) == ([token], -0.5, "length")
+    first = answer.first
+    assert (first.logprobs, first.cumulative_logprob, first.finish_reason) == ([token], -0.5, "length")
+    assert answer.usage["num_completion_tokens"] == 2
     records = [event_record(response, answer.trace_id) for response in responses]
     assert [record["logprobs"] for record in records if record["event"] == "delta"] == [[token], [token]]
     ends = [record for record in records if record["event"] == "finished"]

@@ -27,7 +27,7 @@ from triptych.api.v1 import generate_pb2 as triptych_dot_api_dot_v1_dot_generate
 from triptych.common.v1 import output_pb2 as triptych_dot_common_dot_v1_dot_output__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/api/v1/chat.proto\x12\x0ftriptych.api.v1\x1a\"triptych/api/v1/chat_message.proto\x1a\x1etriptych/api/v1/generate.proto\x1a\x1ftriptych/common/v1/output.proto\"A\n\x10\x43hatUnaryRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.triptych.api.v1.ChatRequest\"\x96\x01\n\x11\x43hatUnaryResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x18.triptych.api.v1.Started\x12,\n\x07outputs\x18\x02 \x03(\x0b\x32\x1b.triptych.api.v1.ChatOutput\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage2\xa8\x01\n\x0b\x43hatService\x12\x45\n\x04\x43hat\x12\x1c.triptych.api.v1.ChatRequest\x1a\x1d.triptych.api.v1.ChatResponse0\x01\x12R\n\tChatUnary\x12!.triptych.api.v1.ChatUnaryRequest\x1a\".triptych.api.v1.ChatUnaryResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atriptych/api/v1/chat.proto\x12\x0ftriptych.api.v1\x1a\"triptych/api/v1/chat_message.proto\x1a\x1etriptych/api/v1/generate.proto\x1a\x1ftriptych/common/v1/output.proto\"E\n\x10\x43hatUnaryRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.triptych.api.v1.ChatRequest:\x02\x18\x01\"\x96\x01\n\x11\x43hatUnaryResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x18.triptych.api.v1.Started\x12,\n\x07outputs\x18\x02 \x03(\x0b\x32\x1b.triptych.api.v1.ChatOutput\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage2\xfb\x01\n\x0b\x43hatService\x12\x45\n\x04\x43hat\x12\x1c.triptych.api.v1.ChatRequest\x1a\x1d.triptych.api.v1.ChatResponse0\x01\x12L\n\x08\x43hatOnce\x12\x1c.triptych.api.v1.ChatRequest\x1a\".triptych.api.v1.ChatUnaryResponse\x12W\n\tChatUnary\x12!.triptych.api.v1.ChatUnaryRequest\x1a\".triptych.api.v1.ChatUnaryResponse\"\x03\x88\x02\x01\x42<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.api.v1.chat_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017triptych.api.v1P\001Z\025triptych/api/v1;apiv1\252\002\017Triptych.Api.V1'
+  _globals['_CHATUNARYREQUEST']._loaded_options = None
+  _globals['_CHATUNARYREQUEST']._serialized_options = b'\030\001'
+  _globals['_CHATSERVICE'].methods_by_name['ChatUnary']._loaded_options = None
+  _globals['_CHATSERVICE'].methods_by_name['ChatUnary']._serialized_options = b'\210\002\001'
   _globals['_CHATUNARYREQUEST']._serialized_start=148
-  _globals['_CHATUNARYREQUEST']._serialized_end=213
-  _globals['_CHATUNARYRESPONSE']._serialized_start=216
-  _globals['_CHATUNARYRESPONSE']._serialized_end=366
-  _globals['_CHATSERVICE']._serialized_start=369
-  _globals['_CHATSERVICE']._serialized_end=537
+  _globals['_CHATUNARYREQUEST']._serialized_end=217
+  _globals['_CHATUNARYRESPONSE']._serialized_start=220
+  _globals['_CHATUNARYRESPONSE']._serialized_end=370
+  _globals['_CHATSERVICE']._serialized_start=373
+  _globals['_CHATSERVICE']._serialized_end=624
 # @@protoc_insertion_point(module_scope)

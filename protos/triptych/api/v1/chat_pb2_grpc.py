@@ -41,6 +41,11 @@ class ChatServiceStub:
                 request_serializer=triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatRequest.SerializeToString,
                 response_deserializer=triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.ChatOnce = channel.unary_unary(
+                '/triptych.api.v1.ChatService/ChatOnce',
+                request_serializer=triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatRequest.SerializeToString,
+                response_deserializer=triptych_dot_api_dot_v1_dot_chat__pb2.ChatUnaryResponse.FromString,
+                _registered_method=True)
         self.ChatUnary = channel.unary_unary(
                 '/triptych.api.v1.ChatService/ChatUnary',
                 request_serializer=triptych_dot_api_dot_v1_dot_chat__pb2.ChatUnaryRequest.SerializeToString,
@@ -59,8 +64,15 @@ class ChatServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChatOnce(self, request, context):
+        """ChatOnce returns the complete next message in one response. It takes the request of Chat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ChatUnary(self, request, context):
-        """ChatUnary returns the complete next message in one response.
+        """ChatUnary is ChatOnce with its request in a message of one field. Use ChatOnce.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +85,11 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatRequest.FromString,
                     response_serializer=triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatResponse.SerializeToString,
+            ),
+            'ChatOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChatOnce,
+                    request_deserializer=triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatRequest.FromString,
+                    response_serializer=triptych_dot_api_dot_v1_dot_chat__pb2.ChatUnaryResponse.SerializeToString,
             ),
             'ChatUnary': grpc.unary_unary_rpc_method_handler(
                     servicer.ChatUnary,
@@ -108,6 +125,33 @@ class ChatService:
             '/triptych.api.v1.ChatService/Chat',
             triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatRequest.SerializeToString,
             triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChatOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.api.v1.ChatService/ChatOnce',
+            triptych_dot_api_dot_v1_dot_chat__message__pb2.ChatRequest.SerializeToString,
+            triptych_dot_api_dot_v1_dot_chat__pb2.ChatUnaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,11 @@ class InferenceServiceStub:
                 request_serializer=triptych_dot_api_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=triptych_dot_api_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateOnce = channel.unary_unary(
+                '/triptych.api.v1.InferenceService/GenerateOnce',
+                request_serializer=triptych_dot_api_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=triptych_dot_api_dot_v1_dot_inference__pb2.GenerateUnaryResponse.FromString,
+                _registered_method=True)
         self.GenerateUnary = channel.unary_unary(
                 '/triptych.api.v1.InferenceService/GenerateUnary',
                 request_serializer=triptych_dot_api_dot_v1_dot_inference__pb2.GenerateUnaryRequest.SerializeToString,
@@ -76,8 +81,15 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateOnce(self, request, context):
+        """GenerateOnce returns all outputs of one prompt in one response. It takes the request of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GenerateUnary(self, request, context):
-        """GenerateUnary returns all outputs of one prompt in one response.
+        """GenerateUnary is GenerateOnce with its request in a message of one field. Use GenerateOnce.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +124,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=triptych_dot_api_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
                     response_serializer=triptych_dot_api_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.GenerateOnce,
+                    request_deserializer=triptych_dot_api_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
+                    response_serializer=triptych_dot_api_dot_v1_dot_inference__pb2.GenerateUnaryResponse.SerializeToString,
             ),
             'GenerateUnary': grpc.unary_unary_rpc_method_handler(
                     servicer.GenerateUnary,
@@ -163,6 +180,33 @@ class InferenceService:
             '/triptych.api.v1.InferenceService/Generate',
             triptych_dot_api_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
             triptych_dot_api_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.api.v1.InferenceService/GenerateOnce',
+            triptych_dot_api_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+            triptych_dot_api_dot_v1_dot_inference__pb2.GenerateUnaryResponse.FromString,
             options,
             channel_credentials,
             insecure,
