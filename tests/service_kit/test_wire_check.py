@@ -6,7 +6,7 @@ import random
 
 import pytest
 from google.protobuf import descriptor_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from service_kit.wire_check import MessageLimits, WireError, check_wire
 from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2
@@ -17,7 +17,7 @@ Generate = generate_pb2.GenerateRequest
 MANY = MessageLimits(max_fields=1_000_000, max_numbers=1_000_000)
 
 
-def refusal_of(data: bytes, message: type, limits: MessageLimits = MANY) -> WireError:
+def refusal_of(data: bytes, message: type[Message], limits: MessageLimits = MANY) -> WireError:
     with pytest.raises(WireError) as caught:
         check_wire(data, message.DESCRIPTOR, limits)
     return caught.value

@@ -22,6 +22,7 @@ from tests.frontend_svc.fakes import (
     serving,
     serving_one,
 )
+from triptych.api.v1 import generate_pb2
 
 NAN, LONG = math.nan, [5] * MAX_MODEL_LEN
 BAD_INPUT = {

@@ -84,7 +84,7 @@ def varint(number: int) -> bytes:
 async def refusal_of(client: Client, method: str, message: bytes) -> tuple[grpc.StatusCode, list[str]]:
     """The status of a call with `message`, and the fields that its violations name."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in client.channel.unary_stream(method)(message, timeout=60):
+        async for _ in client.channel.unary_stream(method, None, None)(message, timeout=60):
             pass
     status = rpc_status.from_call(caught.value)
     found = error_details_pb2.BadRequest()

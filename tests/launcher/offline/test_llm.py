@@ -362,7 +362,7 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(TypeError, match="argument max_num_seq; did you mean max_num_seqs"):
         LLM("folder", max_num_seq=3)
     with pytest.raises(TypeError, match="argument temprature; did you mean temperature"):
-        SamplingParams(temprature=1)
+        SamplingParams(**{"temprature": 1})
 
 
 def test_options_are_those_of_the_engine_and_checked_at_once() -> None:
