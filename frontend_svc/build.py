@@ -36,6 +36,7 @@ from frontend_svc.generation.drain import Drain, shutting_down
 from frontend_svc.generation.failover import Failover
 from frontend_svc.generation.generation import Generation
 from frontend_svc.generation.open_requests import OpenRequests
+from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
@@ -46,6 +47,7 @@ from service_kit import shared_memory
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
+from service_kit.process import runtime_folder
 from service_kit.server import ADMIN, PUBLIC, LimitProfile, Registration, Server
 from triptych.api.v1 import (
     chat_pb2_grpc,
@@ -122,7 +124,15 @@ class Frontend:
             policy=find_policy(config.routing_policy),
             first_turn=first_turn(config.index, self.identity.epoch),
         )
-        self.failover = Failover(self.directory, clock, random.Random(self.identity.epoch))
+        folder = runtime_folder()
+        self._locks = ProbationLocks(folder)
+        self.failover = Failover(
+            self.directory,
+            clock,
+            random.Random(self.identity.epoch),
+            poison=PoisonRecord(folder),
+            locks=self._locks,
+        )
         limits = RequestLimits(
             max_n=config.max_n, max_logprobs=config.max_logprobs, stream_interval=config.stream_interval
         )
@@ -195,6 +205,7 @@ class Frontend:
         self.directory.leave()
         await self.resumable.close()
         self.failover.close()
+        self._locks.close()
         if self._coordinator is not None:
             await self._coordinator.close()
         await self.directory.close()

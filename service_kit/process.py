@@ -14,8 +14,10 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Literal, NoReturn
 
 Role = Literal["frontend", "engine", "coordinator", "client"]
@@ -81,6 +83,18 @@ def leave_process(exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(exit_code)
+
+
+def runtime_folder() -> Path | None:
+    """The folder for what processes of this user on this host share; None if there can be none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime or tempfile.gettempdir()) / ("triptych" if runtime else f"triptych-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Another user may have made a folder of that name below the temporary folder.
+        if folder.stat().st_uid == os.getuid():
+            return folder
+    return None
 
 
 def process_environment() -> dict[str, str]:
