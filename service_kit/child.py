@@ -132,6 +132,13 @@ class Child:
         return "is running" if code is None else describe_exit(code)
 
     @property
+    def cause(self) -> str:
+        """How it ended and, if it exited by itself with an error, the last line of its log."""
+        lines = [line for line in self.last_lines if line.strip()]
+        has_exited = (self.exit_code or 0) > 0
+        return f"{self.how_it_ended}: {lines[-1]}" if lines and has_exited else self.how_it_ended
+
+    @property
     def ending(self) -> str:
         """How it ended, for messages."""
         return f"(pid {self.pid}) {self.how_it_ended}"

@@ -28,14 +28,19 @@ class SupervisorLimits:
 
 
 class Restarts:
-    """Restarts of one child: a limited number within a window, with a delay that doubles each time."""
+    """Restarts of one child: a limited number within a window, with a delay that doubles each time.
+
+    num_deaths: since it was first started.
+    """
 
     def __init__(self, limits: SupervisorLimits) -> None:
+        self.num_deaths = 0
         self._limits = limits
         self._begun_at: list[float] = []  # within the window
 
     def begin(self, now: float) -> float | None:
-        """Count a restart; returns the delay before it, or None if there were too many."""
+        """Count a death and its restart; returns the delay before it, or None if there were too many."""
+        self.num_deaths += 1
         self._begun_at = [at for at in self._begun_at if now - at < self._limits.restart_window_s]
         if len(self._begun_at) == self._limits.max_restarts:
             return None

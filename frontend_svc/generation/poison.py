@@ -77,6 +77,7 @@ class PoisonRecord:
         for name in names:
             found, _, incident_id = name.partition(".")
             if found == content and self._age_s(name) < _TTL_S:
+                logger.warning("poison refused", extra={"incident_id": incident_id})
                 raise quarantined("this request has crashed engines: it is refused", incident_id)
 
     def _make_room(self, folder: Path) -> None:

@@ -82,6 +82,7 @@ def worker_command(
 class WorkerGroup:
     """The workers of one port. `start` once, then `keep_running`, then `stop`.
 
+    One that keeps dying stays down, and the others go on serving.
     `command_of` makes a worker's command line from its index and, after a restart, its previous admin port.
     """
 
@@ -98,6 +99,7 @@ class WorkerGroup:
         self._limits = limits
         self._workers: dict[int, Child] = {}
         self._addresses: dict[int, Announcement] = {}
+        self._num_kept = num_workers
 
     @property
     def addresses(self) -> list[Announcement]:
@@ -112,7 +114,7 @@ class WorkerGroup:
                     tasks.create_task(self._start(index))
 
     async def keep_running(self) -> None:
-        """Restart workers that die, until cancelled. Raises ChildDied for one that keeps dying."""
+        """Restart workers that die, until cancelled. Raises ChildDied where the last one keeps dying."""
         with first_failure():
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_workers):
@@ -159,7 +161,14 @@ class WorkerGroup:
             await worker.wait()
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
-                raise ChildDied(worker, f"after {restarts.tries}")
+                self._num_kept -= 1
+                if not self._num_kept:
+                    raise ChildDied(worker, f"after {restarts.tries}")
+                logger.error(
+                    "worker stays down",
+                    extra={"worker": index, "num_deaths": restarts.num_deaths, "last_cause": worker.cause},
+                )
+                return
             logger.warning(
                 "worker ended",
                 extra={"worker": index, "exit_code": worker.shell_code, "restart_in_s": delay_s},
@@ -171,7 +180,7 @@ class WorkerGroup:
 
 
 async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[Announcement]], None]) -> int:
-    """Run `group` until SIGTERM or SIGINT or until one worker keeps dying. Returns the highest exit code.
+    """Run `group` until a signal or until the last worker keeps dying. Returns the highest exit code.
 
     `announce` is called when all workers serve. A second signal cuts the drain short.
     """

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from service_kit.process import runtime_folder
@@ -36,16 +37,32 @@ def runtime_file() -> str | None:
     return None if folder is None else str(folder / f"serve-{os.getpid()}.json")
 
 
-def running_services() -> dict[str, list[str]]:
-    """The admin addresses of the services of all running `serve`, by names such as engine-0."""
-    found: dict[str, list[str]] = {}
+@dataclass(frozen=True, slots=True)
+class RunningServe:
+    """The admin addresses of the services of a running `serve`, and why others stay down; by names.
+
+    A name is a service and its index, such as engine-0.
+    """
+
+    admin_addresses: Mapping[str, str]
+    given_up: Mapping[str, str]
+
+
+def running_serves() -> list[RunningServe]:
+    """What all running `serve` of this user have written."""
+    found: list[RunningServe] = []
     folder = runtime_folder()
-    if folder is None:
-        return found
-    for path in sorted(folder.glob("serve-*.json")):
+    for path in sorted(folder.glob("serve-*.json")) if folder is not None else ():
         with suppress(OSError, ValueError):
             os.kill(int(path.stem.removeprefix("serve-")), 0)
-            for process in json.loads(path.read_text(encoding="utf-8"))["processes"]:
-                name = f"{process['service']}-{process['index']}"
-                found.setdefault(name, []).append(process["admin_address"])
+            record = json.loads(path.read_text(encoding="utf-8"))
+            found.append(
+                RunningServe(
+                    {f"{one['service']}-{one['index']}": one["admin_address"] for one in record["processes"]},
+                    {
+                        name: f"{why['num_deaths']} deaths, the last: {why['last_cause']}"
+                        for name, why in record.get("given_up", {}).items()
+                    },
+                )
+            )
     return found

@@ -27,7 +27,7 @@ _EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
 
 
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
-    """Serve until a signal. Returns 0; 1 if a process keeps dying; 2 if the port cannot be bound."""
+    """Serve until a signal. Returns 0; 1 if the last of a service keeps dying; 2 if a port is taken."""
     ensure_loopback()
     config, stack = serving.config, plan_stack(serving)
     for port in stack.ports.values():
@@ -153,6 +153,10 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
             }
             for name, child in supervisor.children.items()
         ],
+        "given_up": {
+            name: {"num_deaths": given_up.num_deaths, "last_cause": given_up.last_cause}
+            for name, given_up in supervisor.given_up.items()
+        },
     }
     for path in (config.ready_file, runtime_file()):
         write_ready_file(path, record)

@@ -52,6 +52,17 @@ def parts_of(name: str) -> tuple[str, int]:
     return service, int(index)
 
 
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Why a process is not started again."""
+
+    num_deaths: int
+    last_cause: str
+
+    def __str__(self) -> str:
+        return f"{self.num_deaths} deaths, the last: {self.last_cause}"
+
+
 class StartTimeout(Exception):
     """Not everything was ready in time."""
 
@@ -60,7 +71,9 @@ class Supervisor:
     """One stack. Call `start`, then `keep_running`, then `stop`; `report` gets a line for each event.
 
     During `keep_running`, `want` sets the number of engines. An engine that exits with code 0 has left on
-    purpose and is not started again. `limits.stop_s` is for each of the three groups of services.
+    purpose and is not started again. One that keeps dying stays down, until `want` starts missing ones; only
+    where it is the last of its service, everything ends. `limits.stop_s` is for each of the three groups of
+    services.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class Supervisor:
         output: Output = Output.COPIED,
     ) -> None:
         self.children: dict[str, Child] = {}
+        self.given_up: dict[str, GivenUp] = {}
         self._plan = plan
         self._num_wanted = plan.num_engines
         self._starts_missing = False  # also engines that have left
@@ -108,7 +122,7 @@ class Supervisor:
                 raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
 
     async def keep_running(self) -> None:
-        """Restart processes that die, until cancelled; raises ChildDied for one that keeps dying."""
+        """Restart processes that die, until cancelled; raises ChildDied for the last of a service."""
         try:
             with first_failure():
                 async with asyncio.TaskGroup() as self._group:
@@ -189,6 +203,7 @@ class Supervisor:
         self._addresses[plan.name] = address
         await self._before_it_dies(self._await_ready(plan.service, address), child)
         self._ready.add(plan.name)
+        self.given_up.pop(plan.name, None)
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
@@ -225,11 +240,13 @@ class Supervisor:
                 return
             self._ready.discard(plan.name)
             if self._has_left(plan, child):
-                self._forget(plan, "left" if child is None else f"{child.ending} and is not started again")
+                ending = "left" if child is None else f"{child.ending} and is not started again"
+                self._report(f"{plan.name} {ending}")
+                self._forget(plan)
                 return
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
-                self._give_up(plan, child, f"after {restarts.tries}")
+                self._give_up(plan, child, restarts)
                 return
             ending = "could not be started" if child is None else child.ending
             self._report(f"{plan.name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
@@ -243,14 +260,16 @@ class Supervisor:
         has_gone_for_good = child is not None and child.exit_code == 0 and not self._starts_missing
         return not self._is_wanted(plan.service, plan.index) or has_gone_for_good
 
-    def _give_up(self, plan: ProcessPlan, child: Child | None, tries: str) -> None:
-        """A process keeps dying: fatal unless it is an engine that was added after the start."""
-        if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
-            raise ChildDied(child, tries)
-        self._forget(plan, f"{'cannot be started' if child is None else child.ending} {tries}")
+    def _give_up(self, plan: ProcessPlan, child: Child | None, restarts: Restarts) -> None:
+        is_last = all(name == plan.name or parts_of(name)[0] != plan.service for name in self._keepers)
+        if is_last and child is not None:
+            raise ChildDied(child, f"after {restarts.tries}")
+        cause = "could not be started" if child is None else child.cause
+        self.given_up[plan.name] = given_up = GivenUp(restarts.num_deaths, cause)
+        self._report(f"ERROR {plan.name} stays down after {restarts.tries}: {given_up}")
+        self._forget(plan)
 
-    def _forget(self, plan: ProcessPlan, why: str) -> None:
-        self._report(f"{plan.name} {why}")
+    def _forget(self, plan: ProcessPlan) -> None:
         for table in (self.children, self._addresses, self._keepers):
             table.pop(plan.name, None)
         self._on_change()

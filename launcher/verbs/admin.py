@@ -44,9 +44,13 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminAsked(Asked):
-    """The service that a call goes to, and how its answer is shown."""
+    """The service that a call goes to, and how its answer is shown.
+
+    given_up: why services of its `serve` stay down, by their names.
+    """
 
     timeout_s: float
+    given_up: Mapping[str, str] = field(default_factory=dict)
     hint: str = _HINT
     flags: Mapping[str, str] = field(default_factory=lambda: _FLAGS)
     as_json: bool = False
@@ -131,6 +135,7 @@ async def _status(asked: AdminAsked) -> int:
         with rpc_errors_translated():
             answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=asked.timeout_s)
     values = {value.key: _value(value) for value in answer.values}
+    values |= {f"given_up.{name}": why for name, why in asked.given_up.items()}
     if asked.as_json:
         state = admin_pb2.ServiceState.Name(answer.state).removeprefix("SERVICE_STATE_").lower()
         facts = {"service": answer.service, "instance": answer.instance, "pid": answer.pid}

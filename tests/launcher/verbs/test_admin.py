@@ -123,13 +123,19 @@ async def test_a_service_of_a_running_serve_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     async with listening() as listener:
         process = {"service": "engine", "index": 0, "admin_address": listener.address}
-        (folder / f"serve-{os.getpid()}.json").write_text(json.dumps({"processes": [process]}))
+        down = {"engine-1": {"num_deaths": 4, "last_cause": "was killed by SIGKILL"}}
+        record = {"processes": [process], "given_up": down}
+        (folder / f"serve-{os.getpid()}.json").write_text(json.dumps(record))
         environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
         status = await triptych("admin", "engine-0", "status", environment=environment)
-        unknown = await triptych("admin", "engine-1", "status", environment=environment)
+        given_up = await triptych("admin", "engine-1", "status", environment=environment)
+        unknown = await triptych("admin", "engine-2", "status", environment=environment)
     assert (status.exit_code, status.out[:14]) == (0, "engine-7 (pid ")
+    assert "given_up.engine-1 4 deaths, the last: was killed by SIGKILL\n" in status.out
+    assert given_up.exit_code == 1
+    assert given_up.err == "engine-1 stays down: 4 deaths, the last: was killed by SIGKILL\n"
     assert unknown.exit_code == 2
-    assert "engine-1 is no address and no service of a running serve: engine-0" in unknown.err
+    assert "engine-2 is no address and no service of a running serve: engine-0" in unknown.err
 
 
 @pytest.mark.parametrize(
