@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Coroutine, Iterable
 from functools import partial
@@ -23,6 +22,7 @@ from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
+from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import (
     ADMIN,
@@ -52,7 +52,7 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     try:
         exit_code = uvloop.run(_serve(config))
     except AddressError as error:
-        print(f"triptych coordinator: {error.strerror}", file=sys.stderr)
+        write_log_line(f"triptych coordinator: {error.strerror}")
         exit_code = 2
     finally:
         shutdown_telemetry()

@@ -12,13 +12,14 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import IO, Any
+
+from service_kit.logs import write_log_line
 
 _NUM_LAST_LINES = 20
 # Limit of one line of a child's log.
@@ -81,7 +82,7 @@ class Child:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self.announcement: Announcement | None = None
-        self._is_copied = output is Output.COPIED
+        self._output = output
         self._is_terminated = False
         if output is not Output.INHERITED:
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -226,15 +227,8 @@ class Child:
                     return
                 text = line.decode(errors="replace").rstrip("\n")
                 self.last_lines.append(text)
-                if self._is_copied:
-                    self._copy(text)
-
-    def _copy(self, text: str) -> None:
-        try:
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
-        except OSError:
-            # Our stderr is closed. The child's output must still be read, else it would block on a full pipe.
-            self._is_copied = False
+                if self._output is Output.COPIED:
+                    write_log_line(f"[{self.name}] {text}")
 
 
 def describe_exit(code: int) -> str:

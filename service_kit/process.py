@@ -20,10 +20,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from service_kit.stacks import write_when_asked
+
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
 _PR_SET_PDEATHSIG = 1
-_INIT_PID = 1
 
 # Event-engine listeners cost an engine's stream a third of its speed, but help a frontend's server side.
 _EXPERIMENTS_OFF: dict[str, str] = {
@@ -37,15 +38,15 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 def prepare_process(role: Role) -> None:
     """Set the environment that grpc reads at its import, unless the user has set it. Call first in `main`.
 
-    From here on SIGTERM ends a service, even as PID 1 of a container, until it installs its own handler.
+    From here on SIGUSR1 writes the stacks of all threads to stderr, and the signals that stop a service end
+    it with 0, even as PID 1 of a container, until it installs its own handlers. A client handles them itself,
+    as it reports work that is left undone.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    if os.getpid() == _INIT_PID and role != "client":
-        # The kernel does not deliver unhandled signals to PID 1, so that stopping the container during an
-        # import, or the download of a model, would take the whole grace period. A client handles signals
-        # itself, as it reports work that is left undone.
+    write_when_asked()
+    if role != "client":
         end_at_once_on_signals(0)
 
 
@@ -61,8 +62,15 @@ def set_title(service: str, index: int | None = None, *parts: str | int) -> None
     setproctitle.setproctitle("-".join(map(str, words)))
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that stop a service in order. SIGHUP, of a closed terminal, is none under nohup."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return signal.SIGTERM, signal.SIGINT
+    return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
 def end_at_once_on_signals(exit_code: int) -> None:
-    """From now on SIGTERM and SIGINT end this process without delay, with `exit_code`.
+    """From now on the signals that stop a process end it without delay, with `exit_code`.
 
     For the time before and after the work, when nothing can be lost and a second signal should not have to
     wait.
@@ -71,7 +79,7 @@ def end_at_once_on_signals(exit_code: int) -> None:
     def end(number: int, frame: object) -> NoReturn:
         os._exit(exit_code)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, end)
 
 

@@ -1,6 +1,6 @@
 """gRPC servers with health, reflection and limits, and the lifecycle of a service process.
 
-STARTING -> SERVING -> DRAINING -> STOPPED, driven by SIGTERM and SIGINT, mirrored in the health service.
+STARTING -> SERVING -> DRAINING -> STOPPED, driven by signals, mirrored in the health service.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from service_kit.errors import InvalidTransition, ServiceError
 from service_kit.interceptors import CheckMessage, server_interceptors
 from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
 from service_kit.open_calls import OpenCalls
+from service_kit.process import stop_signals
 
 __all__ = [
     "ADMIN",
@@ -261,7 +262,7 @@ async def run_server(
     announce: Callable[[list[str]], None],
     on_cut: Callable[[DrainCut], Awaitable[None]] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and stop. Returns the exit code.
 
     `announce` gets the bound addresses, in the order of `servers`. On the first signal health reports
     NOT_SERVING at once and `on_drain` is awaited: it refuses new work, and returns when running work is done
@@ -331,11 +332,11 @@ async def _end_running_calls(on_cut: Callable[[DrainCut], Awaitable[None]], cut:
 @contextlib.contextmanager
 def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    loop, numbers = asyncio.get_running_loop(), stop_signals()
+    for number in numbers:
         loop.add_signal_handler(number, received.put_nowait, number)
     try:
         yield received
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)

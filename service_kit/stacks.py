@@ -18,8 +18,12 @@ _MAX_WAIT_S = 0.6  # for all of them
 
 
 def write_when_asked() -> None:
-    """Install the handler for `write_stacks_of`; it works whatever the threads do or hold."""
-    faulthandler.register(_ASKED, all_threads=True)
+    """Write the stacks of all threads to stderr on SIGUSR1, whatever the threads do or hold."""
+    try:
+        faulthandler.register(_ASKED, file=sys.__stderr__, all_threads=True)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        # There is no stderr. The signal must not end the process for that.
+        signal.signal(_ASKED, signal.SIG_IGN)
 
 
 def write_stacks_of(process_ids: Sequence[int]) -> None:

@@ -6,11 +6,12 @@ Knows no processes: a child may also run on another machine.
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
+
+from service_kit.process import stop_signals
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -90,7 +91,7 @@ async def run_until_signal(
     failures: tuple[type[E], ...],
     on_failure: Callable[[E], int],
 ) -> int:
-    """Run `work` until it ends, or until SIGTERM or SIGINT, then `stop`; returns the exit code.
+    """Run `work` until it ends, or until SIGTERM, SIGINT or SIGHUP, then `stop`; returns the exit code.
 
     A second signal calls `hurry` during `stop`. `on_failure` is called with one of `failures` and returns the
     exit code.
@@ -104,8 +105,9 @@ async def run_until_signal(
         else:
             stopping.set_result(None)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    loop, numbers = asyncio.get_running_loop(), stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
     running = asyncio.ensure_future(work)
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -117,4 +119,6 @@ async def run_until_signal(
         running.cancel()
         await asyncio.wait((running,))
         await stop()
+        for number in numbers:
+            loop.remove_signal_handler(number)
     return 0

@@ -30,6 +30,7 @@ from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError, Loaded
 from service_kit.errors import InvalidArgument
+from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, Server, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
@@ -58,7 +59,7 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     config = loaded.config
     mistake = _mistake_in(config)
     if mistake is not None:
-        print(f"triptych engine: {mistake}", file=sys.stderr)
+        write_log_line(f"triptych engine: {mistake}")
         return EXIT_CANNOT_LOAD
     setup_telemetry(
         "engine", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
@@ -68,12 +69,12 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     try:
         config = _with_folder(config)
     except CheckpointError as error:
-        print(f"triptych engine: {error}", file=sys.stderr)
+        write_log_line(f"triptych engine: {error}")
         return EXIT_CANNOT_LOAD
     try:
         exit_code = uvloop.run(_serve(config, loaded.origins))
     except (AddressError, ConfigError) as error:
-        print(f"triptych engine: {error}", file=sys.stderr)
+        write_log_line(f"triptych engine: {error}")
         exit_code = EXIT_CANNOT_LOAD
     # Undoes the freeze of `calm_collector`.
     gc.unfreeze()
@@ -225,7 +226,7 @@ def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:
             },
         )
     elif state is EngineState.FAILED and engine.failure is not None:
-        print(f"triptych engine: {engine.failure.reason}", file=sys.stderr)
+        write_log_line(f"triptych engine: {engine.failure.reason}")
         _stop_process()
 
 

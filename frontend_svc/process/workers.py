@@ -12,13 +12,13 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from frontend_svc.config import FrontendConfig
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
-from service_kit.process import child_command, process_environment
+from service_kit.logs import write_log_line
+from service_kit.process import child_command, end_at_once_on_signals, leave_process, process_environment
 from service_kit.server import check_address, write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
@@ -47,14 +47,15 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
                 process_environment(),
                 limits,
             )
-            return asyncio.run(
+            exit_code = asyncio.run(
                 serve_until_signal(group, lambda addresses: _announce(config, port, addresses))
             )
     except OSError as error:
-        print(f"triptych frontend: {error}", file=sys.stderr)
-        return 2
+        write_log_line(f"triptych frontend: {error}")
+        exit_code = 2
     finally:
         shutdown_telemetry()
+    return leave_process(exit_code)
 
 
 def worker_command(
@@ -193,7 +194,9 @@ async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[An
     exit_code = await run_until_signal(
         _run(group, announce), stop=stop, hurry=group.hurry, failures=(ChildDied,), on_failure=_give_up
     )
-    return max(exit_code, stopped_code)
+    exit_code = max(exit_code, stopped_code)
+    end_at_once_on_signals(exit_code)
+    return exit_code
 
 
 def _give_up(died: ChildDied) -> int:

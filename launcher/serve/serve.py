@@ -17,6 +17,8 @@ from launcher.serve.ready_file import remove_ready_file, runtime_file, write_rea
 from launcher.serve.supervisor import ProcessPlan, StackPlan, StartTimeout, Supervisor, parts_of
 from launcher.services import command_of
 from service_kit.child import ChildDied
+from service_kit.logs import LogStream, write_log_line
+from service_kit.process import end_at_once_on_signals
 from service_kit.supervision import SupervisorLimits, run_until_signal
 from service_kit.version import installed_version
 
@@ -34,10 +36,10 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
         try:
             owner = find_port_owner(config.host, port)
         except OSError as error:
-            print(f"triptych serve: cannot listen on {config.host}: {error.strerror}", file=sys.stderr)
+            write_log_line(f"triptych serve: cannot listen on {config.host}: {error.strerror}")
             return _USAGE_ERROR
         if owner is not None:
-            print(f"triptych serve: port {port} is in use by {owner}", file=sys.stderr)
+            write_log_line(f"triptych serve: port {port} is in use by {owner}")
             return _USAGE_ERROR
     remove_ready_file(config.ready_file)
     return asyncio.run(_serve(serving, stack, environment))
@@ -114,19 +116,21 @@ async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, s
             remove_ready_file(path)
         await supervisor.stop()
 
-    return await run_until_signal(
+    exit_code = await run_until_signal(
         _run(serving, stack, supervisor),
         stop=stop,
         hurry=supervisor.hurry,
         failures=(ChildDied, StartTimeout),
         on_failure=_report_failure,
     )
+    end_at_once_on_signals(exit_code)
+    return exit_code
 
 
 async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> None:
     await supervisor.start()
     _write_ready_file(serving.config, supervisor)
-    print(banner(serving.model, list(map(supervisor.address_of, stack.ports))), flush=True)
+    LogStream(sys.stdout).write(banner(serving.model, list(map(supervisor.address_of, stack.ports))) + "\n")
     following = asyncio.ensure_future(
         follow_group(
             serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want, _report
@@ -159,7 +163,10 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
         },
     }
     for path in (config.ready_file, runtime_file()):
-        write_ready_file(path, record)
+        try:
+            write_ready_file(path, record)
+        except OSError as error:
+            _report(f"{path} cannot be written: {error.strerror}")
 
 
 def banner(model: str, addresses: Sequence[str]) -> str:
@@ -182,4 +189,4 @@ def _report_failure(error: Exception) -> int:
 
 
 def _report(line: str) -> None:
-    print(f"[serve] {line}", file=sys.stderr, flush=True)
+    write_log_line(f"[serve] {line}")

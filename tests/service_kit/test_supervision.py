@@ -72,7 +72,14 @@ async def test_the_first_failure_is_raised_alone() -> None:
 class Verb:
     """Remembers what was done to it."""
 
-    def __init__(self, failure: Exception | None = None, *, signals_at_stop: int = 0) -> None:
+    def __init__(
+        self,
+        failure: Exception | None = None,
+        *,
+        number: signal.Signals = signal.SIGTERM,
+        signals_at_stop: int = 0,
+    ) -> None:
+        self._number = number
         self.events: list[str] = []
         self._failure = failure
         self._signals_at_stop = signals_at_stop
@@ -91,7 +98,7 @@ class Verb:
         if self._failure is not None:
             raise self._failure
         if until_signal:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._number)
             await asyncio.Event().wait()
 
     async def _stop(self) -> None:
@@ -113,6 +120,14 @@ async def test_a_signal_stops_the_work_and_a_second_one_hurries() -> None:
     verb = Verb(signals_at_stop=1)
     assert await verb.run(until_signal=True) == 0
     assert verb.events == ["stop", "hurry"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_each_signal_that_stops_a_service_stops_the_work(number: signal.Signals) -> None:
+    verb = Verb(number=number)
+    assert await verb.run(until_signal=True) == 0
+    assert verb.events == ["stop"]
+    assert not asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def test_work_that_is_done_ends_the_verb() -> None:
