@@ -28,6 +28,7 @@ from service_kit.server import (
     ADMIN,
     INTERNAL,
     AddressError,
+    Lifecycle,
     Registration,
     Server,
     run_server,
@@ -76,7 +77,8 @@ async def _serve(config: CoordinatorConfig) -> int:
         epoch=topology.coordinator_epoch,
         rebuilt_at=clock.now() + lease_s,
     )
-    admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status)
+    lifecycle = Lifecycle()
+    admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status, lifecycle=lifecycle)
     servers = [
         Server(
             listen=f"{config.host}:{config.port}",
@@ -118,6 +120,7 @@ async def _serve(config: CoordinatorConfig) -> int:
             on_drain=close,
             drain_deadline_s=config.drain_deadline_s,
             announce=lambda addresses: _announce(config, addresses),
+            lifecycle=lifecycle,
         ),
     )
     end_at_once_on_signals(exit_code)

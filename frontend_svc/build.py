@@ -48,7 +48,7 @@ from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.process import runtime_folder
-from service_kit.server import ADMIN, PUBLIC, LimitProfile, Registration, Server
+from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -156,7 +156,8 @@ class Frontend:
             reflection=config.reflection,
             check_large=self._text_workers.check_message,
         )
-        admin = AdminServicer("frontend", f"frontend-{config.index}", self.status)
+        self.lifecycle = Lifecycle(lambda: self.draining.num_open)
+        admin = AdminServicer("frontend", f"frontend-{config.index}", self.status, lifecycle=self.lifecycle)
         self.admin = Server(
             listen=f"127.0.0.1:{config.admin_port}",
             registrations=[admin.registration()],

@@ -119,12 +119,15 @@ def build_served_engine(
     )
 
 
-def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer) -> list[Server]:
+def build_servers(
+    config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: Lifecycle
+) -> list[Server]:
     """The listener for frontends, then the admin listener."""
     admin = AdminServicer(
         "engine",
         f"engine-{config.index}",
         lambda: announce.status(engine, servicer.num_sessions),
+        lifecycle=lifecycle,
         utility=AdminCalls(engine).serve,
     )
     return [

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvloop
 
+from engine_svc.admin.announce import num_in_flight
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine, build_servers
@@ -32,7 +33,7 @@ from service_kit.config import ConfigError, Loaded
 from service_kit.errors import InvalidArgument
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
-from service_kit.server import AddressError, DrainCut, Server, run_server, write_announcement
+from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
 async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     engine = build_served_engine(config, origins)
     servicer = EngineCoreServicer(engine)
-    servers = build_servers(config, engine, servicer)
+    lifecycle = Lifecycle(lambda: num_in_flight(engine))
+    servers = build_servers(config, engine, servicer, lifecycle)
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
     thread = _engine_thread(config, engine)
     heartbeats = _background(engine, servicer.beat_forever())
@@ -145,6 +147,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
             on_cut=cut,
+            lifecycle=lifecycle,
         )
         if engine.failure is not None:
             exit_code = engine.failure.exit_code

@@ -77,6 +77,7 @@ async def _serve(config: FrontendConfig) -> int:
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
             on_cut=cut,
+            lifecycle=frontend.lifecycle,
         )
         end_at_once_on_signals(exit_code)
         return exit_code

@@ -53,6 +53,23 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 
 @admin.command()
+def drain(
+    context: typer.Context,
+    deadline_s: Annotated[
+        float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
+    ] = 0.0,
+    keep_running: Annotated[bool, typer.Option("--keep-running", help="until SIGTERM, then it ends")] = False,
+) -> None:
+    """Drain the service and show the progress.
+
+    It refuses new requests, finishes the running ones, and ends.
+    """
+    from launcher.verbs.admin import run_drain
+
+    raise typer.Exit(run_drain(_asked(context), deadline_s, keep_running=keep_running))
+
+
+@admin.command()
 def pause(
     context: typer.Context,
     mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "keep",

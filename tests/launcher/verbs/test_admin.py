@@ -16,7 +16,7 @@ from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.scaling.group_snapshot import GroupEngine
 from service_kit.admin import AdminServicer
 from service_kit.errors import FailedPrecondition
-from service_kit.server import ADMIN, Server
+from service_kit.server import ADMIN, Lifecycle, Server, ServiceState
 from tests.coordinator_svc.scaling.scaling_fakes import asking, dense, scaling_service
 from tests.launcher.fakes import triptych
 from triptych.admin.v1 import admin_pb2
@@ -30,6 +30,7 @@ class Listener:
 
     address: str = ""
     calls: list[utility_pb2.UtilityCall] = field(default_factory=list)
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         self.calls.append(request.call)
@@ -51,7 +52,9 @@ async def listening() -> AsyncIterator[Listener]:
         "version": 1_795_312_479_662,
         "share": 0.25,
     }
-    servicer = AdminServicer("engine", "engine-7", lambda: facts, listener.serve)
+    servicer = AdminServicer(
+        "engine", "engine-7", lambda: facts, lifecycle=listener.lifecycle, utility=listener.serve
+    )
     server = Server(
         listen="127.0.0.1:0", registrations=[servicer.registration()], profile=ADMIN, service="engine"
     )
@@ -97,6 +100,18 @@ async def test_status_and_options_are_lines() -> None:
     lines = set(status.out.splitlines())
     assert {"running 3", "run_state paused", "version 1795312479662", "share 0.25"} <= lines
     assert config.out == "revision unset (default)\n"
+
+
+async def test_a_drain_shows_its_progress_to_its_end() -> None:
+    async with listening() as listener:
+        listener.lifecycle.move_to(ServiceState.SERVING)
+        listener.lifecycle.move_to(ServiceState.DRAINING)
+        draining = asyncio.ensure_future(triptych("admin", listener.address, "drain", "--keep-running"))
+        await listener.lifecycle.until_ordered()
+        listener.lifecycle.note_drained()
+        outcome = await draining
+    assert (outcome.exit_code, outcome.out) == (0, "draining, 0 requests in flight\n")
+    assert (listener.lifecycle.drain_deadline_s, listener.lifecycle.keeps_running) == (None, True)
 
 
 async def test_answers_as_json_are_one_object() -> None:
