@@ -27,7 +27,7 @@ _LOCK_FILE = "probation.lock"
 # Of an ADD: what differs when a client sends the same request again, or does not change what is computed.
 _NO_CONTENT = (
     "handle", "request_id", "external_request_id", "group_id", "attempt", "output_token_ids",
-    "request_seed", "priority", "age_ms", "remaining_ms", "data_parallel_rank", "trace_context",
+    "request_seed", "priority", "cache_salt", "age_ms", "remaining_ms", "data_parallel_rank", "trace_context",
     "orphan_grace_ms", "resume_state",
 )  # fmt: skip
 
