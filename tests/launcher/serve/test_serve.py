@@ -29,7 +29,8 @@ from service_kit.limits import INTERNAL
 from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
 from tests.processes import START_LIMIT_S, running_async
-from triptych.api.v1 import model_pb2, model_pb2_grpc
+from tests.system.generation import request_of
+from triptych.api.v1 import inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
 @dataclass(slots=True)
@@ -157,6 +158,45 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert await asyncio.wait_for(stack.process.wait(), 60) == 0
         assert not [one["service"] for one in processes if is_running(one["pid"])]
         assert not (tmp_path / "ready.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
+    tmp_path: Path, number
+) -> None:
+    ready_file, (read_fd, write_fd) = tmp_path / "ready.json", os.pipe()
+    async with running_async(
+        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={ready_file}"),
+        stdout=write_fd,
+        stderr=write_fd,
+    ) as process:
+        os.close(write_fd)
+        with os.fdopen(read_fd) as log:
+            while "triptych complete" not in await asyncio.to_thread(log.readline):
+                pass
+        ready = json.loads(ready_file.read_text())
+        async with open_channel(ready["grpc"]) as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+                request_of("Once upon a time", 900)
+            )
+            answer = await call.read()
+            process.send_signal(number)
+            while (event := await call.read()) is not grpc.aio.EOF:
+                answer = event
+        assert answer.finished.usage.num_completion_tokens == 900
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+    assert not [one["service"] for one in ready["processes"] if is_running(one["pid"])]
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 1.0])
+async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float) -> None:
+    async with running_async(sys.executable, "-m", "launcher.cli", "serve", "--port=0") as process:
+        # Whatever it does by then: imports, or waits for its services.
+        await asyncio.sleep(delay_s)
+        children = children_of(process.pid, "")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    assert not [pid for pid in children if is_running(pid)]
 
 
 async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(tmp_path: Path) -> None:
