@@ -102,7 +102,7 @@ class PoisonRecord:
 
 
 class ProbationLocks:
-    """Lets one process of the host at a time have suspects on an engine, which can then be told apart.
+    """Lets one process of the host at a time have suspects on an engine: a death then identifies one.
 
     The kernel releases the locks of a process that ends.
     """
