@@ -14,7 +14,7 @@ from frontend_svc.generation.poison import PoisonRecord, ProbationLocks, content
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect
 from frontend_svc.output.loss import LossKind
 from service_kit.errors import Internal
-from tests.processes import source_environment
+from tests.processes import running, source_environment
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 
@@ -152,14 +152,9 @@ def test_a_suspect_waits_while_another_process_has_one_on_the_engine(tmp_path: P
     suspects, suspect = PoisonQuarantine(locks), Suspect()
     suspects.lose(suspect, "dead", LossKind.DEATH, had_output=False)
     assert suspects.may_go(suspect, "a")
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_A_LOCK, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=source_environment(),
-    )
-    try:
-        assert other.stdout is not None
+    command = (sys.executable, "-c", HOLDS_A_LOCK, str(tmp_path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with running(*command, env=source_environment(), **pipes) as other:
         assert other.stdout.readline() == b"True\n"
         assert not suspects.may_go(suspect, "a")
         assert suspects.is_locked_out
@@ -167,9 +162,6 @@ def test_a_suspect_waits_while_another_process_has_one_on_the_engine(tmp_path: P
         # Where it is sent there in spite of that, it is not found to be the cause.
         suspects.send(suspect, "a")
         assert not suspects.lose(suspect, "a", LossKind.DEATH, had_output=False)
-    finally:
-        other.kill()
-        other.communicate()
     assert suspects.may_go(suspect, "a")
     locks.close()
 
