@@ -143,13 +143,15 @@ class Supervisor:
         most = self._plan.max_engines
         if num_engines > max(most, self._num_wanted):
             self._report(f"{num_engines} engines are wanted, {most} are the most that are started here")
+        # The coordinator repeats what it wants: only something new is a reason to try again.
+        is_new = (num_engines, starts_missing) != (self._num_wanted, self._starts_missing)
         self._num_wanted, self._starts_missing = num_engines, starts_missing
         self._num_kv_blocks = num_kv_blocks
         if self._group is None or self._plan.engine is None or self._is_stopping:
             return
         for rank in range(min(num_engines, most) if starts_missing else 0):
             plan = self._plan.engine(rank)
-            if plan.name not in self._keepers:
+            if plan.name not in self._keepers and (is_new or plan.name not in self.given_up):
                 self._keepers[plan.name] = self._group.create_task(self._add(plan))
         for name, child in self.children.items():
             if not self._is_wanted(*parts_of(name)) and name not in self._ready:
