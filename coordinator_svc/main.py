@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service_kit.process import prepare_process, set_title
+from service_kit.process import prepare_service, set_title
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a coordinator until SIGTERM. Returns the exit code."""
-    prepare_process("coordinator")
+    prepare_service("coordinator")
     # Imported after the process is prepared: grpc reads its environment once, at import.
     from coordinator_svc.config import CoordinatorConfig
     from coordinator_svc.run import run

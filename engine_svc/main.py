@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service_kit.process import prepare_process, set_title
+from service_kit.process import prepare_service, set_title
 
 
 def main(argv: Sequence[str]) -> int:
     """Run an engine until SIGTERM. Returns the exit code."""
-    prepare_process("engine")
+    prepare_service("engine")
     # Imported after the process is prepared: grpc reads the environment once, at import.
     from engine_svc.config import EngineConfig
     from engine_svc.process.run import run

@@ -38,16 +38,21 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 def prepare_process(role: Role) -> None:
     """Set the environment that grpc reads at its import, unless the user has set it. Call first in `main`.
 
-    From here on SIGUSR1 writes the stacks of all threads to stderr, and the signals that stop a service end
-    it with 0, even as PID 1 of a container, until it installs its own handlers. A client handles them itself,
-    as it reports work that is left undone.
+    From here on SIGUSR1 writes the stacks of all threads to stderr.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     write_when_asked()
-    if role != "client":
-        end_at_once_on_signals(0)
+
+
+def prepare_service(role: Role) -> None:
+    """`prepare_process` for a service, which ends with 0 on a signal until it installs its own handlers.
+
+    Also as PID 1 of a container, to which the kernel delivers no unhandled signal.
+    """
+    prepare_process(role)
+    end_at_once_on_signals(0)
 
 
 def set_title(service: str, index: int | None = None, *parts: str | int) -> None:

@@ -57,8 +57,8 @@ def test_what_the_user_has_set_stays() -> None:
 
 PREPARED_SERVICE = (
     "import signal, sys, time\n"
-    "from service_kit.process import prepare_process\n"
-    "prepare_process('engine')\n"
+    "from service_kit.process import prepare_service\n"
+    "prepare_service('engine')\n"
     "print('importing', flush=True)\n"
     "time.sleep(120)"
 )
@@ -102,7 +102,7 @@ def test_a_process_writes_its_stacks_when_it_is_asked_to_and_runs_on(role: str) 
 
 def test_signals_of_a_client_are_left_as_they_were() -> None:
     program = (
-        "import os, signal\n"
+        "import signal\n"
         "from service_kit.process import prepare_process\n"
         "prepare_process('client')\n"
         "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)\n"
