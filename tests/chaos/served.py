@@ -78,6 +78,11 @@ class ServedStack:
         await self._stop()
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def address(self) -> str:
         return str(self._ready()["grpc"])
 
