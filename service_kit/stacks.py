@@ -19,11 +19,11 @@ _MAX_WAIT_S = 0.6  # for all of them
 
 def write_when_asked() -> None:
     """Write the stacks of all threads to stderr on SIGUSR1, whatever the threads do or hold."""
-    try:
-        faulthandler.register(_ASKED, file=sys.__stderr__, all_threads=True)
-    except (AttributeError, OSError, RuntimeError, ValueError):
-        # There is no stderr. The signal must not end the process for that.
+    if sys.__stderr__ is None:
+        # The signal must not end the process for that.
         signal.signal(_ASKED, signal.SIG_IGN)
+    else:
+        faulthandler.register(_ASKED, file=sys.__stderr__, all_threads=True)
 
 
 def write_stacks_of(process_ids: Sequence[int]) -> None:

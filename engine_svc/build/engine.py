@@ -48,6 +48,7 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
+from service_kit.server import Lifecycle as ServiceLifecycle
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def build_served_engine(
 
 
 def build_servers(
-    config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: Lifecycle
+    config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: ServiceLifecycle
 ) -> list[Server]:
     """The listener for frontends, then the admin listener."""
     admin = AdminServicer(

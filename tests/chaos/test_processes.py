@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from benchmarks.rig.history import Oracle
-from benchmarks.rig.streams import Flow, Load, StreamRecord, make_cases
+from benchmarks.rig.streams import Case, Flow, Load, StreamRecord, make_cases
 from launcher.serve.readiness import health_of
 from launcher.services import READINESS
 from service_kit.channel import open_channel
@@ -113,7 +113,7 @@ async def test_poison_that_is_sent_twenty_times_over_two_frontends_of_two_worker
     assert max(took_s) < 1.0
 
 
-async def _sent(load: Load, channel: grpc.aio.Channel, case: object) -> StreamRecord:
+async def _sent(load: Load, channel: grpc.aio.Channel, case: Case) -> StreamRecord:
     [record] = load.send(channel, [case])
     await load.ended(record)
     return record

@@ -129,11 +129,11 @@ async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None
 
 
 async def last_of(call: grpc.aio.UnaryStreamCall) -> admin_pb2.DrainResponse:
-    last = admin_pb2.DrainResponse()
+    answers: list[admin_pb2.DrainResponse] = []
     # Not `async for`, as the test has read some already.
-    while (answer := await call.read()) is not grpc.aio.EOF:
-        last = answer
-    return last
+    while isinstance(answer := await call.read(), admin_pb2.DrainResponse):
+        answers.append(answer)
+    return answers[-1]
 
 
 async def test_drain_streams_its_progress_until_it_is_over_and_a_second_caller_follows_it(telemetry: None):

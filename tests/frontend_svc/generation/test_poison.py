@@ -155,7 +155,7 @@ def test_a_suspect_waits_while_another_process_has_one_on_the_engine(tmp_path: P
     command = (sys.executable, "-c", HOLDS_A_LOCK, str(tmp_path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with running(*command, env=source_environment(), **pipes) as other:
-        assert other.stdout.readline() == b"True\n"
+        assert other.stdout is not None and other.stdout.readline() == b"True\n"
         assert not suspects.may_go(suspect, "a")
         assert suspects.is_locked_out
         assert suspects.may_go(suspect, "b")

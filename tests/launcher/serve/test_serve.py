@@ -30,7 +30,7 @@ from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
 from tests.processes import START_LIMIT_S, running_async
 from tests.system.generation import request_of
-from triptych.api.v1 import inference_pb2_grpc, model_pb2, model_pb2_grpc
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
             )
             answer = await call.read()
             process.send_signal(number)
-            while (event := await call.read()) is not grpc.aio.EOF:
+            while isinstance(event := await call.read(), generate_pb2.GenerateResponse):
                 answer = event
         assert answer.finished.usage.num_completion_tokens == 900
         assert await asyncio.wait_for(process.wait(), 60) == 0
