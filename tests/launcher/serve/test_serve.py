@@ -160,7 +160,9 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert not (tmp_path / "ready.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)], ids=lambda one: one.name
+)
 async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
     tmp_path: Path, number
 ) -> None:
@@ -188,7 +190,7 @@ async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
     assert not [one["service"] for one in ready["processes"] if is_running(one["pid"])]
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 1.0])
+@pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.5, marks=pytest.mark.chaos)])
 async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float) -> None:
     async with running_async(sys.executable, "-m", "launcher.cli", "serve", "--port=0") as process:
         # Whatever it does by then: imports, or waits for its services.
