@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -20,6 +21,15 @@ _fields: ContextVar[Mapping[str, str]] = ContextVar("triptych_log_fields", defau
 
 # Attributes of every record; the rest came through `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+# The beginning of a message below a warning in either format.
+_BELOW_WARNING = re.compile(r'\d\d:\d\d:\d\d\.\d{3} (INFO|DEBUG) |\{"ts": "[^"]*", "level": "(info|debug)"')
+
+
+def is_below_warning(line: str) -> bool:
+    """Whether a line of a service's log is a message of a level below warning."""
+    return _BELOW_WARNING.match(line) is not None
 
 
 def bind_log_fields(**fields: str) -> None:
