@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine_svc.model.errors import CheckpointError
-from engine_svc.model.loading.checkpoint import weight_files, weights_digest
+from engine_svc.model.loading.checkpoint import weights_digest
+from engine_svc.model.loading.folder import weight_files
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.loading.safetensors_file import SafetensorsFile
 from engine_svc.model.loading.weights import WeightReader, lazy_weights
