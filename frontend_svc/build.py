@@ -106,6 +106,7 @@ class Frontend:
             self._text_workers,
             read_tokenizer_override(config.tokenizer),
             ParserNames(config.tool_parser, config.reasoning_parser),
+            chat_template=None if config.chat_template is None else Path(config.chat_template).read_bytes(),
         )
         make_client = functools.partial(
             EngineClient,

@@ -292,6 +292,18 @@ def health(
     raise typer.Exit(run_health(url, service, timeout_s))
 
 
+@app.command()
+def doctor() -> None:
+    """Show what this machine has, and lacks, to serve a model.
+
+    Exits 1 if something is lacking.
+    """
+    prepare_process("client")
+    from launcher.verbs.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
 @bench.command("serve", context_settings=_PASS_ON)
 def bench_serve(context: typer.Context) -> None:
     """Put a load on a running frontend, and measure it."""

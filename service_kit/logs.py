@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Mapping
@@ -27,6 +28,15 @@ _fields: ContextVar[Mapping[str, str]] = ContextVar("triptych_log_fields", defau
 
 # Attributes of every record; the rest came through `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+# The beginning of a message below a warning in either format.
+_BELOW_WARNING = re.compile(r'\d\d:\d\d:\d\d\.\d{3} (INFO|DEBUG) |\{"ts": "[^"]*", "level": "(info|debug)"')
+
+
+def is_below_warning(line: str) -> bool:
+    """Whether a line of a service's log is a message of a level below warning."""
+    return _BELOW_WARNING.match(line) is not None
 
 
 # The kernel takes as much at once from a process that it has reported a pipe as writable to.

@@ -6,6 +6,7 @@ Knows no processes: a child may also run on another machine.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,39 +87,40 @@ def first_failure() -> Iterator[None]:
 async def run_until_signal(
     work: Coroutine[None, None, None],
     *,
-    stop: Callable[[], Awaitable[None]],
+    stop: Callable[[signal.Signals | None], Awaitable[None]],
     hurry: Callable[[], Awaitable[None]],
     failures: tuple[type[E], ...],
     on_failure: Callable[[E], int],
 ) -> int:
     """Run `work` until it ends, or until SIGTERM, SIGINT or SIGHUP, then `stop`; returns the exit code.
 
-    A second signal calls `hurry` during `stop`. `on_failure` is called with one of `failures` and returns the
-    exit code.
+    `stop` gets the signal, if it was one. A second signal calls `hurry` during `stop`. `on_failure` is called
+    with one of `failures`, after `stop`, and returns the exit code.
     """
     hurrying: set[asyncio.Task[None]] = set()
-    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    stopping: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stopping.done():
             hurrying.add(asyncio.ensure_future(hurry()))
         else:
-            stopping.set_result(None)
+            stopping.set_result(number)
 
     loop, numbers = asyncio.get_running_loop(), stop_signals()
     for number in numbers:
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     running = asyncio.ensure_future(work)
+    failure: E | None = None
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
     except failures as error:
-        return on_failure(error)
+        failure = error
     finally:
         running.cancel()
         await asyncio.wait((running,))
-        await stop()
+        await stop(stopping.result() if stopping.done() else None)
         for number in numbers:
             loop.remove_signal_handler(number)
-    return 0
+    return 0 if failure is None else on_failure(failure)

@@ -24,6 +24,7 @@ from engine_svc.build.fingerprint import (
     make_fingerprint,
     read_sampling_defaults,
 )
+from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_POINTS
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
@@ -63,8 +64,6 @@ _MAX_COMMANDS = 16_384
 # How far a subscriber may be behind: about as much memory as a frontend's outbox.
 _MAX_KV_BATCHES = 4096
 _MAX_KV_BATCH_BLOCKS = 32_768
-_POLICY_ENTRY_POINTS = "triptych.policies"
-_SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
 
 # What an entry point of the group `triptych.schedulers` refers to: a subclass of `Scheduler`, or what has its
 # arguments and members.
@@ -86,8 +85,6 @@ def build_served_engine(
     """
     _find_policy(config.scheduling_policy)
     _find_scheduler(config.scheduler_class)
-    if config.record_decisions is not None and config.scheduler_class != "default":
-        raise ConfigError("--record-decisions records the default scheduler, not that of --scheduler-class")
     identity = EngineIdentity(
         # Stable if the port is fixed: the next process on it then replaces this one at the coordinator.
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
@@ -395,11 +392,11 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
 
 
 def _find_policy(name: str) -> PolicyFactory:
-    return find_offered(name, POLICIES, group=_POLICY_ENTRY_POINTS, option="--scheduling-policy")
+    return find_offered(name, POLICIES, group=POLICY_ENTRY_POINTS, option="--scheduling-policy")
 
 
 def _find_scheduler(name: str) -> SchedulerFactory:
-    return find_offered(name, _SCHEDULERS, group=_SCHEDULER_ENTRY_POINTS, option="--scheduler-class")
+    return find_offered(name, _SCHEDULERS, group=SCHEDULER_ENTRY_POINTS, option="--scheduler-class")
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:

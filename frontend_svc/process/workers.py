@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -187,7 +188,7 @@ async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[An
     """
     stopped_code = 0
 
-    async def stop() -> None:
+    async def stop(number: signal.Signals | None) -> None:
         nonlocal stopped_code
         stopped_code = await group.stop()
 

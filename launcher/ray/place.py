@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 from launcher.ray.cluster import ClusterAway, RayCluster, connect, disconnect, find_host
 from launcher.ray.config import Placing
@@ -57,7 +58,7 @@ async def _place(placing: Placing) -> int:
         limits=limits_of(placing),
     )
 
-    async def stop() -> None:
+    async def stop(number: signal.Signals | None) -> None:
         remove_ready_file(placing.config.ready_file)
         await placement.stop()
 

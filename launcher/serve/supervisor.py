@@ -106,6 +106,7 @@ class Supervisor:
         self._ready: set[str] = set()
         self._all_are_ready = asyncio.Event()
         self._is_stopping = False
+        self._hides_info = False
 
     async def start(self) -> None:
         """Start everything and wait until all are ready; raises ChildDied or StartTimeout."""
@@ -118,6 +119,8 @@ class Supervisor:
                         for plan in self._plan.others:
                             group.create_task(self._start_with_others(plan))
             except TimeoutError as error:
+                for child in self.children.values():
+                    child.release()
                 late = ", ".join(plan.name for plan in self._plans() if plan.name not in self._ready)
                 raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
 
@@ -167,6 +170,12 @@ class Supervisor:
                 if not ended:
                     self._report(f"{child.name} did not end within {self._limits.stop_s:g} s and was killed")
 
+    def hide_info(self) -> None:
+        """From now on copy only the lines of processes that are no messages below a warning."""
+        self._hides_info = True
+        for child in self.children.values():
+            child.hides_info = True
+
     async def hurry(self) -> None:
         """Cut every drain short."""
         for child in self.children.values():
@@ -200,10 +209,19 @@ class Supervisor:
     async def _start(self, plan: ProcessPlan) -> None:
         command = (*plan.command, *self._flags_of(plan))
         child = Child(plan.name, command, self._environment, announces=True, output=self._output)
+        child.hides_info = self._hides_info
+        if plan.service == "frontend":
+            # Until it is ready it reports what engines do, which report that themselves.
+            child.hold()
         self.children[plan.name] = child
-        address = (await child.announced()).address
-        self._addresses[plan.name] = address
-        await self._before_it_dies(self._await_ready(plan.service, address), child)
+        try:
+            address = (await child.announced()).address
+            self._addresses[plan.name] = address
+            await self._before_it_dies(self._await_ready(plan.service, address), child)
+        except ChildDied:
+            child.release()
+            raise
+        child.release()
         self._ready.add(plan.name)
         self.given_up.pop(plan.name, None)
         if len(self._ready) == len(self._plans()):
@@ -251,6 +269,8 @@ class Supervisor:
                 self._give_up(plan, child, restarts)
                 return
             ending = "could not be started" if child is None else child.ending
+            if child is not None and child.announced_cause:
+                ending += f" ({child.announced_cause})"
             self._report(f"{plan.name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
             if self._is_wanted(plan.service, plan.index):
@@ -285,6 +305,7 @@ class Supervisor:
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 self._report(f"{plan.name} cannot be started: {error.strerror or error}")
             if plan.name in self.children:
+                self.children[plan.name].release()
                 await self.children[plan.name].stop(self._limits.stop_s)
             return
         self._on_change()

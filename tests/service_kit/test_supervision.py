@@ -101,7 +101,7 @@ class Verb:
             os.kill(os.getpid(), self._number)
             await asyncio.Event().wait()
 
-    async def _stop(self) -> None:
+    async def _stop(self, number: signal.Signals | None) -> None:
         self.events.append("stop")
         if self._signals_at_stop:
             os.kill(os.getpid(), signal.SIGINT)
@@ -139,7 +139,7 @@ async def test_work_that_is_done_ends_the_verb() -> None:
 async def test_a_failure_that_is_expected_has_its_exit_code_and_a_bug_is_raised() -> None:
     verb = Verb(OSError("no such host"))
     assert await verb.run(until_signal=False) == 3
-    assert verb.events == ["no such host", "stop"]
+    assert verb.events == ["stop", "no such host"]
     verb = Verb(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         await verb.run(until_signal=False)
