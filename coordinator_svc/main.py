@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service_kit.process import prepare_process, set_title
+from service_kit.process import prepare_service, set_title
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a coordinator until SIGTERM. Returns the exit code."""
-    prepare_process("coordinator")
+    prepare_service("coordinator")
     # Imported after the process is prepared: grpc reads its environment once, at import.
     from coordinator_svc.config import CoordinatorConfig
     from coordinator_svc.run import run
     from service_kit.config import ConfigError, load_config, usage
+    from service_kit.logs import write_log_line
     from service_kit.plugins import PluginError, load_plugins
 
     if "--help" in argv:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         set_title("coordinator", loaded.config.index or None)
         load_plugins(loaded.config.plugins)
     except (ConfigError, PluginError) as error:
-        print(f"triptych coordinator: {error}", file=sys.stderr)
+        write_log_line(f"triptych coordinator: {error}")
         return 2
     return run(loaded)
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Coroutine, Iterable
 from functools import partial
@@ -23,11 +22,13 @@ from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
+from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import (
     ADMIN,
     INTERNAL,
     AddressError,
+    Lifecycle,
     Registration,
     Server,
     run_server,
@@ -52,7 +53,7 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     try:
         exit_code = uvloop.run(_serve(config))
     except AddressError as error:
-        print(f"triptych coordinator: {error.strerror}", file=sys.stderr)
+        write_log_line(f"triptych coordinator: {error.strerror}")
         exit_code = 2
     finally:
         shutdown_telemetry()
@@ -76,7 +77,8 @@ async def _serve(config: CoordinatorConfig) -> int:
         epoch=topology.coordinator_epoch,
         rebuilt_at=clock.now() + lease_s,
     )
-    admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status)
+    lifecycle = Lifecycle()
+    admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status, lifecycle=lifecycle)
     servers = [
         Server(
             listen=f"{config.host}:{config.port}",
@@ -118,6 +120,7 @@ async def _serve(config: CoordinatorConfig) -> int:
             on_drain=close,
             drain_deadline_s=config.drain_deadline_s,
             announce=lambda addresses: _announce(config, addresses),
+            lifecycle=lifecycle,
         ),
     )
     end_at_once_on_signals(exit_code)

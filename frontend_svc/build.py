@@ -36,6 +36,7 @@ from frontend_svc.generation.drain import Drain, shutting_down
 from frontend_svc.generation.failover import Failover
 from frontend_svc.generation.generation import Generation
 from frontend_svc.generation.open_requests import OpenRequests
+from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
@@ -46,7 +47,8 @@ from service_kit import shared_memory
 from service_kit.admin import AdminServicer
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
-from service_kit.server import ADMIN, PUBLIC, LimitProfile, Registration, Server
+from service_kit.process import runtime_folder
+from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -104,6 +106,7 @@ class Frontend:
             self._text_workers,
             read_tokenizer_override(config.tokenizer),
             ParserNames(config.tool_parser, config.reasoning_parser),
+            chat_template=None if config.chat_template is None else Path(config.chat_template).read_bytes(),
         )
         make_client = functools.partial(
             EngineClient,
@@ -122,7 +125,15 @@ class Frontend:
             policy=find_policy(config.routing_policy),
             first_turn=first_turn(config.index, self.identity.epoch),
         )
-        self.failover = Failover(self.directory, clock, random.Random(self.identity.epoch))
+        folder = runtime_folder()
+        self._locks = ProbationLocks(folder)
+        self.failover = Failover(
+            self.directory,
+            clock,
+            random.Random(self.identity.epoch),
+            poison=PoisonRecord(folder),
+            locks=self._locks,
+        )
         limits = RequestLimits(
             max_n=config.max_n, max_logprobs=config.max_logprobs, stream_interval=config.stream_interval
         )
@@ -146,7 +157,8 @@ class Frontend:
             reflection=config.reflection,
             check_large=self._text_workers.check_message,
         )
-        admin = AdminServicer("frontend", f"frontend-{config.index}", self.status)
+        self.lifecycle = Lifecycle(lambda: self.draining.num_open)
+        admin = AdminServicer("frontend", f"frontend-{config.index}", self.status, lifecycle=self.lifecycle)
         self.admin = Server(
             listen=f"127.0.0.1:{config.admin_port}",
             registrations=[admin.registration()],
@@ -195,6 +207,7 @@ class Frontend:
         self.directory.leave()
         await self.resumable.close()
         self.failover.close()
+        self._locks.close()
         if self._coordinator is not None:
             await self._coordinator.close()
         await self.directory.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
@@ -46,6 +47,9 @@ class FrontendConfig:
     )
     tool_parser: str = option("auto", help="how tool calls are read: auto, none or the name of a format")
     reasoning_parser: str = option("auto", help="how reasoning is read: auto, none or the name of a format")
+    chat_template: str | None = option(
+        None, help="file of a Jinja chat template, instead of the model's own; of all models that are served"
+    )
     request_templates: bool = option(False, help="accept chat templates in requests")
     max_n: int = option(64, help="most outputs a request may ask for")
     max_logprobs: int = option(
@@ -102,6 +106,10 @@ class FrontendConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
         ParserNames(self.tool_parser, self.reasoning_parser)
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+            raise ValueError(f"tokenizer {self.tokenizer} does not exist")
+        if self.chat_template is not None:
+            _check_chat_template(self.chat_template)
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
         for name in ("drain_deadline_s", "drain_lag_s", "slow_reader_s", "reconnect_window_s"):
@@ -122,3 +130,15 @@ class FrontendConfig:
             )
         if self.share_port and not self.port:
             raise ValueError("share_port needs a port: with port 0 each process would get another one")
+
+
+def _check_chat_template(path: str) -> None:
+    # Imported here: it takes long, and few use it.
+    from frontend_svc.text.chat.template import check_template
+
+    try:
+        check_template(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"chat_template {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"chat_template {path}: {error}") from error

@@ -6,14 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine_svc.config import EngineConfig
-from engine_svc.model.loading.hub import is_hub_id
 from launcher.config import ServeConfig
 from launcher.flags import RESERVED, split_flags
 from launcher.services import SERVICES, config_of, embedded_model
 from service_kit.config import (
     ConfigError,
+    Loaded,
     flag_names,
     help_text,
     load_config,
@@ -32,7 +33,7 @@ _EMBEDDED_DEFAULTS = {
 }
 
 # Required flags whose value is only known when the service is started; any value, for the check here.
-_FLAGS_SET_LATER = {"frontend": ("--coordinator=127.0.0.1:1",)}
+_FLAGS_OF_FRONTEND_SET_LATER = ("--coordinator=127.0.0.1:1",)
 
 
 _HELP_ORDER = ("engine", "frontend", "coordinator")
@@ -40,7 +41,8 @@ _HELP_ORDER = ("engine", "frontend", "coordinator")
 _COMMON = (
     "--host", "--port", "--dtype", "--device", "--quantization", "--max-model-len",
     "--gpu-memory-utilization", "--kv-cache-memory", "--max-num-seqs", "--data-parallel-size",
-    "--tensor-parallel-size", "--served-model-name", "--tool-parser", "--reasoning-parser", "--log-level",
+    "--tensor-parallel-size", "--served-model-name", "--chat-template", "--tool-parser",
+    "--reasoning-parser", "--verbose", "--log-level",
 )  # fmt: skip
 _OF_SEVERAL = "Options of several services, which all get them"
 _SECTIONS = {
@@ -62,6 +64,8 @@ class Serving:
     flags: Mapping[str, Sequence[str]]  # by service
     group: str = ""  # the data-parallel group of its engines
     sizes_cache: bool = False  # whether the user has set the size of the KV cache
+    engine: EngineConfig | None = None  # of the first engine; None: one that is known to start
+    tokenizer: str | None = None  # of the frontends, in place of the model's
 
     @property
     def model(self) -> str:
@@ -74,22 +78,26 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     argv = _with_file(argv)
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
-    # Checked here, because the services would report it only seconds later.
-    if config.model and not Path(config.model).is_dir() and not is_hub_id(config.model):
-        raise ConfigError(f"model {config.model} is not a folder")
     if config.ready_file:
         _check_writable(Path(config.ready_file))
     flags["engine"] = with_model([*([config.model] if config.model else []), *flags["engine"]])
     fixed_flags = (f"--data-parallel-size={config.data_parallel_size}",)
     engine = load_config(EngineConfig, [*flags["engine"], *fixed_flags], service="engine")
-    for service in ("coordinator", "frontend"):
-        load_config(
-            config_of(service), [*flags[service], *_FLAGS_SET_LATER.get(service, ())], service=service
-        )
+    load_config(config_of("coordinator"), flags["coordinator"], service="coordinator")
+    frontend: Loaded[Any] = load_config(
+        config_of("frontend"), [*flags["frontend"], *_FLAGS_OF_FRONTEND_SET_LATER], service="frontend"
+    )
     if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
     sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))
-    return Serving(config, flags, engine.config.data_parallel_group, sizes_cache)
+    return Serving(
+        config,
+        flags,
+        engine.config.data_parallel_group,
+        sizes_cache,
+        engine.config,
+        frontend.config.tokenizer,
+    )
 
 
 def _with_file(argv: Sequence[str]) -> list[str]:

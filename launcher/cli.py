@@ -6,13 +6,18 @@ import io
 import sys
 from typing import Annotated, Any, NoReturn
 
+from service_kit.process import end_at_once_on_signals, prepare_process, process_environment
+
+if sys.argv[1:2] and sys.argv[1] in ("serve", "frontend", "engine", "coordinator"):
+    # Until it handles signals itself: a stop during the imports is no failure.
+    end_at_once_on_signals(0)
+
 import typer
 from typer.core import TyperCommand
 
 from launcher.conformance.verbs import conformance
 from launcher.ray.verbs import ray
 from launcher.verbs.admin_verbs import admin
-from service_kit.process import prepare_process, process_environment
 
 # A verb that runs services forwards its arguments: their own configurations have the flags and the help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -285,6 +290,18 @@ def health(
     prepare_process("client")
 
     raise typer.Exit(run_health(url, service, timeout_s))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine has, and lacks, to serve a model.
+
+    Exits 1 if something is lacking.
+    """
+    prepare_process("client")
+    from launcher.verbs.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
 
 
 @bench.command("serve", context_settings=_PASS_ON)

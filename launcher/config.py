@@ -25,6 +25,11 @@ class ServeConfig:
     data_parallel_external_lb: bool = option(
         False, help="a frontend for each engine, on --port and the ports after it, for a balancer elsewhere"
     )
+    verbose: bool = option(
+        False,
+        short="v",
+        help="show messages of level info on a terminal, too; elsewhere they are shown anyway",
+    )
     ready_file: str | None = option(
         None, help="file for addresses and pids as JSON, from when all is ready until the stop"
     )

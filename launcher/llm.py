@@ -354,7 +354,8 @@ def _check_kind(
 
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     try:
-        return EngineConfig(model=model, **options)
+        # Processes of the engine write to the stderr of a script, which wants to see what is wrong.
+        return EngineConfig(model=model, **{"log_level": "warning", **options})
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"engine options: {error}") from error
 

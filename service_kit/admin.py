@@ -1,4 +1,4 @@
-"""AdminService of every process: status, log level, recent spans. The only module here that imports stubs."""
+"""AdminService of every process: status, spans, log level, drain. The only module here with stubs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import grpc.aio
 
 from service_kit.errors import Unimplemented
 from service_kit.field_checks import check_enum
 from service_kit.logs import set_log_level
-from service_kit.server import Registration
+from service_kit.server import Lifecycle, Registration
 from service_kit.telemetry import SpanRecord, recent_spans
 from service_kit.version import installed_version
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -36,7 +36,7 @@ _STATES = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves GetStatus, GetTrace and SetLogLevel, and Utility if it has a handler.
+    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility if it has a handler.
 
     The rest of AdminService is UNIMPLEMENTED. `status` returns the service's own facts and counters; its key
     `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` handles
@@ -48,11 +48,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         service: str,
         instance: str,
         status: Callable[[], Mapping[str, str | int | float]],
+        *,
+        lifecycle: Lifecycle,
         utility: Callable[[admin_pb2.UtilityRequest], Awaitable[admin_pb2.UtilityResponse]] | None = None,
     ) -> None:
         self._service = service
         self._instance = instance
         self._status = status
+        self._lifecycle = lifecycle
         self._utility = utility
         self._started_at = time.monotonic()
 
@@ -108,6 +111,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         else:
             set_log_level(logging.getLevelName(_LEVELS[request.level]))
         return admin_pb2.SetLogLevelResponse(previous_level=_nearest_level(previous))
+
+    async def Drain(
+        self,
+        request: admin_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
+    ) -> AsyncIterator[admin_pb2.DrainResponse]:
+        """Drain this process, or follow its drain; a caller that goes does not end it."""
+        self._lifecycle.drain(request.deadline_ms / 1000 or None, keeps_running=request.keep_running)
+        async for num_in_flight, state in self._lifecycle.progress():
+            yield admin_pb2.DrainResponse(num_in_flight=num_in_flight, state=_STATES[state.value])
 
     async def Utility(
         self,

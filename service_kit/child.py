@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import select
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,9 +20,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO, Any
 
+from service_kit.logs import is_below_warning, write_log_line
+
 _NUM_LAST_LINES = 20
+_MAX_HELD_LINES = 1000
 # Limit of one line of a child's log.
 _MAX_LINE_BYTES = 64 * 1024
+# How a service announces what ends it: a line of its own on stderr, not a log message.
+_CAUSE = re.compile(r"triptych [a-z]+: (.+)")
 
 # The time of death in messages of `ChildDied`.
 STARTING = "while it was starting"
@@ -46,18 +51,28 @@ class Announcement:
 
 
 class ChildDied(Exception):
-    """A child ended unexpectedly. The message has its name, its end, its last log lines, and `when`.
+    """A child ended unexpectedly. The message ends with the cause that it announced, or with its last line.
 
-    exit_code: as a shell reports it, and never 0.
+    Without an announced cause, its lines before that come first, unless they were copied.
+    exit_code: as a shell reports it, and never 0.  was_starting: it died before it was ready.
     """
 
     def __init__(self, child: Child, when: str = "") -> None:
-        words = [child.name, child.ending, *([when] if when else [])]
         last_lines = [line for line in child.last_lines if line.strip()]
-        reason = f": {last_lines.pop()}" if last_lines else ""
-        before = "".join(f"\n    {line}" for line in last_lines)
-        super().__init__(" ".join(words) + reason + (before and "\n  its lines before that:" + before))
+        reason = child.announced_cause or (last_lines.pop() if last_lines else "")
+        before = (
+            ""
+            if child.announced_cause or child.is_copied
+            else "".join(f"    {line}\n" for line in last_lines)
+        )
+        words = [child.name, child.ending, *([when] if when else [])]
+        super().__init__(
+            (before and f"last lines of {child.name}:\n{before}")
+            + " ".join(words)
+            + (reason and f": {reason}")
+        )
         self.exit_code = child.shell_code or 1
+        self.was_starting = when == STARTING
 
 
 class Child:
@@ -80,8 +95,11 @@ class Child:
     ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self.announced_cause = ""  # what it announced as the cause of its end
+        self.hides_info = False  # log messages below a warning are not copied
+        self.is_copied = output is Output.COPIED
+        self._held: deque[str] | None = None  # lines to copy at `release`; None: none is held back
         self.announcement: Announcement | None = None
-        self._is_copied = output is Output.COPIED
         self._is_terminated = False
         if output is not Output.INHERITED:
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -132,6 +150,14 @@ class Child:
         return "is running" if code is None else describe_exit(code)
 
     @property
+    def cause(self) -> str:
+        """How it ended and, if it exited by itself with an error, why: as announced, else its last line."""
+        lines = [line for line in self.last_lines if line.strip()]
+        reason = self.announced_cause or (lines[-1] if lines else "")
+        has_exited = (self.exit_code or 0) > 0
+        return f"{self.how_it_ended}: {reason}" if reason and has_exited else self.how_it_ended
+
+    @property
     def ending(self) -> str:
         """How it ended, for messages."""
         return f"(pid {self.pid}) {self.how_it_ended}"
@@ -159,6 +185,16 @@ class Child:
     def end_fd(self) -> int:
         """A new file descriptor that is readable once it has ended; the caller closes it."""
         return os.pidfd_open(self.pid)
+
+    def hold(self) -> None:
+        """From now on hold back the lines that are to be copied, the last of them if there are many."""
+        self._held = deque(maxlen=_MAX_HELD_LINES)
+
+    def release(self) -> None:
+        """Copy the lines that were held back, and those to come as they come."""
+        held, self._held = self._held or (), None
+        for text in held:
+            self._copy(text)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end without an event loop; returns whether it has ended."""
@@ -219,15 +255,18 @@ class Child:
                     return
                 text = line.decode(errors="replace").rstrip("\n")
                 self.last_lines.append(text)
-                if self._is_copied:
+                announced = _CAUSE.fullmatch(text)
+                if announced is not None:
+                    # Not copied: its supervisor reports it.
+                    self.announced_cause = announced[1]
+                elif self.is_copied and not (self.hides_info and is_below_warning(text)):
                     self._copy(text)
 
     def _copy(self, text: str) -> None:
-        try:
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
-        except OSError:
-            # Our stderr is closed. The child's output must still be read, else it would block on a full pipe.
-            self._is_copied = False
+        if self._held is not None:
+            self._held.append(text)
+            return
+        write_log_line(f"[{self.name}] {text}")
 
 
 def describe_exit(code: int) -> str:

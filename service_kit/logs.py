@@ -1,9 +1,17 @@
-"""Log lines of a service, as text or JSON, with the request and trace they belong to."""
+"""Log lines of a service, as text or JSON, with the request and trace they belong to.
+
+What cannot be written is dropped: the log never changes what the service does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
+import os
+import re
+import select
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -20,6 +28,68 @@ _fields: ContextVar[Mapping[str, str]] = ContextVar("triptych_log_fields", defau
 
 # Attributes of every record; the rest came through `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+# The beginning of a message below a warning in either format.
+_BELOW_WARNING = re.compile(r'\d\d:\d\d:\d\d\.\d{3} (INFO|DEBUG) |\{"ts": "[^"]*", "level": "(info|debug)"')
+
+
+def is_below_warning(line: str) -> bool:
+    """Whether a line of a service's log is a message of a level below warning."""
+    return _BELOW_WARNING.match(line) is not None
+
+
+# The kernel takes as much at once from a process that it has reported a pipe as writable to.
+_MAX_WRITE_BYTES = select.PIPE_BUF
+# A reader that is only slow gets so long; one that does not read holds up one line for it.
+_PATIENCE_MS = 50
+
+
+class LogStream:
+    """Writes to a stream, and drops what its reader does not take: writing neither fails nor waits for long.
+
+    The reader of a pipe may be gone or not read, a disk may be full, a terminal may be closed or halted.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._is_stalled = False
+
+    def write(self, text: str) -> None:
+        """Write whole lines."""
+        if self._stream is None:
+            return
+        # ValueError: the stream is closed, or has no file descriptor.
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                fd = self._stream.fileno()
+            except OSError:
+                self._stream.write(text)
+                return
+            self._stream.flush()
+            self._write_all(fd, text.encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def _write_all(self, fd: int, data: bytes) -> None:
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        while data:
+            self._is_stalled = not poll.poll(0 if self._is_stalled else _PATIENCE_MS)
+            if self._is_stalled:
+                return
+            data = data[os.write(fd, data[:_MAX_WRITE_BYTES]) :]
+
+
+@functools.lru_cache(maxsize=1)
+def _log_stream(stream: TextIO | None) -> LogStream:
+    return LogStream(stream)
+
+
+def write_log_line(line: str) -> None:
+    """Write a line to stderr as it is, if it can be written."""
+    _log_stream(sys.stderr).write(f"{line}\n")
 
 
 def bind_log_fields(**fields: str) -> None:
@@ -40,7 +110,7 @@ def setup_logs(
         raise ValueError(f"log level {log_level!r} is not one of {', '.join(LOG_LEVELS)}")
     if log_format not in LOG_FORMATS:
         raise ValueError(f"log format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(LogStream(stream) if stream else _log_stream(sys.stderr))
     handler.set_name("triptych")
     formatter = JsonFormatter if log_format == "json" else TextFormatter
     handler.setFormatter(formatter(service, instance))

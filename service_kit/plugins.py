@@ -7,7 +7,7 @@ service.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from typing import TypeVar
 
@@ -47,14 +47,19 @@ def find_offered(name: str, own: Mapping[str, _Offered], *, group: str, option: 
 
     Raises ConfigError, with the known names. An entry point cannot replace one of `own`.
     """
+    check_offered(name, own, group=group, option=option)
     if name in own:
         return own[name]
-    offered = metadata.entry_points(group=group)
-    if name not in offered.names:
-        known = sorted({*own, *offered.names})
-        raise ConfigError(f"{option} is {name!r}, it has to be one of {', '.join(known)}")
-    found: _Offered = offered[name].load()
+    found: _Offered = metadata.entry_points(group=group)[name].load()
     return found
+
+
+def check_offered(name: str, own: Collection[str], *, group: str, option: str) -> None:
+    """Raise ConfigError, with the known names, where `find_offered` would; loads nothing."""
+    offered = () if name in own else metadata.entry_points(group=group).names
+    if name not in own and name not in offered:
+        known = sorted({*own, *offered})
+        raise ConfigError(f"{option} is {name!r}, it has to be one of {', '.join(known)}")
 
 
 def _call(point: metadata.EntryPoint) -> None:

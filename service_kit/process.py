@@ -14,14 +14,17 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Literal, NoReturn
+
+from service_kit.stacks import write_when_asked
 
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
 _PR_SET_PDEATHSIG = 1
-_INIT_PID = 1
 
 # Event-engine listeners cost an engine's stream a third of its speed, but help a frontend's server side.
 _EXPERIMENTS_OFF: dict[str, str] = {
@@ -35,16 +38,21 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 def prepare_process(role: Role) -> None:
     """Set the environment that grpc reads at its import, unless the user has set it. Call first in `main`.
 
-    From here on SIGTERM ends a service, even as PID 1 of a container, until it installs its own handler.
+    From here on SIGUSR1 writes the stacks of all threads to stderr.
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    if os.getpid() == _INIT_PID and role != "client":
-        # The kernel does not deliver unhandled signals to PID 1, so that stopping the container during an
-        # import, or the download of a model, would take the whole grace period. A client handles signals
-        # itself, as it reports work that is left undone.
-        end_at_once_on_signals(0)
+    write_when_asked()
+
+
+def prepare_service(role: Role) -> None:
+    """`prepare_process` for a service, which ends with 0 on a signal until it installs its own handlers.
+
+    Also as PID 1 of a container, to which the kernel delivers no unhandled signal.
+    """
+    prepare_process(role)
+    end_at_once_on_signals(0)
 
 
 def set_title(service: str, index: int | None = None, *parts: str | int) -> None:
@@ -59,8 +67,15 @@ def set_title(service: str, index: int | None = None, *parts: str | int) -> None
     setproctitle.setproctitle("-".join(map(str, words)))
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that stop a service in order. SIGHUP, of a closed terminal, is none under nohup."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return signal.SIGTERM, signal.SIGINT
+    return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
 def end_at_once_on_signals(exit_code: int) -> None:
-    """From now on SIGTERM and SIGINT end this process without delay, with `exit_code`.
+    """From now on the signals that stop a process end it without delay, with `exit_code`.
 
     For the time before and after the work, when nothing can be lost and a second signal should not have to
     wait.
@@ -69,7 +84,7 @@ def end_at_once_on_signals(exit_code: int) -> None:
     def end(number: int, frame: object) -> NoReturn:
         os._exit(exit_code)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, end)
 
 
@@ -81,6 +96,18 @@ def leave_process(exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(exit_code)
+
+
+def runtime_folder() -> Path | None:
+    """The folder for what processes of this user on this host share; None if there can be none."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime or tempfile.gettempdir()) / ("triptych" if runtime else f"triptych-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Another user may have made a folder of that name below the temporary folder.
+        if folder.stat().st_uid == os.getuid():
+            return folder
+    return None
 
 
 def process_environment() -> dict[str, str]:

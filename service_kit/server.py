@@ -1,6 +1,6 @@
 """gRPC servers with health, reflection and limits, and the lifecycle of a service process.
 
-STARTING -> SERVING -> DRAINING -> STOPPED, driven by SIGTERM and SIGINT, mirrored in the health service.
+STARTING -> SERVING -> DRAINING -> STOPPED, driven by signals, mirrored in the health service.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +28,7 @@ from service_kit.errors import InvalidTransition, ServiceError
 from service_kit.interceptors import CheckMessage, server_interceptors
 from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
 from service_kit.open_calls import OpenCalls
+from service_kit.process import stop_signals
 
 __all__ = [
     "ADMIN",
@@ -51,7 +52,9 @@ logger = logging.getLogger(__name__)
 _FLUSH_GRACE_S = 0.5
 # Time for `on_cut` to end the remaining calls with their own errors, after a drain timeout.
 _CUT_GRACE_S = 0.4
-# Replaces both after a second signal.
+# Interval in which the progress of a drain is looked at.
+_PROGRESS_S = 0.1
+# Replaces both graces after a second signal.
 _HURRIED_GRACE_S = 0.2
 
 _V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
@@ -84,10 +87,19 @@ class DrainCut(Enum):
 
 
 class Lifecycle:
-    """The state of one process; an invalid transition is a bug."""
+    """The state of one process, and how it is to drain; an invalid transition is a bug.
 
-    def __init__(self) -> None:
+    num_in_flight: returns the number of requests that a drain waits for.
+    """
+
+    def __init__(self, num_in_flight: Callable[[], int] = lambda: 0) -> None:
         self.state = ServiceState.STARTING
+        self.num_in_flight = num_in_flight
+        self.drain_deadline_s: float | None = None
+        self.keeps_running = False  # the process stays when it is drained, until a signal
+        self.has_signal = False
+        self._is_ordered = asyncio.Event()
+        self._is_drained = asyncio.Event()
 
     def move_to(self, state: ServiceState) -> None:
         """Enter `state` and log it."""
@@ -95,6 +107,38 @@ class Lifecycle:
             raise InvalidTransition(f"a service cannot go from {self.state.value} to {state.value}")
         self.state = state
         logger.info("service state", extra={"state": state.value})
+
+    def drain(self, deadline_s: float | None, *, keeps_running: bool) -> None:
+        """Have the process drain as on a signal. Without effect once it is to drain."""
+        if not self._is_ordered.is_set():
+            self.drain_deadline_s, self.keeps_running = deadline_s, keeps_running
+            self._is_ordered.set()
+
+    def note_signal(self, deadline_s: float) -> None:
+        """The first signal: drain from now on for `deadline_s`, then end."""
+        self.drain_deadline_s, self.keeps_running, self.has_signal = deadline_s, False, True
+        self._is_ordered.set()
+
+    def note_drained(self) -> None:
+        self._is_drained.set()
+
+    async def until_ordered(self) -> None:
+        """Wait for `drain`."""
+        await self._is_ordered.wait()
+
+    async def progress(self) -> AsyncIterator[tuple[int, ServiceState]]:
+        """The number of requests in flight and the state, at each change until the drain is over."""
+        last: tuple[int, ServiceState] | None = None
+        while True:
+            is_drained, now = self._is_drained.is_set(), (self.num_in_flight(), self.state)
+            if now != last:
+                yield now
+            if is_drained:
+                return
+            last = now
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PROGRESS_S):
+                    await self._is_drained.wait()
 
 
 class AddressError(OSError):
@@ -260,32 +304,37 @@ async def run_server(
     drain_deadline_s: float,
     announce: Callable[[list[str]], None],
     on_cut: Callable[[DrainCut], Awaitable[None]] | None = None,
+    lifecycle: Lifecycle | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and stop. Returns the exit code.
+    """Serve until a signal or `Lifecycle.drain`, then drain and stop. Returns the exit code.
 
     `announce` gets the bound addresses, in the order of `servers`. On the first signal health reports
     NOT_SERVING at once and `on_drain` is awaited: it refuses new work, and returns when running work is done
     and endless streams are closed. The deadline or a second signal cuts the drain: `on_cut` gets a short time
     to end running calls with an error that has the reason, and the rest is cancelled. Connections get GOAWAY
-    only after that.
+    only after that. The first signal gives a drain that was ordered otherwise its own deadline.
     """
-    lifecycle = Lifecycle()
+    lifecycle = lifecycle or Lifecycle()
     grace_s = 0.0
     with _signals() as received:
         try:
             announce([await server.start() for server in servers])
             lifecycle.move_to(ServiceState.SERVING)
-            await received.get()
+            await _until_drain(received, lifecycle, drain_deadline_s)
             lifecycle.move_to(ServiceState.DRAINING)
             for server in servers:
                 server.drain()
-            cut = await _drained(on_drain, received, drain_deadline_s)
+            cut = await _drained(on_drain, received, lifecycle, drain_deadline_s)
             if cut is None:
                 grace_s = _FLUSH_GRACE_S
             elif on_cut is not None:
                 grace_s = await _end_running_calls(on_cut, cut)
+            if lifecycle.keeps_running:
+                lifecycle.note_drained()
+                await received.get()
         finally:
             lifecycle.move_to(ServiceState.STOPPED)
+            lifecycle.note_drained()
             await asyncio.gather(*(server.stop(grace_s) for server in servers))
     return 0
 
@@ -298,12 +347,37 @@ def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str
         pipe.write(json.dumps(dict(record)) + "\n")
 
 
+async def _until_drain(
+    received: asyncio.Queue[signal.Signals], lifecycle: Lifecycle, deadline_s: float
+) -> None:
+    """Wait for the first signal, or for `Lifecycle.drain`."""
+    first_signal = asyncio.ensure_future(received.get())
+    ordered = asyncio.ensure_future(lifecycle.until_ordered())
+    await asyncio.wait({first_signal, ordered}, return_when=asyncio.FIRST_COMPLETED)
+    if first_signal.done():
+        lifecycle.note_signal(deadline_s)
+    for task in (first_signal, ordered):
+        task.cancel()
+    await asyncio.wait({first_signal, ordered})
+
+
 async def _drained(
-    on_drain: Callable[[], Awaitable[None]], received: asyncio.Queue[signal.Signals], deadline_s: float
+    on_drain: Callable[[], Awaitable[None]],
+    received: asyncio.Queue[signal.Signals],
+    lifecycle: Lifecycle,
+    deadline_s: float,
 ) -> DrainCut | None:
     draining = asyncio.ensure_future(on_drain())
-    second_signal = asyncio.ensure_future(received.get())
-    await asyncio.wait({draining, second_signal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    while True:
+        second_signal = asyncio.ensure_future(received.get())
+        await asyncio.wait(
+            {draining, second_signal},
+            timeout=lifecycle.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if draining.done() or not second_signal.done() or lifecycle.has_signal:
+            break
+        lifecycle.note_signal(deadline_s)
     is_done = draining.done()
     cut = None if is_done else DrainCut.SIGNAL if second_signal.done() else DrainCut.DEADLINE
     if cut is not None:
@@ -331,11 +405,11 @@ async def _end_running_calls(on_cut: Callable[[DrainCut], Awaitable[None]], cut:
 @contextlib.contextmanager
 def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    loop, numbers = asyncio.get_running_loop(), stop_signals()
+    for number in numbers:
         loop.add_signal_handler(number, received.put_nowait, number)
     try:
         yield received
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)

@@ -18,8 +18,12 @@ _MAX_WAIT_S = 0.6  # for all of them
 
 
 def write_when_asked() -> None:
-    """Install the handler for `write_stacks_of`; it works whatever the threads do or hold."""
-    faulthandler.register(_ASKED, all_threads=True)
+    """Write the stacks of all threads to stderr on SIGUSR1, whatever the threads do or hold."""
+    if sys.__stderr__ is None:
+        # The signal must not end the process for that.
+        signal.signal(_ASKED, signal.SIG_IGN)
+    else:
+        faulthandler.register(_ASKED, file=sys.__stderr__, all_threads=True)
 
 
 def write_stacks_of(process_ids: Sequence[int]) -> None:

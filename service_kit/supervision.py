@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from service_kit.process import stop_signals
+
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
@@ -28,14 +30,19 @@ class SupervisorLimits:
 
 
 class Restarts:
-    """Restarts of one child: a limited number within a window, with a delay that doubles each time."""
+    """Restarts of one child: a limited number within a window, with a delay that doubles each time.
+
+    num_deaths: since it was first started.
+    """
 
     def __init__(self, limits: SupervisorLimits) -> None:
+        self.num_deaths = 0
         self._limits = limits
         self._begun_at: list[float] = []  # within the window
 
     def begin(self, now: float) -> float | None:
-        """Count a restart; returns the delay before it, or None if there were too many."""
+        """Count a death and its restart; returns the delay before it, or None if there were too many."""
+        self.num_deaths += 1
         self._begun_at = [at for at in self._begun_at if now - at < self._limits.restart_window_s]
         if len(self._begun_at) == self._limits.max_restarts:
             return None
@@ -80,36 +87,40 @@ def first_failure() -> Iterator[None]:
 async def run_until_signal(
     work: Coroutine[None, None, None],
     *,
-    stop: Callable[[], Awaitable[None]],
+    stop: Callable[[signal.Signals | None], Awaitable[None]],
     hurry: Callable[[], Awaitable[None]],
     failures: tuple[type[E], ...],
     on_failure: Callable[[E], int],
 ) -> int:
-    """Run `work` until it ends, or until SIGTERM or SIGINT, then `stop`; returns the exit code.
+    """Run `work` until it ends, or until SIGTERM, SIGINT or SIGHUP, then `stop`; returns the exit code.
 
-    A second signal calls `hurry` during `stop`. `on_failure` is called with one of `failures` and returns the
-    exit code.
+    `stop` gets the signal, if it was one. A second signal calls `hurry` during `stop`. `on_failure` is called
+    with one of `failures`, after `stop`, and returns the exit code.
     """
     hurrying: set[asyncio.Task[None]] = set()
-    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    stopping: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stopping.done():
             hurrying.add(asyncio.ensure_future(hurry()))
         else:
-            stopping.set_result(None)
+            stopping.set_result(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    loop, numbers = asyncio.get_running_loop(), stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
     running = asyncio.ensure_future(work)
+    failure: E | None = None
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
     except failures as error:
-        return on_failure(error)
+        failure = error
     finally:
         running.cancel()
         await asyncio.wait((running,))
-        await stop()
-    return 0
+        await stop(stopping.result() if stopping.done() else None)
+        for number in numbers:
+            loop.remove_signal_handler(number)
+    return 0 if failure is None else on_failure(failure)

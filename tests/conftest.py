@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,10 @@ if not _has_gpu():
 _NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _NUM_WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
+
+# Frontends of one user share which requests have crashed engines: an earlier run's are not for this one's.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="triptych-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 # A shell starts background jobs with SIGINT ignored, which every process that a test starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

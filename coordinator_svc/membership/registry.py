@@ -9,6 +9,9 @@ from service_kit.clock import Clock
 from service_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition, ResourceExhausted
 
 MAX_MEMBERS = 4096
+# Loading can keep an engine from reporting for seconds: importing a library from a cold disk stops every
+# thread of the process. No request waits for an engine that loads, so its silence may last this many leases.
+_JOINING_LEASES = 20
 
 
 class MemberState(Enum):
@@ -129,8 +132,8 @@ class EngineRegistry:
             raise FailedPrecondition(
                 f"engine {engine_id} holds no lease under this session: register again", reason="LEASE_ENDED"
             )
-        self._renew(engine_id)
         if state is member.state:
+            self._renew(engine_id)
             return member
         if state not in _TRANSITIONS[member.state]:
             raise FailedPrecondition(
@@ -142,6 +145,7 @@ class EngineRegistry:
             self._forget(engine_id)
         else:
             self._members[engine_id] = moved
+            self._renew(engine_id)
         return moved
 
     def lose_session(self, engine_id: str, session_id: int) -> None:
@@ -150,6 +154,8 @@ class EngineRegistry:
         if member is not None and member.session_id == session_id:
             self.version += 1
             self._members[engine_id] = replace(member, session_id=None, version=self.version)
+            ends_at = self.clock.now() + self.lease_s
+            self._lease_ends_at[engine_id] = min(self._lease_ends_at[engine_id], ends_at)
 
     def leave(self, engine_id: str, session_id: int) -> None:
         """Forget an engine that said goodbye."""
@@ -211,7 +217,9 @@ class EngineRegistry:
                 )
 
     def _renew(self, engine_id: str) -> None:
-        self._lease_ends_at[engine_id] = self.clock.now() + self.lease_s
+        is_joining = self._members[engine_id].state is MemberState.JOINING
+        lease_s = self.lease_s * (_JOINING_LEASES if is_joining else 1)
+        self._lease_ends_at[engine_id] = self.clock.now() + lease_s
 
     def _forget(self, engine_id: str) -> None:
         del self._members[engine_id]

@@ -215,6 +215,12 @@ def engine_info(engine: ServedEngine) -> engine_pb2.GetEngineInfoResponse:
     )
 
 
+def num_in_flight(engine: ServedEngine) -> int:
+    """The requests that the engine thread has."""
+    scheduler = engine.stats_snapshot.read().scheduler
+    return 0 if scheduler is None else scheduler.num_running + scheduler.num_waiting + scheduler.num_blocked
+
+
 def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | float]:
     """Key-value status for the admin service."""
     loop_stats = engine.stats_snapshot.read()

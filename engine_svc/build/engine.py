@@ -24,6 +24,7 @@ from engine_svc.build.fingerprint import (
     make_fingerprint,
     read_sampling_defaults,
 )
+from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_POINTS
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
@@ -48,6 +49,7 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
+from service_kit.server import Lifecycle as ServiceLifecycle
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:
@@ -62,8 +64,6 @@ _MAX_COMMANDS = 16_384
 # How far a subscriber may be behind: about as much memory as a frontend's outbox.
 _MAX_KV_BATCHES = 4096
 _MAX_KV_BATCH_BLOCKS = 32_768
-_POLICY_ENTRY_POINTS = "triptych.policies"
-_SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
 
 # What an entry point of the group `triptych.schedulers` refers to: a subclass of `Scheduler`, or what has its
 # arguments and members.
@@ -85,8 +85,6 @@ def build_served_engine(
     """
     _find_policy(config.scheduling_policy)
     _find_scheduler(config.scheduler_class)
-    if config.record_decisions is not None and config.scheduler_class != "default":
-        raise ConfigError("--record-decisions records the default scheduler, not that of --scheduler-class")
     identity = EngineIdentity(
         # Stable if the port is fixed: the next process on it then replaces this one at the coordinator.
         engine_id=f"{socket.gethostname()}:{config.port or f'pid-{os.getpid()}'}",
@@ -119,12 +117,15 @@ def build_served_engine(
     )
 
 
-def build_servers(config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer) -> list[Server]:
+def build_servers(
+    config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: ServiceLifecycle
+) -> list[Server]:
     """The listener for frontends, then the admin listener."""
     admin = AdminServicer(
         "engine",
         f"engine-{config.index}",
         lambda: announce.status(engine, servicer.num_sessions),
+        lifecycle=lifecycle,
         utility=AdminCalls(engine).serve,
     )
     return [
@@ -391,11 +392,11 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
 
 
 def _find_policy(name: str) -> PolicyFactory:
-    return find_offered(name, POLICIES, group=_POLICY_ENTRY_POINTS, option="--scheduling-policy")
+    return find_offered(name, POLICIES, group=POLICY_ENTRY_POINTS, option="--scheduling-policy")
 
 
 def _find_scheduler(name: str) -> SchedulerFactory:
-    return find_offered(name, _SCHEDULERS, group=_SCHEDULER_ENTRY_POINTS, option="--scheduler-class")
+    return find_offered(name, _SCHEDULERS, group=SCHEDULER_ENTRY_POINTS, option="--scheduler-class")
 
 
 def _endpoint(config: EngineConfig, bound: str) -> str:

@@ -62,9 +62,14 @@ def check_tokenizer(artifacts: tuple[Artifact, ...]) -> None:
     if not tokenizers and not can_be_converted:
         logger.warning("the model folder has no tokenizer.json: frontends need --tokenizer to use it")
     for tokenizer in tokenizers:
-        try:
-            content = json.loads(tokenizer.content)
-        except ValueError as error:
-            raise ValueError(f"the model folder's tokenizer.json is not JSON: {error}") from error
-        if not isinstance(content, dict) or "model" not in content:
-            raise ValueError("the model folder's tokenizer.json is not a tokenizer: it has no model")
+        check_tokenizer_json(tokenizer.content)
+
+
+def check_tokenizer_json(content: bytes) -> None:
+    """Raise ValueError for a tokenizer.json that no frontend could use."""
+    try:
+        described = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"the model folder's tokenizer.json is not JSON: {error}") from error
+    if not isinstance(described, dict) or "model" not in described:
+        raise ValueError("the model folder's tokenizer.json is not a tokenizer: it has no model")

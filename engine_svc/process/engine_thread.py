@@ -66,7 +66,8 @@ class EngineThread:
         except (ValueError, OSError) as error:
             # What an operator can fix: a wrong folder, a broken checkpoint, too little memory.
             logger.debug("loading failed", exc_info=True)
-            self._fail(Failure(str(error), EXIT_CANNOT_LOAD))
+            # Messages of libraries may have line breaks.
+            self._fail(Failure(" ".join(str(error).split()), EXIT_CANNOT_LOAD))
             return
         except Exception as error:  # Top level of the thread: any other error has to end the process.
             logger.exception("loading failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TextIO
 
@@ -44,7 +45,9 @@ class LoadDisplay:
         if is_new_phase:
             self._phase, self._logged_tenths = progress.phase, 0
         if self._bar is not None:
-            self._draw(self._bar, progress, is_new_phase=is_new_phase)
+            # The terminal may have been closed.
+            with contextlib.suppress(OSError):
+                self._draw(self._bar, progress, is_new_phase=is_new_phase)
         elif tenths > self._logged_tenths and self._clock.now() >= self._quiet_until:
             self._logged_tenths, self._quiet_until = tenths, self._clock.now() + _MIN_INTERVAL_S
             logger.info("loading", extra={"phase": progress.phase, "percent": 10 * tenths})
@@ -52,7 +55,8 @@ class LoadDisplay:
     def close(self) -> None:
         """Remove the bar from the terminal."""
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def _draw(self, bar: Progress, progress: LoadProgress, *, is_new_phase: bool) -> None:
         if self._task is None or is_new_phase:

@@ -10,18 +10,19 @@ import signal
 import sys
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import uvloop
 
+from engine_svc.admin.announce import num_in_flight
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine, build_servers
+from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.loop.engine import Engine
 from engine_svc.membership.departure import Departure
-from engine_svc.model.errors import CheckpointError
+from engine_svc.model.errors import ModelError
 from engine_svc.model.loading.hub import find_model
 from engine_svc.process.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
 from engine_svc.process.load_display import LoadDisplay
@@ -30,8 +31,9 @@ from service_kit.channel import parse_target
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError, Loaded
 from service_kit.errors import InvalidArgument
+from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
-from service_kit.server import AddressError, DrainCut, Server, run_server, write_announcement
+from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
@@ -56,9 +58,11 @@ _HURRIED = _Patience(thread_s=0.3, last_words_s=0.2)
 def run(loaded: Loaded[EngineConfig]) -> int:
     """Serve until SIGTERM or the end of the engine loop. Returns the exit code."""
     config = loaded.config
-    mistake = _mistake_in(config)
-    if mistake is not None:
-        print(f"triptych engine: {mistake}", file=sys.stderr)
+    try:
+        _check_coordinator(config)
+        check_start(config)
+    except (ValueError, OSError) as error:
+        write_log_line(f"triptych engine: {error}")
         return EXIT_CANNOT_LOAD
     setup_telemetry(
         "engine", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
@@ -67,13 +71,13 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         config = _with_folder(config)
-    except CheckpointError as error:
-        print(f"triptych engine: {error}", file=sys.stderr)
+    except (ConfigError, ModelError) as error:
+        write_log_line(f"triptych engine: {error}")
         return EXIT_CANNOT_LOAD
     try:
         exit_code = uvloop.run(_serve(config, loaded.origins))
     except (AddressError, ConfigError) as error:
-        print(f"triptych engine: {error}", file=sys.stderr)
+        write_log_line(f"triptych engine: {error}")
         exit_code = EXIT_CANNOT_LOAD
     # Undoes the freeze of `calm_collector`.
     gc.unfreeze()
@@ -83,17 +87,12 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     return leave_process(exit_code)
 
 
-def _mistake_in(config: EngineConfig) -> str | None:
-    """Error message for what can be checked before anything is started, or None."""
-    folder = Path(config.model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        return f"{folder} is not a model folder: it has no config.json"
+def _check_coordinator(config: EngineConfig) -> None:
     if config.coordinator is not None:
         try:
             parse_target(config.coordinator)
         except InvalidArgument as error:
-            return f"--coordinator: {error}"
-    return None
+            raise ConfigError(f"--coordinator: {error}") from error
 
 
 def _with_folder(config: EngineConfig) -> EngineConfig:
@@ -109,13 +108,16 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
         display.close()
     if str(folder) == config.model:
         return config
-    return replace(config, model=str(folder), served_model_name=config.served_model_name or config.model)
+    config = replace(config, model=str(folder), served_model_name=config.served_model_name or config.model)
+    check_start(config)
+    return config
 
 
 async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     engine = build_served_engine(config, origins)
     servicer = EngineCoreServicer(engine)
-    servers = build_servers(config, engine, servicer)
+    lifecycle = Lifecycle(lambda: num_in_flight(engine))
+    servers = build_servers(config, engine, servicer, lifecycle)
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
     thread = _engine_thread(config, engine)
     heartbeats = _background(engine, servicer.beat_forever())
@@ -144,6 +146,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
             on_cut=cut,
+            lifecycle=lifecycle,
         )
         if engine.failure is not None:
             exit_code = engine.failure.exit_code
@@ -153,6 +156,9 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
         await asyncio.gather(
             _leave(heartbeats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
         )
+    if engine.failure is not None:
+        # The last line: nothing that is logged at a stop comes after the cause.
+        write_log_line(f"triptych engine: {engine.failure.reason}")
     return exit_code
 
 
@@ -224,8 +230,7 @@ def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:
                 "concurrency": round(num_kv_tokens / facts.max_model_len, 1),
             },
         )
-    elif state is EngineState.FAILED and engine.failure is not None:
-        print(f"triptych engine: {engine.failure.reason}", file=sys.stderr)
+    elif state is EngineState.FAILED:
         _stop_process()
 
 

@@ -142,7 +142,7 @@ class RankWatch:
     def _run(self) -> None:
         # Inherited by the ranks: a terminal or a service manager signals all processes, but the engine ends
         # its ranks, once its requests have ended.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         lost: RankLost | None = None
         try:
             for rank, start in enumerate(self._starts):

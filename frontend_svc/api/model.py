@@ -45,8 +45,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: ListContext
     ) -> model_pb2.ListModelsResponse:
-        models = self._directory.models()
-        return model_pb2.ListModelsResponse(models=[self._described(models[name]) for name in sorted(models)])
+        # Each is described as by the engine that was listed first.
+        models = {(model.name, model.fingerprint): model for model in reversed(self._ready_models())}
+        return model_pb2.ListModelsResponse(models=[self._described(models[key]) for key in sorted(models)])
 
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: GetContext | None = None
@@ -84,21 +85,23 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             ],
         )
 
-    def _described(self, model: ServedModel) -> model_pb2.Model:
-        served_by = [
-            client
+    def _ready_models(self) -> list[ServedModel]:
+        """The model of each ready engine."""
+        return [
+            client.model
             for client in self._directory.clients()
-            if client.state is EngineState.READY
-            and client.model is not None
-            and client.model.name == model.name
+            if client.state is EngineState.READY and client.model is not None
         ]
+
+    def _described(self, model: ServedModel) -> model_pb2.Model:
+        served = [(one.name, one.fingerprint) for one in self._ready_models()]
         return model_pb2.Model(
             name=model.name,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             supported_tasks=model.supported_tasks,
-            num_engines=len(served_by),
+            num_engines=served.count((model.name, model.fingerprint)),
             fingerprint=model.fingerprint,
             has_chat_template=model.has_chat_template,
             default_sampling=_default_sampling(model.defaults),

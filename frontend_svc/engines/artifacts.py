@@ -43,7 +43,8 @@ class ArtifactError(Exception):
 class ArtifactStore:
     """Files by SHA-256, shared by all engines, and tokenizers made from them.
 
-    `tokenizer_override` is a tokenizer.json or tokenizer.model that replaces the engine's for every model.
+    `tokenizer_override` is a tokenizer.json or tokenizer.model that replaces the engine's for every model,
+    `chat_template` a template that does.
     """
 
     def __init__(
@@ -52,11 +53,14 @@ class ArtifactStore:
         tokenizer_override: bytes | None = None,
         parsers: ParserNames | None = None,
         slow_tokenizers: SlowTokenizers | None = None,
+        *,
+        chat_template: bytes | None = None,
     ) -> None:
         self._workers = workers
         self._parsers = parsers or ParserNames()
         self._slow_tokenizers = slow_tokenizers or SlowTokenizers()
         self._override = tokenizer_override
+        self._chat_template = chat_template
         self._files: dict[str, bytes] = {}
         self._tokenizers: dict[str, ModelTokenizer] = {}
 
@@ -65,6 +69,8 @@ class ArtifactStore:
     ) -> ServedModel:
         """The model that an engine announces with `ready`. Raises ArtifactError."""
         contents = await self._fetch(ready.artifacts, stub)
+        if self._chat_template is not None:
+            contents[session_pb2.ARTIFACT_KIND_CHAT_TEMPLATE] = self._chat_template
         generation_config = contents.get(session_pb2.ARTIFACT_KIND_GENERATION_CONFIG, b"")
         config = contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"")
         text_key, tokenizer = await self._tokenizer(contents)

@@ -6,6 +6,7 @@ Uses only callbacks and timers: no task runs for a waiting request, and ending i
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.engine_info import RoutingRequest
+from frontend_svc.generation.poison import PoisonRecord, ProbationLocks, quarantined
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, in_order
 from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind
 from frontend_svc.text.model import ServedModel
 from service_kit.clock import Clock
-from service_kit.errors import Internal, ResourceExhausted, ServiceError, Unavailable
+from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
+
+logger = logging.getLogger(__name__)
 
 _CAPACITY = 1024.0
 _GIVEN_BACK = 0.1
@@ -59,10 +63,11 @@ class RetryBudget:
 MAX_MOVES = 3
 MAX_PLANNED_MOVES = 32  # away from draining engines: every kind of retry has a limit
 MAX_HELD = 256
-QUARANTINED = "QUARANTINED"
 RETRY_BUDGET_EMPTY = "RETRY_BUDGET_EMPTY"
 _MAX_JITTER_S = 0.1
 _PROBATION_S = 2.0
+# How soon a suspect tries an engine again on which another process of this host had suspects.
+_LOCKED_OUT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +94,25 @@ class Failover:
     Call `engines_changed` after each change of an engine's state. A request waits at most the directory's
     reconnect window, counted from its loss or from the loss of the last engine that could take it. A suspect
     without output for `probation_s` is assumed to be slow for another reason, and no longer blocks others.
+    A request that has crashed engines is refused from then on, by its content; see `poison.py`.
     """
 
     def __init__(
-        self, directory: Directory, clock: Clock, chance: random.Random, *, probation_s: float = _PROBATION_S
+        self,
+        directory: Directory,
+        clock: Clock,
+        chance: random.Random,
+        *,
+        probation_s: float = _PROBATION_S,
+        poison: PoisonRecord | None = None,
+        locks: ProbationLocks | None = None,
     ) -> None:
         self.probation_s = probation_s
         self.clock = clock
         self.directory = directory
         self.budget = RetryBudget(clock)
-        self.suspects = PoisonQuarantine()
+        self.suspects = PoisonQuarantine(locks)
+        self.poison = poison or PoisonRecord()
         self.num_moved = 0
         self.num_quarantined = 0
         self.is_closed = False
@@ -106,6 +120,7 @@ class Failover:
         self._waiting: dict[Suspect, Migration] = {}
         self._num_new = 0
         self._dispatching: asyncio.Handle | None = None
+        self._retrying: asyncio.TimerHandle | None = None
 
     @property
     def num_held(self) -> int:
@@ -123,6 +138,8 @@ class Failover:
     def close(self) -> None:
         """Move no more requests: those that wait or lose their engine from now on end."""
         self.is_closed = True
+        if self._retrying is not None:
+            self._retrying.cancel()
         for migration in list(self._waiting.values()):
             migration.give_up()
 
@@ -154,7 +171,7 @@ class Failover:
             self._num_new -= migration.is_new
 
     def _dispatch(self) -> None:
-        self._dispatching = None
+        self._dispatching, self.suspects.is_locked_out = None, False
         # A search that failed is not repeated for equal requests: hundreds may wait for the same engine.
         in_vain: set[tuple[object, ...]] = set()
         for suspect in in_order(self._waiting):
@@ -167,13 +184,19 @@ class Failover:
             else:
                 migration.go(client)
         self.suspects.settle()
+        if self.suspects.is_locked_out and self._retrying is None and not self.is_closed:
+            self._retrying = asyncio.get_running_loop().call_later(_LOCKED_OUT_S, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = None
+        self.engines_changed()
 
 
 class Migration:
     """Sends one request to an engine, and to another if that one is lost.
 
     `send` is called with the engine to send it to, `fail` at most once with the error that ends it, `on_move`
-    after each move. Nothing is called after `end`.
+    after each move. `content` returns the hash of what it computes. Nothing is called after `end`.
     """
 
     def __init__(
@@ -183,6 +206,7 @@ class Migration:
         *,
         send: Callable[[EngineClient], None],
         fail: Callable[[ServiceError], None],
+        content: Callable[[], str],
         on_move: Callable[[Move], None] = lambda move: None,
         remaining_s: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -193,6 +217,7 @@ class Migration:
         self._requirements = requirements
         self._send = send
         self._fail = fail
+        self._content = content
         self._on_move = on_move
         self._remaining_s = remaining_s
         self._num_moves = self._num_planned_moves = 0
@@ -227,9 +252,11 @@ class Migration:
     def start(self) -> None:
         """Send it for the first time, at once or when a recently lost engine is back.
 
-        Raises the errors of `Directory.pick`, and ResourceExhausted if too many requests wait.
+        Raises the errors of `Directory.pick`, Internal if it has crashed engines before, and
+        ResourceExhausted if too many requests wait.
         """
         failover, requirements = self._failover, self._requirements
+        failover.poison.check(self._content)
         try:
             client = failover.directory.pick(requirements.model, requirements.routing)
         except Unavailable as error:
@@ -287,6 +314,7 @@ class Migration:
         self.client = None
         # The callbacks' owner references this object: without the cycle both are freed at once.
         self._send = self._fail = self._on_move = _do_nothing
+        self._content = str
         self._stop_timer()
         self._failover.remove(self)
         self._failover.suspects.clear(self.suspect)
@@ -318,6 +346,9 @@ class Migration:
         if failover.suspects.send(self.suspect, client.address):
             self._timer = asyncio.get_running_loop().call_later(failover.probation_s, self._pass_over)
         try:
+            if self._origin is not None:
+                # Another process may have found it meanwhile.
+                failover.poison.check(self._content)
             self._send(client)
         except ServiceError as error:
             self._end_with(error)
@@ -416,12 +447,12 @@ class Migration:
 
     def _quarantine(self) -> None:
         self._failover.num_quarantined += 1
-        self._end_with(
-            Internal(
-                f"{self.suspect.num_deaths} engines failed while they ran this request: it is not sent again",
-                reason=QUARANTINED,
-            )
+        incident_id = self._failover.poison.add(self._content())
+        logger.error("request quarantined", extra={"incident_id": incident_id})
+        message = (
+            f"{self.suspect.num_deaths} engines failed while they ran this request: it is not sent again"
         )
+        self._end_with(quarantined(message, incident_id))
 
     def _end_with(self, error: ServiceError) -> None:
         fail = self._fail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from google.protobuf.message import Message
@@ -19,6 +20,7 @@ from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
 from frontend_svc.generation.group import make_states
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
+from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.options.option import AnyRequest
@@ -50,6 +52,7 @@ class OpenRequest:
         requirements: EngineRequirements,
         trace: RequestTrace,
         arrived_at: float,
+        content: Callable[[], str],
     ) -> None:
         self._caller = caller
         self.request_id = request_id
@@ -71,6 +74,7 @@ class OpenRequest:
             requirements,
             send=self._send,
             fail=self._fail,
+            content=content,
             on_move=lambda move: trace.note_migration(move, self.num_sampled_tokens),
             remaining_s=caller.remaining_s,
         )
@@ -330,15 +334,18 @@ class Generation:
             limit=limit or self._reader_limit,
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
         )
+        model = prepared.prompt.model
+        seed = request.sampling.seed if request.sampling.HasField("seed") else None
         opened = OpenRequest(
             caller,
             request.request_id or caller.request_id,
             prepared,
             states,
             self._failover,
-            EngineRequirements(prepared.prompt.model, _routing(request, prepared)),
+            EngineRequirements(model, _routing(request, prepared)),
             trace,
             tracked.arrived_at,
+            functools.partial(content_of, model.name, prepared.entries, seed),
         )
         return opened
 

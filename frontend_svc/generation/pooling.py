@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration, Move
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
+from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import LossKind
@@ -85,6 +87,7 @@ class PooledPrompt:
             EngineRequirements(model, routing),
             send=self._send,
             fail=self._fail,
+            content=functools.partial(content_of, model.name, [entry]),
             on_move=on_move,
             remaining_s=caller.remaining_s,
         )

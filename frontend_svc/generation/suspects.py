@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum
 
+from frontend_svc.generation.poison import ProbationLocks
 from frontend_svc.output.loss import LossKind
 
 
@@ -32,11 +33,16 @@ class Suspect:
 
 
 class Probation:
-    """The suspects on one engine that have no output there yet."""
+    """The suspects on one engine that have no output there yet.
 
-    __slots__ = ("_blocking", "_group_limit", "_group_room", "unproven")
+    is_exclusive: no other frontend process of this host has any there.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_blocking", "_group_limit", "_group_room", "address", "is_exclusive", "unproven")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.is_exclusive = False
         self.unproven: set[Suspect] = set()
         self._blocking: set[Suspect] = set()
         self._group_limit = 0
@@ -75,10 +81,15 @@ class PoisonQuarantine:
 
     Requests without output from the engine that died are the most likely causes, and are sent one at a time
     to each engine. So if the next engine dies, exactly one request was on both, and it is the cause. Requests
-    with output are sent before them, in groups that double, as they are cleared quickly.
+    with output are sent before them, in groups that double, as they are cleared quickly. `locks` keep other
+    processes' suspects away meanwhile.
+
+    is_locked_out: since it was reset, a suspect was kept from an engine by another process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, locks: ProbationLocks | None = None) -> None:
+        self.is_locked_out = False
+        self._locks = locks or ProbationLocks()
         self._probations: dict[str, Probation] = {}
 
     @property
@@ -91,31 +102,41 @@ class PoisonQuarantine:
 
         Call it for all requests of a dead engine before anything else is done with any of them.
         """
-        probation, suspect.probation = suspect.probation, None
         if kind is not LossKind.DEATH:
-            if probation is not None:
-                probation.remove(suspect)
+            self._end_probation(suspect)
             return False
+        probation, suspect.probation = suspect.probation, None
         suspect.num_deaths += 1
         # `probation` is not changed from here on, so that all of its suspects are judged by the same state.
-        self._probations.pop(address, None)
+        if self._probations.pop(address, None) is not None:
+            self._locks.release(address)
         if probation is not None:
             suspect.turn = Turn.ALONE
-            return len(probation.unproven) == 1
+            return len(probation.unproven) == 1 and probation.is_exclusive
         suspect.turn = Turn.IN_GROUP if had_output else Turn.ALONE
         return False
 
     def may_go(self, suspect: Suspect, address: str) -> bool:
         """Whether the suspect may be sent to the engine at `address` now."""
+        if suspect.turn is Turn.AT_ONCE:
+            return True
         probation = self._probations.get(address)
-        return suspect.turn is Turn.AT_ONCE or probation is None or probation.has_room(suspect.turn)
+        if probation is not None and probation.unproven:
+            return probation.has_room(suspect.turn)
+        if not self._locks.take(address):
+            self.is_locked_out = True
+            return False
+        self._locks.release(address)
+        return True
 
     def send(self, suspect: Suspect, address: str) -> bool:
         """Record that it is sent to `address`; True if it is on probation there."""
         if suspect.turn is Turn.AT_ONCE:
             return False
-        suspect.probation = self._probations.setdefault(address, Probation())
-        suspect.probation.add(suspect)
+        suspect.probation = probation = self._probations.setdefault(address, Probation(address))
+        if not probation.unproven:
+            probation.is_exclusive = self._locks.take(address)
+        probation.add(suspect)
         return True
 
     def pass_over(self, suspect: Suspect) -> None:
@@ -125,14 +146,19 @@ class PoisonQuarantine:
 
     def clear(self, suspect: Suspect) -> None:
         """Clear a request that has output or has ended."""
-        if suspect.probation is not None:
-            suspect.probation.remove(suspect)
-            suspect.probation = None
+        self._end_probation(suspect)
         suspect.turn, suspect.num_deaths = Turn.AT_ONCE, 0
 
     def settle(self) -> None:
         """Forget engines without suspects, whose next group is small again. Call it after a dispatch."""
         self._probations = {address: one for address, one in self._probations.items() if one.unproven}
+
+    def _end_probation(self, suspect: Suspect) -> None:
+        probation, suspect.probation = suspect.probation, None
+        if probation is not None:
+            probation.remove(suspect)
+            if not probation.unproven:
+                self._locks.release(probation.address)
 
 
 def in_order(suspects: Iterable[Suspect]) -> list[Suspect]:

@@ -6,14 +6,14 @@ import asyncio
 import gc
 import logging
 import os
-import sys
 
 import uvloop
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.config import Loaded
-from service_kit.process import end_at_once_on_signals
+from service_kit.logs import write_log_line
+from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 
@@ -28,15 +28,14 @@ def run(loaded: Loaded[FrontendConfig]) -> int:
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        return uvloop.run(_serve(config))
-    except AddressError as error:
-        print(f"triptych frontend: {error.strerror}", file=sys.stderr)
-        return 2
+        exit_code = uvloop.run(_serve(config))
     except OSError as error:
-        print(f"triptych frontend: {error}", file=sys.stderr)
-        return 2
+        reason = error.strerror if isinstance(error, AddressError) else error
+        write_log_line(f"triptych frontend: {reason}")
+        exit_code = 2
     finally:
         shutdown_telemetry()
+    return leave_process(exit_code)
 
 
 async def _serve(config: FrontendConfig) -> int:
@@ -78,6 +77,7 @@ async def _serve(config: FrontendConfig) -> int:
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
             on_cut=cut,
+            lifecycle=frontend.lifecycle,
         )
         end_at_once_on_signals(exit_code)
         return exit_code

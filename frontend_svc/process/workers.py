@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from frontend_svc.config import FrontendConfig
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
-from service_kit.process import child_command, process_environment
+from service_kit.logs import write_log_line
+from service_kit.process import child_command, end_at_once_on_signals, leave_process, process_environment
 from service_kit.server import check_address, write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
@@ -47,14 +48,15 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
                 process_environment(),
                 limits,
             )
-            return asyncio.run(
+            exit_code = asyncio.run(
                 serve_until_signal(group, lambda addresses: _announce(config, port, addresses))
             )
     except OSError as error:
-        print(f"triptych frontend: {error}", file=sys.stderr)
-        return 2
+        write_log_line(f"triptych frontend: {error}")
+        exit_code = 2
     finally:
         shutdown_telemetry()
+    return leave_process(exit_code)
 
 
 def worker_command(
@@ -82,6 +84,7 @@ def worker_command(
 class WorkerGroup:
     """The workers of one port. `start` once, then `keep_running`, then `stop`.
 
+    One that keeps dying stays down, and the others go on serving.
     `command_of` makes a worker's command line from its index and, after a restart, its previous admin port.
     """
 
@@ -98,6 +101,7 @@ class WorkerGroup:
         self._limits = limits
         self._workers: dict[int, Child] = {}
         self._addresses: dict[int, Announcement] = {}
+        self._num_kept = num_workers
 
     @property
     def addresses(self) -> list[Announcement]:
@@ -112,7 +116,7 @@ class WorkerGroup:
                     tasks.create_task(self._start(index))
 
     async def keep_running(self) -> None:
-        """Restart workers that die, until cancelled. Raises ChildDied for one that keeps dying."""
+        """Restart workers that die, until cancelled. Raises ChildDied where the last one keeps dying."""
         with first_failure():
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._num_workers):
@@ -159,7 +163,14 @@ class WorkerGroup:
             await worker.wait()
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
-                raise ChildDied(worker, f"after {restarts.tries}")
+                self._num_kept -= 1
+                if not self._num_kept:
+                    raise ChildDied(worker, f"after {restarts.tries}")
+                logger.error(
+                    "worker stays down",
+                    extra={"worker": index, "num_deaths": restarts.num_deaths, "last_cause": worker.cause},
+                )
+                return
             logger.warning(
                 "worker ended",
                 extra={"worker": index, "exit_code": worker.shell_code, "restart_in_s": delay_s},
@@ -171,20 +182,22 @@ class WorkerGroup:
 
 
 async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[Announcement]], None]) -> int:
-    """Run `group` until SIGTERM or SIGINT or until one worker keeps dying. Returns the highest exit code.
+    """Run `group` until a signal or until the last worker keeps dying. Returns the highest exit code.
 
     `announce` is called when all workers serve. A second signal cuts the drain short.
     """
     stopped_code = 0
 
-    async def stop() -> None:
+    async def stop(number: signal.Signals | None) -> None:
         nonlocal stopped_code
         stopped_code = await group.stop()
 
     exit_code = await run_until_signal(
         _run(group, announce), stop=stop, hurry=group.hurry, failures=(ChildDied,), on_failure=_give_up
     )
-    return max(exit_code, stopped_code)
+    exit_code = max(exit_code, stopped_code)
+    end_at_once_on_signals(exit_code)
+    return exit_code
 
 
 def _give_up(died: ChildDied) -> int:

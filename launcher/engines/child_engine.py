@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.model.errors import ModelError
 from frontend_svc.engines.connection.transport import EngineTransport, open_transport
@@ -18,7 +19,6 @@ from service_kit.supervision import until_ready
 _STOP_S = 10.0
 # How an engine ends that cannot load what it was given.
 _REFUSED = 2
-_REFUSAL = "triptych engine: "
 
 
 class ChildEngine:
@@ -41,8 +41,10 @@ class ChildEngine:
     async def start(self) -> None:
         """Start it and wait until it is ready.
 
-        ModelError if it refuses the model or an option; EngineDead, with its last log lines, for other ends.
+        ModelError or ConfigError if the model or an option is refused; EngineDead, with its cause or its last
+        log lines, for other ends.
         """
+        await asyncio.get_running_loop().run_in_executor(None, check_start, self._config)
         command = (*command_of("engine"), *flags_of(self._config))
         child = Child("engine-0", command, _environment(), announces=True, output=Output.KEPT)
         self._child = child
@@ -52,9 +54,8 @@ class ChildEngine:
                 ready = await_ready("engine", self.address)
                 await until_ready(ready, child.wait(), lambda _: ChildDied(child))
         except ChildDied as error:
-            refusal = next((line for line in child.last_lines if line.startswith(_REFUSAL)), "")
-            if refusal and error.exit_code == _REFUSED:
-                raise ModelError(refusal.removeprefix(_REFUSAL)) from error
+            if child.announced_cause and error.exit_code == _REFUSED:
+                raise ModelError(child.announced_cause) from error
             raise EngineDead(str(error)) from error
         except TimeoutError as error:
             raise EngineDead(f"it was not ready within {self._start_timeout_s:g} s") from error

@@ -14,6 +14,7 @@ from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_served_engine
+from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.loop.engine import Engine
@@ -248,13 +249,16 @@ def _engine_thread(
 
 
 def _with_folder(config: EngineConfig) -> EngineConfig:
-    """The configuration with a local folder as its model; a hub name is downloaded."""
+    """The configuration, checked, with a local folder as its model; a hub name is downloaded."""
+    check_start(config)
     folder: Path = find_model(config.model, revision=config.revision, progress=_ignore_progress)
     if str(folder) == config.model:
         return config
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config, model=str(folder), served_model_name=config.served_model_name or config.model
     )
+    check_start(config)
+    return config
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:

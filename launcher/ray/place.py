@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import signal
 
 from launcher.ray.cluster import ClusterAway, RayCluster, connect, disconnect, find_host
 from launcher.ray.config import Placing
@@ -11,6 +11,7 @@ from launcher.ray.placement import EngineDied, HostLost, Placement, limits_of
 from launcher.serve.readiness import await_ready
 from launcher.serve.ready_file import remove_ready_file, write_ready_file
 from launcher.serve.supervisor import StartTimeout
+from service_kit.logs import write_log_line
 from service_kit.supervision import run_until_signal
 
 _USAGE_ERROR = 2
@@ -57,7 +58,7 @@ async def _place(placing: Placing) -> int:
         limits=limits_of(placing),
     )
 
-    async def stop() -> None:
+    async def stop(number: signal.Signals | None) -> None:
         remove_ready_file(placing.config.ready_file)
         await placement.stop()
 
@@ -101,7 +102,10 @@ def _write_ready_file(placing: Placing, placement: Placement) -> None:
         }
         for name, place in sorted(placement.placements.items())
     ]
-    write_ready_file(placing.config.ready_file, {"engines": engines})
+    try:
+        write_ready_file(placing.config.ready_file, {"engines": engines})
+    except OSError as error:
+        _report(f"{placing.config.ready_file} cannot be written: {error.strerror}")
 
 
 def _report_failure(error: Exception) -> int:
@@ -110,4 +114,4 @@ def _report_failure(error: Exception) -> int:
 
 
 def _report(line: str) -> None:
-    print(f"[ray] {line}", file=sys.stderr, flush=True)
+    write_log_line(f"[ray] {line}")

@@ -82,6 +82,7 @@ class Placement:
         self._on_change = on_change
         self._limits = limits
         self._hosts: dict[str, EngineHost] = {}
+        self._num_kept = placing.config.num_engines  # neither drained nor given up
         self._is_stopping = False
 
     async def start(self) -> None:
@@ -109,7 +110,10 @@ class Placement:
         self._on_change()
 
     async def keep_running(self) -> None:
-        """Restart engines that die, until all are drained; raises EngineDied for one that keeps dying."""
+        """Restart engines that die, until all are drained or given up.
+
+        Raises EngineDied where the last one keeps dying.
+        """
         with first_failure():
             async with asyncio.TaskGroup() as group:
                 for index in range(self._placing.config.num_engines):
@@ -154,12 +158,20 @@ class Placement:
                 return
             if status == 0:
                 # It was drained by an operator or the coordinator.
+                self._num_kept -= 1
                 self._report(f"{name} {ending}; it was drained")
                 await self._release(name)
                 return
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
-                raise EngineDied(f"{name} {ending} after {restarts.tries}")
+                self._num_kept -= 1
+                if not self._num_kept:
+                    raise EngineDied(f"{name} {ending} after {restarts.tries}")
+                await self._release(name)
+                deaths = f"{restarts.num_deaths} deaths, the last: {ending}"
+                self._report(f"ERROR {name} stays down after {restarts.tries}: {deaths}")
+                self._on_change()
+                return
             self._report(f"{name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
             await self._restart(index)

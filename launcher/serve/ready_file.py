@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from service_kit.config import read_environment
+from service_kit.process import runtime_folder
 
 
 def remove_ready_file(path: str | None) -> None:
@@ -33,31 +33,36 @@ def write_ready_file(path: str | None, record: Mapping[str, object]) -> None:
 
 def runtime_file() -> str | None:
     """The file of this process in the user's runtime folder; None if there can be no such folder."""
-    folder = _runtime_folder()
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid == os.getuid():
-            return str(folder / f"serve-{os.getpid()}.json")
-    return None
+    folder = runtime_folder()
+    return None if folder is None else str(folder / f"serve-{os.getpid()}.json")
 
 
-def running_services() -> dict[str, list[str]]:
-    """The admin addresses of the services of all running `serve`, by names such as engine-0."""
-    found: dict[str, list[str]] = {}
-    folder = _runtime_folder()
-    # Another user may have made a folder of that name below the temporary folder.
-    if not folder.is_dir() or folder.stat().st_uid != os.getuid():
-        return found
-    for path in sorted(folder.glob("serve-*.json")):
+@dataclass(frozen=True, slots=True)
+class RunningServe:
+    """The admin addresses of the services of a running `serve`, and why others stay down; by names.
+
+    A name is a service and its index, such as engine-0.
+    """
+
+    admin_addresses: Mapping[str, str]
+    given_up: Mapping[str, str]
+
+
+def running_serves() -> list[RunningServe]:
+    """What all running `serve` of this user have written."""
+    found: list[RunningServe] = []
+    folder = runtime_folder()
+    for path in sorted(folder.glob("serve-*.json")) if folder is not None else ():
         with suppress(OSError, ValueError):
             os.kill(int(path.stem.removeprefix("serve-")), 0)
-            for process in json.loads(path.read_text(encoding="utf-8"))["processes"]:
-                name = f"{process['service']}-{process['index']}"
-                found.setdefault(name, []).append(process["admin_address"])
+            record = json.loads(path.read_text(encoding="utf-8"))
+            found.append(
+                RunningServe(
+                    {f"{one['service']}-{one['index']}": one["admin_address"] for one in record["processes"]},
+                    {
+                        name: f"{why['num_deaths']} deaths, the last: {why['last_cause']}"
+                        for name, why in record.get("given_up", {}).items()
+                    },
+                )
+            )
     return found
-
-
-def _runtime_folder() -> Path:
-    if runtime := read_environment("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "triptych"
-    return Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"

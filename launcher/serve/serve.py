@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+from engine_svc.build.start_check import check_start
+from engine_svc.config import EngineConfig
+from engine_svc.core.facts import LoadProgress
+from engine_svc.model.loading.hub import find_model, is_hub_id
+from engine_svc.process.load_display import LoadDisplay
 from launcher.arguments import Serving
 from launcher.config import MAX_ENGINES, ServeConfig
 from launcher.engines.factory import make_engine_client
@@ -15,32 +24,86 @@ from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
 from launcher.serve.ready_file import remove_ready_file, runtime_file, write_ready_file
 from launcher.serve.supervisor import ProcessPlan, StackPlan, StartTimeout, Supervisor, parts_of
+from launcher.serve.terminal import banner, describe_engine, show_progress
 from launcher.services import command_of
 from service_kit.child import ChildDied
+from service_kit.clock import MonotonicClock
+from service_kit.config import ConfigError
+from service_kit.logs import LogStream, setup_logs, write_log_line
+from service_kit.process import end_at_once_on_signals
 from service_kit.supervision import SupervisorLimits, run_until_signal
-from service_kit.version import installed_version
 
 _USAGE_ERROR = 2
 _FRONTEND = "frontend-0"
+_ENGINE = "engine-0"
 _COORDINATOR = "coordinator-0"
-_EXAMPLE = '{"prompt": "Once upon a time", "sampling": {"max_tokens": "40"}}'
 
 
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
-    """Serve until a signal. Returns 0; 1 if a process keeps dying; 2 if the port cannot be bound."""
+    """Serve until a signal. Returns 0; 1 if the last of a service keeps dying; 2 if it cannot start."""
     ensure_loopback()
     config, stack = serving.config, plan_stack(serving)
-    for port in stack.ports.values():
-        try:
-            owner = find_port_owner(config.host, port)
-        except OSError as error:
-            print(f"triptych serve: cannot listen on {config.host}: {error.strerror}", file=sys.stderr)
-            return _USAGE_ERROR
-        if owner is not None:
-            print(f"triptych serve: port {port} is in use by {owner}", file=sys.stderr)
-            return _USAGE_ERROR
+    try:
+        _check_ports(config.host, stack.ports.values())
+        _check_model(serving)
+    except (ValueError, OSError) as error:
+        write_log_line(f"triptych serve: {error}")
+        return _USAGE_ERROR
+    except KeyboardInterrupt:
+        write_log_line("triptych serve: interrupted while the model was downloaded")
+        return 128 + signal.SIGINT
     remove_ready_file(config.ready_file)
     return asyncio.run(_serve(serving, stack, environment))
+
+
+def _check_ports(host: str, ports: Iterable[int]) -> None:
+    """Raise ConfigError for a port that is in use, or a host that is not on this machine."""
+    for port in ports:
+        try:
+            owner = find_port_owner(host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
+        if owner is not None:
+            raise ConfigError(f"port {port} is in use by {owner}")
+
+
+def _check_model(serving: Serving) -> None:
+    """Raise ValueError or OSError for an engine that could not start; downloads a model of the hub before."""
+    engine = serving.engine
+    if engine is None:
+        return
+    num_engines = serving.config.data_parallel_size
+    check_start(engine, num_engines=num_engines)
+    folder = _downloaded(engine, serving)
+    if str(folder) != engine.model:
+        check_start(replace(engine, model=str(folder)), num_engines=num_engines)
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    if serving.tokenizer is None and not has_tokenizer:
+        raise ConfigError(f"{folder} has no tokenizer.json: name one with --tokenizer")
+
+
+def _downloaded(engine: EngineConfig, serving: Serving) -> Path:
+    """The folder of the model. Here once, so that engines find it, and with a bar on a terminal."""
+    if is_hub_id(engine.model):
+        level = "warning" if _is_quiet(serving) else engine.log_level
+        setup_logs("serve", instance="0", log_format=engine.log_format, log_level=level)
+    display = LoadDisplay(sys.stderr, MonotonicClock())
+    try:
+        return find_model(
+            engine.model,
+            revision=engine.revision,
+            progress=lambda phase, done, total: display.show(LoadProgress(phase, done, total)),
+        )
+    finally:
+        display.close()
+
+
+def _is_quiet(serving: Serving) -> bool:
+    """Whether messages of level info are not shown: on a terminal, unless they were asked for."""
+    asks_for_level = any(
+        flag.partition("=")[0] == "--log-level" for flags in serving.flags.values() for flag in flags
+    )
+    return sys.stderr.isatty() and not serving.config.verbose and not asks_for_level
 
 
 def plan_stack(serving: Serving) -> StackPlan:
@@ -108,25 +171,36 @@ async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, s
         limits=limits_of(config),
     )
 
-    async def stop() -> None:
-        _report("stopping")
+    async def stop(number: signal.Signals | None) -> None:
+        if number is signal.SIGINT and not config.verbose:
+            # A person has asked for it, and need not read how each process ends.
+            supervisor.hide_info()
+        if number is not None:
+            _report("stopping")
         for path in (config.ready_file, runtime_file()):
             remove_ready_file(path)
         await supervisor.stop()
+        if number is not None:
+            _report("stopped")
 
-    return await run_until_signal(
+    if _is_quiet(serving):
+        supervisor.hide_info()
+
+    exit_code = await run_until_signal(
         _run(serving, stack, supervisor),
         stop=stop,
         hurry=supervisor.hurry,
         failures=(ChildDied, StartTimeout),
         on_failure=_report_failure,
     )
+    end_at_once_on_signals(exit_code)
+    return exit_code
 
 
 async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> None:
-    await supervisor.start()
+    await _start(stack, supervisor)
     _write_ready_file(serving.config, supervisor)
-    print(banner(serving.model, list(map(supervisor.address_of, stack.ports))), flush=True)
+    LogStream(sys.stdout).write(await _banner(serving, stack, supervisor) + "\n")
     following = asyncio.ensure_future(
         follow_group(
             serving.group, lambda: supervisor.admin_address_of(_COORDINATOR), supervisor.want, _report
@@ -137,6 +211,30 @@ async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> No
     finally:
         following.cancel()
         await asyncio.wait((following,))
+
+
+async def _start(stack: StackPlan, supervisor: Supervisor) -> None:
+    """Start everything, with a bar on a terminal."""
+    if not sys.stderr.isatty():
+        await supervisor.start()
+        return
+    names = [plan.name for plan in stack.others if plan.service == "engine"]
+    progress = asyncio.ensure_future(show_progress([partial(supervisor.address_of, name) for name in names]))
+    try:
+        await supervisor.start()
+    finally:
+        progress.cancel()
+        await asyncio.wait((progress,))
+
+
+async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> str:
+    return banner(
+        serving.model,
+        list(map(supervisor.address_of, stack.ports)),
+        await describe_engine(supervisor.address_of(_ENGINE)),
+        {name: supervisor.admin_address_of(name) for name in supervisor.children},
+        None if serving.engine is None else serving.engine.kv_cache_memory,
+    )
 
 
 def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
@@ -153,29 +251,23 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
             }
             for name, child in supervisor.children.items()
         ],
+        "given_up": {
+            name: {"num_deaths": given_up.num_deaths, "last_cause": given_up.last_cause}
+            for name, given_up in supervisor.given_up.items()
+        },
     }
     for path in (config.ready_file, runtime_file()):
-        write_ready_file(path, record)
-
-
-def banner(model: str, addresses: Sequence[str]) -> str:
-    """The text printed once everything is ready."""
-    address = addresses[0]
-    return "\n".join(
-        (
-            f"triptych {installed_version()} serves {model}",
-            *(f"  gRPC    grpc://{one}" for one in addresses),
-            "  try     buf curl --protocol grpc --http2-prior-knowledge"
-            f" -d '{_EXAMPLE}' http://{address}/triptych.api.v1.InferenceService/Generate",
-            f"  or      triptych complete --url grpc://{address} --prompt 'Once upon a time'",
-        )
-    )
+        try:
+            write_ready_file(path, record)
+        except OSError as error:
+            _report(f"{path} cannot be written: {error.strerror}")
 
 
 def _report_failure(error: Exception) -> int:
     _report(str(error))
-    return 1
+    is_refused = isinstance(error, ChildDied) and error.was_starting and error.exit_code == _USAGE_ERROR
+    return _USAGE_ERROR if is_refused else 1
 
 
 def _report(line: str) -> None:
-    print(f"[serve] {line}", file=sys.stderr, flush=True)
+    write_log_line(f"[serve] {line}")

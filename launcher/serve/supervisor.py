@@ -52,6 +52,17 @@ def parts_of(name: str) -> tuple[str, int]:
     return service, int(index)
 
 
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Why a process is not started again."""
+
+    num_deaths: int
+    last_cause: str
+
+    def __str__(self) -> str:
+        return f"{self.num_deaths} deaths, the last: {self.last_cause}"
+
+
 class StartTimeout(Exception):
     """Not everything was ready in time."""
 
@@ -60,7 +71,9 @@ class Supervisor:
     """One stack. Call `start`, then `keep_running`, then `stop`; `report` gets a line for each event.
 
     During `keep_running`, `want` sets the number of engines. An engine that exits with code 0 has left on
-    purpose and is not started again. `limits.stop_s` is for each of the three groups of services.
+    purpose and is not started again. One that keeps dying stays down, until `want` starts missing ones; only
+    where it is the last of its service, everything ends. `limits.stop_s` is for each of the three groups of
+    services.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class Supervisor:
         output: Output = Output.COPIED,
     ) -> None:
         self.children: dict[str, Child] = {}
+        self.given_up: dict[str, GivenUp] = {}
         self._plan = plan
         self._num_wanted = plan.num_engines
         self._starts_missing = False  # also engines that have left
@@ -92,6 +106,7 @@ class Supervisor:
         self._ready: set[str] = set()
         self._all_are_ready = asyncio.Event()
         self._is_stopping = False
+        self._hides_info = False
 
     async def start(self) -> None:
         """Start everything and wait until all are ready; raises ChildDied or StartTimeout."""
@@ -104,11 +119,13 @@ class Supervisor:
                         for plan in self._plan.others:
                             group.create_task(self._start_with_others(plan))
             except TimeoutError as error:
+                for child in self.children.values():
+                    child.release()
                 late = ", ".join(plan.name for plan in self._plans() if plan.name not in self._ready)
                 raise StartTimeout(f"not ready within {self._limits.startup_s:g} s: {late}") from error
 
     async def keep_running(self) -> None:
-        """Restart processes that die, until cancelled; raises ChildDied for one that keeps dying."""
+        """Restart processes that die, until cancelled; raises ChildDied for the last of a service."""
         try:
             with first_failure():
                 async with asyncio.TaskGroup() as self._group:
@@ -129,13 +146,15 @@ class Supervisor:
         most = self._plan.max_engines
         if num_engines > max(most, self._num_wanted):
             self._report(f"{num_engines} engines are wanted, {most} are the most that are started here")
+        # The coordinator repeats what it wants: only something new is a reason to try again.
+        is_new = (num_engines, starts_missing) != (self._num_wanted, self._starts_missing)
         self._num_wanted, self._starts_missing = num_engines, starts_missing
         self._num_kv_blocks = num_kv_blocks
         if self._group is None or self._plan.engine is None or self._is_stopping:
             return
         for rank in range(min(num_engines, most) if starts_missing else 0):
             plan = self._plan.engine(rank)
-            if plan.name not in self._keepers:
+            if plan.name not in self._keepers and (is_new or plan.name not in self.given_up):
                 self._keepers[plan.name] = self._group.create_task(self._add(plan))
         for name, child in self.children.items():
             if not self._is_wanted(*parts_of(name)) and name not in self._ready:
@@ -150,6 +169,12 @@ class Supervisor:
             for child, ended in zip(group, endings, strict=True):
                 if not ended:
                     self._report(f"{child.name} did not end within {self._limits.stop_s:g} s and was killed")
+
+    def hide_info(self) -> None:
+        """From now on copy only the lines of processes that are no messages below a warning."""
+        self._hides_info = True
+        for child in self.children.values():
+            child.hides_info = True
 
     async def hurry(self) -> None:
         """Cut every drain short."""
@@ -184,11 +209,21 @@ class Supervisor:
     async def _start(self, plan: ProcessPlan) -> None:
         command = (*plan.command, *self._flags_of(plan))
         child = Child(plan.name, command, self._environment, announces=True, output=self._output)
+        child.hides_info = self._hides_info
+        if plan.service == "frontend":
+            # Until it is ready it reports what engines do, which report that themselves.
+            child.hold()
         self.children[plan.name] = child
-        address = (await child.announced()).address
-        self._addresses[plan.name] = address
-        await self._before_it_dies(self._await_ready(plan.service, address), child)
+        try:
+            address = (await child.announced()).address
+            self._addresses[plan.name] = address
+            await self._before_it_dies(self._await_ready(plan.service, address), child)
+        except ChildDied:
+            child.release()
+            raise
+        child.release()
         self._ready.add(plan.name)
+        self.given_up.pop(plan.name, None)
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
@@ -225,13 +260,17 @@ class Supervisor:
                 return
             self._ready.discard(plan.name)
             if self._has_left(plan, child):
-                self._forget(plan, "left" if child is None else f"{child.ending} and is not started again")
+                ending = "left" if child is None else f"{child.ending} and is not started again"
+                self._report(f"{plan.name} {ending}")
+                self._forget(plan)
                 return
             delay_s = restarts.begin(loop.time())
             if delay_s is None:
-                self._give_up(plan, child, f"after {restarts.tries}")
+                self._give_up(plan, child, restarts)
                 return
             ending = "could not be started" if child is None else child.ending
+            if child is not None and child.announced_cause:
+                ending += f" ({child.announced_cause})"
             self._report(f"{plan.name} {ending}; starts again in {delay_s:g} s ({restarts.count})")
             await asyncio.sleep(delay_s)
             if self._is_wanted(plan.service, plan.index):
@@ -243,14 +282,16 @@ class Supervisor:
         has_gone_for_good = child is not None and child.exit_code == 0 and not self._starts_missing
         return not self._is_wanted(plan.service, plan.index) or has_gone_for_good
 
-    def _give_up(self, plan: ProcessPlan, child: Child | None, tries: str) -> None:
-        """A process keeps dying: fatal unless it is an engine that was added after the start."""
-        if child is not None and (plan.service != "engine" or plan.index < self._plan.num_engines):
-            raise ChildDied(child, tries)
-        self._forget(plan, f"{'cannot be started' if child is None else child.ending} {tries}")
+    def _give_up(self, plan: ProcessPlan, child: Child | None, restarts: Restarts) -> None:
+        is_last = all(name == plan.name or parts_of(name)[0] != plan.service for name in self._keepers)
+        if is_last and child is not None:
+            raise ChildDied(child, f"after {restarts.tries}")
+        cause = "could not be started" if child is None else child.cause
+        self.given_up[plan.name] = given_up = GivenUp(restarts.num_deaths, cause)
+        self._report(f"ERROR {plan.name} stays down after {restarts.tries}: {given_up}")
+        self._forget(plan)
 
-    def _forget(self, plan: ProcessPlan, why: str) -> None:
-        self._report(f"{plan.name} {why}")
+    def _forget(self, plan: ProcessPlan) -> None:
         for table in (self.children, self._addresses, self._keepers):
             table.pop(plan.name, None)
         self._on_change()
@@ -264,6 +305,7 @@ class Supervisor:
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 self._report(f"{plan.name} cannot be started: {error.strerror or error}")
             if plan.name in self.children:
+                self.children[plan.name].release()
                 await self.children[plan.name].stop(self._limits.stop_s)
             return
         self._on_change()

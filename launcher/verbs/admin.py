@@ -44,9 +44,13 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminAsked(Asked):
-    """The service that a call goes to, and how its answer is shown."""
+    """The service that a call goes to, and how its answer is shown.
+
+    given_up: why services of its `serve` stay down, by their names.
+    """
 
     timeout_s: float
+    given_up: Mapping[str, str] = field(default_factory=dict)
     hint: str = _HINT
     flags: Mapping[str, str] = field(default_factory=lambda: _FLAGS)
     as_json: bool = False
@@ -55,6 +59,11 @@ class AdminAsked(Asked):
 def run_status(asked: AdminAsked) -> int:
     """Print the status of the service. Returns 0, or 1 with the error on stderr."""
     return _run(_status(asked), asked)
+
+
+def run_drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) -> int:
+    """Drain the service and print the progress. Returns 0, or 1 if it could not be followed to its end."""
+    return _run(_drain(asked, deadline_s, keep_running=keep_running), asked)
 
 
 def run_call(asked: AdminAsked, call: utility_pb2.UtilityCall) -> int:
@@ -84,7 +93,7 @@ def run_cancel(asked: AdminAsked, operation_id: str) -> int:
 
 def run_drain_engine(asked: AdminAsked, engine_id: str, deadline_s: float) -> int:
     """Drain one engine. Returns 0, or 1 if refused."""
-    return _run(_drain(asked, engine_id, deadline_s), asked, needs="coordinator")
+    return _run(_drain_engine(asked, engine_id, deadline_s), asked, needs="coordinator")
 
 
 def run_evict_engine(asked: AdminAsked, engine_id: str, reason: str) -> int:
@@ -131,6 +140,7 @@ async def _status(asked: AdminAsked) -> int:
         with rpc_errors_translated():
             answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=asked.timeout_s)
     values = {value.key: _value(value) for value in answer.values}
+    values |= {f"given_up.{name}": why for name, why in asked.given_up.items()}
     if asked.as_json:
         state = admin_pb2.ServiceState.Name(answer.state).removeprefix("SERVICE_STATE_").lower()
         facts = {"service": answer.service, "instance": answer.instance, "pid": answer.pid}
@@ -141,6 +151,19 @@ async def _status(asked: AdminAsked) -> int:
     print(f"{answer.instance} (pid {answer.pid}, version {answer.version}, up {uptime})")
     for key, value in values.items():
         print(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+    return 0
+
+
+async def _drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) -> int:
+    # A tiny deadline must not be rounded to 0, which means no deadline.
+    request = admin_pb2.DrainRequest(deadline_ms=math.ceil(deadline_s * 1000), keep_running=keep_running)
+    limit_s = deadline_s + asked.timeout_s if deadline_s else None
+    async with open_channel(asked.address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with rpc_errors_translated():
+            async for answer in stub.Drain(request, timeout=limit_s):
+                state = admin_pb2.ServiceState.Name(answer.state).removeprefix("SERVICE_STATE_").lower()
+                print(f"{state}, {answer.num_in_flight} requests in flight", flush=True)
     return 0
 
 
@@ -209,7 +232,7 @@ async def _cancel(asked: AdminAsked, operation_id: str) -> int:
     return 0
 
 
-async def _drain(asked: AdminAsked, engine_id: str, deadline_s: float) -> int:
+async def _drain_engine(asked: AdminAsked, engine_id: str, deadline_s: float) -> int:
     # A tiny deadline must not be rounded to 0, which means no deadline.
     request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=math.ceil(deadline_s * 1000))
     async with _scaling_stub(asked.address) as stub:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,6 +11,7 @@ import typer
 from service_kit.process import prepare_process
 
 if TYPE_CHECKING:
+    from launcher.serve.ready_file import RunningServe
     from launcher.verbs.admin import AdminAsked
     from triptych.engine.v1 import utility_pb2
 
@@ -47,6 +50,23 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     from launcher.verbs.admin import run_status
 
     raise typer.Exit(run_status(_asked(context, as_json=as_json)))
+
+
+@admin.command()
+def drain(
+    context: typer.Context,
+    deadline_s: Annotated[
+        float, typer.Option(min=0.0, max=_MAX_S, help="time for its requests, then they move; 0: no limit")
+    ] = 0.0,
+    keep_running: Annotated[bool, typer.Option("--keep-running", help="until SIGTERM, then it ends")] = False,
+) -> None:
+    """Drain the service and show the progress.
+
+    It refuses new requests, finishes the running ones, and ends.
+    """
+    from launcher.verbs.admin import run_drain
+
+    raise typer.Exit(run_drain(_asked(context), deadline_s, keep_running=keep_running))
 
 
 @admin.command()
@@ -214,23 +234,34 @@ def evict_engine(
 
 
 def _asked(context: typer.Context, *, as_json: bool = False) -> AdminAsked:
-    from launcher.serve.ready_file import running_services
+    from launcher.serve.ready_file import running_serves
     from launcher.verbs.admin import AdminAsked
 
     address, timeout_s, is_json = context.obj
+    serves = running_serves()
     if ":" not in address:
-        services = running_services()
-        addresses = services.get(address, [])
-        if len(addresses) > 1:
-            shown = ", ".join(addresses)
-            raise typer.BadParameter(
-                f"{address} is a service of several running serve, at {shown}: choose one"
-            )
-        if not addresses:
-            known = ", ".join(sorted(services)) or "none is running"
-            raise typer.BadParameter(f"{address} is no address and no service of a running serve: {known}")
-        address = addresses[0]
-    return AdminAsked(address=address, timeout_s=timeout_s, as_json=as_json or is_json)
+        address = _address_of(address, serves)
+    given_up: dict[str, str] = {}
+    for serve in serves:
+        if address in serve.admin_addresses.values():
+            given_up |= serve.given_up
+    return AdminAsked(address=address, timeout_s=timeout_s, as_json=as_json or is_json, given_up=given_up)
+
+
+def _address_of(name: str, serves: Sequence[RunningServe]) -> str:
+    """The admin address of a service by its name; the command ends with an error if it has none."""
+    addresses = [serve.admin_addresses[name] for serve in serves if name in serve.admin_addresses]
+    if len(addresses) > 1:
+        shown = ", ".join(addresses)
+        raise typer.BadParameter(f"{name} is a service of several running serve, at {shown}: choose one")
+    if addresses:
+        return addresses[0]
+    for serve in serves:
+        if name in serve.given_up:
+            print(f"{name} stays down: {serve.given_up[name]}", file=sys.stderr)
+            raise typer.Exit(1)
+    known = ", ".join(sorted({one for serve in serves for one in serve.admin_addresses})) or "none is running"
+    raise typer.BadParameter(f"{name} is no address and no service of a running serve: {known}")
 
 
 def _mode(name: str) -> utility_pb2.PauseMode:

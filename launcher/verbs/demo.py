@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from launcher.verbs.generation import Answer, Generation
 from service_kit.channel import open_channel
 from service_kit.child import ChildDied, Output
 from service_kit.errors import ServiceError, rpc_errors_translated
+from service_kit.process import stop_signals
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -106,7 +106,7 @@ def _end_on_signals() -> None:
     """Make a signal end the demo like a failure, so that everything is stopped."""
     running = asyncio.current_task()
     if running is not None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
 
 

@@ -78,6 +78,11 @@ class ServedStack:
         await self._stop()
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def address(self) -> str:
         return str(self._ready()["grpc"])
 
@@ -90,6 +95,15 @@ class ServedStack:
         """The first process of a service: its pid and addresses."""
         processes = self._ready()["processes"]
         return next(process for process in processes if process["service"] == service)
+
+    def pids(self) -> dict[str, int]:
+        """The process ids of its services, by names such as engine-0."""
+        processes = self._ready()["processes"]
+        return {f"{process['service']}-{process['index']}": process["pid"] for process in processes}
+
+    def given_up(self) -> list[str]:
+        """The names of the services that stay down."""
+        return list(self._ready()["given_up"])
 
     async def scale(self, size: int, *, timeout_s: float = 120.0) -> ScaleOutcome:
         """Change the number of engines and wait for the command's end."""

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service_kit.admin import SERVICE_NAME, AdminServicer
 from service_kit.errors import FailedPrecondition, from_rpc_error
 from service_kit.limits import ADMIN
+from service_kit.server import Lifecycle, ServiceState
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry, tracer
 from tests.service_kit.fakes import serving
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -32,7 +33,10 @@ def telemetry() -> Iterator[None]:
 @pytest.fixture
 async def admin(telemetry: None) -> AsyncIterator[admin_pb2_grpc.AdminServiceStub]:
     servicer = AdminServicer(
-        "engine", "engine-0", lambda: {"state": "draining", "num_running": 3, "model": "tiny"}
+        "engine",
+        "engine-0",
+        lambda: {"state": "draining", "num_running": 3, "model": "tiny"},
+        lifecycle=Lifecycle(),
     )
     async with serving([servicer.registration()], ADMIN) as (_, channel):
         health = health_pb2_grpc.HealthStub(channel)
@@ -112,7 +116,7 @@ async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None
         response.result.call_id = request.call.call_id
         return response
 
-    servicer = AdminServicer("engine", "engine-0", lambda: {}, utility=serve)
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, lifecycle=Lifecycle(), utility=serve)
     async with serving([servicer.registration()], ADMIN) as (_, channel):
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         request = admin_pb2.UtilityRequest()
@@ -122,3 +126,45 @@ async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None
         answer = await stub.Utility(request)
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert answer.result.call_id == 9
+
+
+async def last_of(call: grpc.aio.UnaryStreamCall) -> admin_pb2.DrainResponse:
+    answers: list[admin_pb2.DrainResponse] = []
+    # Not `async for`, as the test has read some already.
+    while isinstance(answer := await call.read(), admin_pb2.DrainResponse):
+        answers.append(answer)
+    return answers[-1]
+
+
+async def test_drain_streams_its_progress_until_it_is_over_and_a_second_caller_follows_it(telemetry: None):
+    num_left = 2
+    lifecycle = Lifecycle(lambda: num_left)
+    lifecycle.move_to(ServiceState.SERVING)
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, lifecycle=lifecycle)
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        first = stub.Drain(admin_pb2.DrainRequest(deadline_ms=1500, keep_running=True), timeout=30)
+        assert (await first.read()).num_in_flight == 2
+        assert (lifecycle.drain_deadline_s, lifecycle.keeps_running) == (1.5, True)
+        second = stub.Drain(admin_pb2.DrainRequest(), timeout=30)
+        lifecycle.move_to(ServiceState.DRAINING)
+        num_left = 1
+        assert (await first.read()).num_in_flight == 1
+        num_left = 0
+        lifecycle.note_drained()
+        last = await last_of(first)
+        assert await last_of(second) == last
+    assert (last.num_in_flight, last.state) == (0, admin_pb2.SERVICE_STATE_DRAINING)
+    assert (lifecycle.drain_deadline_s, lifecycle.keeps_running) == (1.5, True)
+
+
+async def test_a_drain_without_a_limit_goes_on_without_its_caller(telemetry: None):
+    lifecycle = Lifecycle()
+    lifecycle.move_to(ServiceState.SERVING)
+    servicer = AdminServicer("engine", "engine-0", lambda: {}, lifecycle=lifecycle)
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=30)
+        await call.read()
+        call.cancel()
+        await lifecycle.until_ordered()
+    assert (lifecycle.drain_deadline_s, lifecycle.keeps_running) == (None, False)

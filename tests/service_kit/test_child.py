@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from service_kit.child import Announcement, Child, ChildDied, Output
+from service_kit.child import STARTING, Announcement, Child, ChildDied, Output
 from service_kit.process import child_command
 from tests.processes import running_async, source_environment
 
@@ -104,6 +104,40 @@ async def test_its_addresses_are_read_and_a_child_that_ends_without_them_has_die
     ) as died:
         await silent.announced()
     assert died.value.exit_code == 2
+
+
+async def test_the_cause_that_a_child_announces_is_reported_once_whatever_it_logs_behind_it(capsys):
+    program = "print('INFO a\\ntriptych engine: no model\\nINFO b'); raise SystemExit(2)"
+    child = child_of(program, announces=True, output=Output.COPIED)
+    with pytest.raises(ChildDied) as died:
+        await child.announced()
+    assert str(died.value) == f"{child.name} {child.ending} {STARTING}: no model"
+    assert died.value.was_starting
+    assert capsys.readouterr().err == f"[{child.name}] INFO a\n[{child.name}] INFO b\n"
+
+
+async def test_messages_below_a_warning_can_be_hidden(capsys):
+    lines = [
+        "12:00:00.000 INFO    engine[0] listening",
+        "12:00:00.000 WARNING engine[0] slow",
+        '{"ts": "2026-01-01T00:00:00.000+00:00", "level": "info", "logger": "a"}',
+        '{"ts": "2026-01-01T00:00:00.000+00:00", "level": "error", "logger": "a"}',
+        "Traceback",
+    ]
+    child = child_of(f"print('\\n'.join({lines!r}))", output=Output.COPIED)
+    child.hides_info = True
+    await child.wait()
+    shown = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert shown == [lines[1], lines[3], lines[4]]
+
+
+async def test_lines_that_are_held_back_are_copied_later_in_order(capsys):
+    child = child_of("print('a\\nb')", output=Output.COPIED)
+    child.hold()
+    await child.wait()
+    assert capsys.readouterr().err == ""
+    child.release()
+    assert capsys.readouterr().err == "[engine-0] a\n[engine-0] b\n"
 
 
 async def test_one_that_cannot_be_started_leaves_no_descriptor_open() -> None:

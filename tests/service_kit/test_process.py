@@ -55,35 +55,56 @@ def test_what_the_user_has_set_stays() -> None:
     assert prepared("engine", GRPC_VERBOSITY="DEBUG")["GRPC_VERBOSITY"] == "DEBUG"
 
 
-def test_the_first_process_of_a_container_ends_on_a_signal_before_it_serves() -> None:
-    # As the kernel treats that process: what it does not handle does not reach it.
-    program = (
-        "import os, signal, time\n"
-        "from service_kit.process import prepare_process\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "os.getpid = lambda: 1\n"
-        "prepare_process('engine')\n"
-        "print('importing', flush=True)\n"
-        "time.sleep(120)"
-    )
-    with run(program) as process:
+PREPARED_SERVICE = (
+    "import signal, sys, time\n"
+    "from service_kit.process import prepare_service\n"
+    "prepare_service('engine')\n"
+    "print('importing', flush=True)\n"
+    "time.sleep(120)"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_a_service_before_it_serves(number: signal.Signals) -> None:
+    # As the kernel treats the first process of a container: what it does not handle does not reach it.
+    with run("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + PREPARED_SERVICE) as process:
         assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 0
+
+
+def test_a_closed_terminal_does_not_stop_a_service_under_nohup() -> None:
+    with run("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + PREPARED_SERVICE) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
 
 
-@pytest.mark.parametrize(
-    ("pid", "role"),
-    [("os.getpid()", "engine"), ("1", "client")],
-    ids=["any other process", "a client, which says itself that it was interrupted"],
-)
-def test_signals_of_other_processes_are_left_as_they_were(pid: str, role: str) -> None:
+@pytest.mark.parametrize("role", ["frontend", "engine", "coordinator", "client"])
+def test_a_process_writes_its_stacks_when_it_is_asked_to_and_runs_on(role: str) -> None:
     program = (
         "import os, signal\n"
         "from service_kit.process import prepare_process\n"
-        f"pid = {pid}\n"
-        "os.getpid = lambda: pid\n"
         f"prepare_process({role!r})\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "print('runs on')"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    assert done.stdout == "runs on\n"
+    assert "most recent call first" in done.stderr
+    without_stderr = ["sh", "-c", 'exec "$0" "$@" 2>&-', *command]
+    done = subprocess.run(without_stderr, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
+    assert done.stdout == "runs on\n"
+
+
+def test_signals_of_a_client_are_left_as_they_were() -> None:
+    program = (
+        "import signal\n"
+        "from service_kit.process import prepare_process\n"
+        "prepare_process('client')\n"
         "print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)\n"
         "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     )
@@ -151,7 +172,7 @@ def test_a_process_that_leaves_has_said_everything_and_tidies_up_nothing() -> No
     assert process.returncode == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_after_its_work_a_signal_ends_a_process_at_once_with_the_code_of_its_work(number):
     program = (
         "import sys; from service_kit.process import end_at_once_on_signals; end_at_once_on_signals(7)\n"

@@ -172,6 +172,50 @@ async def test_a_failing_drain_still_stops_the_servers() -> None:
     await again.stop(0.0)
 
 
+@pytest.mark.parametrize("keeps_running", [False, True])
+async def test_a_drain_may_be_ordered_and_the_process_may_stay_until_a_signal(keeps_running: bool) -> None:
+    lifecycle, is_drained = Lifecycle(), asyncio.Event()
+
+    async def drain() -> None:
+        is_drained.set()
+
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
+    running = asyncio.ensure_future(
+        run_server(
+            [server],
+            on_drain=drain,
+            drain_deadline_s=1.0,
+            announce=lambda addresses: lifecycle.drain(None, keeps_running=keeps_running),
+            lifecycle=lifecycle,
+        )
+    )
+    states = [state async for _, state in lifecycle.progress()]
+    assert is_drained.is_set()
+    assert states[-1] is (ServiceState.DRAINING if keeps_running else ServiceState.STOPPED)
+    if keeps_running:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 30) == 0
+    assert lifecycle.state is ServiceState.STOPPED
+
+
+async def test_the_first_signal_limits_a_drain_that_was_ordered_without_a_limit() -> None:
+    lifecycle = Lifecycle()
+
+    async def never() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=PUBLIC, service="fake")
+    running = run_server(
+        [server],
+        on_drain=never,
+        drain_deadline_s=0.05,
+        announce=lambda addresses: lifecycle.drain(None, keeps_running=True),
+        lifecycle=lifecycle,
+    )
+    assert await asyncio.wait_for(running, 30) == 0
+
+
 @pytest.mark.parametrize("state", ServiceState)
 @pytest.mark.parametrize("target", ServiceState)
 def test_the_life_of_a_service(state: ServiceState, target: ServiceState) -> None:

@@ -72,7 +72,14 @@ async def test_the_first_failure_is_raised_alone() -> None:
 class Verb:
     """Remembers what was done to it."""
 
-    def __init__(self, failure: Exception | None = None, *, signals_at_stop: int = 0) -> None:
+    def __init__(
+        self,
+        failure: Exception | None = None,
+        *,
+        number: signal.Signals = signal.SIGTERM,
+        signals_at_stop: int = 0,
+    ) -> None:
+        self._number = number
         self.events: list[str] = []
         self._failure = failure
         self._signals_at_stop = signals_at_stop
@@ -91,10 +98,10 @@ class Verb:
         if self._failure is not None:
             raise self._failure
         if until_signal:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._number)
             await asyncio.Event().wait()
 
-    async def _stop(self) -> None:
+    async def _stop(self, number: signal.Signals | None) -> None:
         self.events.append("stop")
         if self._signals_at_stop:
             os.kill(os.getpid(), signal.SIGINT)
@@ -115,6 +122,14 @@ async def test_a_signal_stops_the_work_and_a_second_one_hurries() -> None:
     assert verb.events == ["stop", "hurry"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_each_signal_that_stops_a_service_stops_the_work(number: signal.Signals) -> None:
+    verb = Verb(number=number)
+    assert await verb.run(until_signal=True) == 0
+    assert verb.events == ["stop"]
+    assert not asyncio.get_running_loop().remove_signal_handler(number)
+
+
 async def test_work_that_is_done_ends_the_verb() -> None:
     verb = Verb()
     assert await verb.run(until_signal=False) == 0
@@ -124,7 +139,7 @@ async def test_work_that_is_done_ends_the_verb() -> None:
 async def test_a_failure_that_is_expected_has_its_exit_code_and_a_bug_is_raised() -> None:
     verb = Verb(OSError("no such host"))
     assert await verb.run(until_signal=False) == 3
-    assert verb.events == ["no such host", "stop"]
+    assert verb.events == ["stop", "no such host"]
     verb = Verb(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         await verb.run(until_signal=False)

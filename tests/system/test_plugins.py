@@ -114,9 +114,9 @@ async def test_a_plugin_that_fails_stops_the_start_with_one_line_and_code_2(tmp_
         with pytest.raises(ChildDied, match="exited with code 2 while it was starting") as died:
             await stack.start(service, *flags, "--port=0")
         assert listeners_of(await stack.start(service, *flags, "--port=0", "--plugins="))
-    line = f"triptych {service}: plugin broken (plugin_broken:start): RuntimeError: no such chip"
-    assert str(died.value).endswith(f": {line}")
-    assert list(stack.children[0].last_lines) == [line]
+    cause = "plugin broken (plugin_broken:start): RuntimeError: no such chip"
+    assert str(died.value).endswith(f": {cause}")
+    assert list(stack.children[0].last_lines) == [f"triptych {service}: {cause}"]
 
 
 async def test_what_the_collector_was_kept_from_is_given_back_at_the_end(tmp_path: Path, diary: Path) -> None:

@@ -27,7 +27,7 @@ _NEEDED = ("*.safetensors", "*.json", "*.jinja")
 _WANTED = (*_NEEDED, "tokenizer.model")
 # The same weights in other formats, and files of other tools.
 _UNWANTED = ("*/*", "consolidated*.safetensors")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 _TIMEOUT_S = 10.0
 _LOWEST_FAULT_OF_THE_HUB = 500
 _GIB = 1024**3
@@ -139,8 +139,8 @@ class _Hub:
         )
         names = [file.rfilename for file in info.siblings or ()]
         if not any(_is_wanted(name) and name.endswith(".safetensors") for name in names):
-            pickles = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in _PICKLES)]
-            found = f"weights only as {', '.join(pickles[:5])}" if pickles else "no weights"
+            others = [name for name in names if any(fnmatch.fnmatch(name, one) for one in _OTHER_WEIGHTS)]
+            found = f"weights only as {', '.join(others[:5])}" if others else "no weights"
             raise CheckpointError(
                 f"{self._name} has {found}; only safetensors are read, nothing was downloaded"
             )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError, UnsupportedModel, listed
 from engine_svc.model.facts import KVShape, ModelFacts
-from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, weight_files, weights_digest
+from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors, weights_digest
+from engine_svc.model.loading.folder import weight_files
 from engine_svc.model.loading.model_config import ModelConfig
 from engine_svc.model.loading.progress import Progress
 from engine_svc.model.loading.weights import WeightReader

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -15,34 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine_svc.model.errors import CheckpointError
+from engine_svc.model.loading.folder import DTYPES, read_header
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_LENGTH_BYTES = 8
-_METADATA = "__metadata__"
-
-
-class _Entry(TypedDict):
-    """One tensor's entry in the header."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, ours) for name, ours in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +37,25 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        header = read_header(path)
         try:
             self.num_bytes = path.stat().st_size
-            # The library checks the header: offsets in order, without gaps, and up to the end of the file.
+            # The library checks the rest: offsets in order, without gaps, that fit shapes and dtypes.
             with safe_open(path, framework="pt"):
                 pass
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
-                self.header = file.read(length)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        self._data_offset = _LENGTH_BYTES + length
-        entries: dict[str, _Entry] = json.loads(self.header)
-        self.tensors = {name: self._stored(name, entries[name]) for name in entries if name != _METADATA}
+        self.header = header.content
+        self.tensors = {
+            entry.name: StoredTensor(
+                entry.name,
+                _DTYPES[entry.dtype],
+                entry.shape,
+                header.data_offset + entry.start,
+                entry.end - entry.start,
+            )
+            for entry in header.entries
+        }
 
     def read(self, stored: StoredTensor) -> Tensor:
         """The whole tensor, as stored, in memory of its own."""
@@ -102,13 +80,6 @@ class SafetensorsFile:
         with self.path.open("rb") as file:
             file.seek(stored.offset + middle)
             return file.read(min(num_bytes, stored.num_bytes - middle))
-
-    def _stored(self, name: str, entry: _Entry) -> StoredTensor:
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise CheckpointError(f"{self.path}: {name} has dtype {entry['dtype']}, which is not read")
-        start, end = entry["data_offsets"]
-        return StoredTensor(name, dtype, tuple(entry["shape"]), self._data_offset + start, end - start)
 
     def _read_at(self, stored: StoredTensor, offset: int, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=stored.dtype)

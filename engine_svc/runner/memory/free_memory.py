@@ -9,29 +9,21 @@ import torch
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.memory.host_memory import CONTROL_GROUP, MIB, free_host_bytes
 from engine_svc.runner.memory.kv_sizing import FreeMemory
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from triptych_kernels import AttentionBatch
 
 # Share of the machine's free memory: other engines and the operating system need memory too.
 _HOST_SHARE = 0.25
-_MIB = 1 << 20
 # Logits in fp32, their probabilities, and the sorted copies of top-k and top-p.
 _COPIES_OF_LOGITS = 4
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def free_host_memory(control_group: Path = _CONTROL_GROUP) -> FreeMemory:
+def free_host_memory(control_group: Path = CONTROL_GROUP) -> FreeMemory:
     """A share of the free memory of the machine, or of the container, whose limits are in `control_group`."""
-    # Imported here: with a GPU it is not needed.
-    import psutil
-
-    free = psutil.virtual_memory().available
-    left = _left_of_container(control_group)
-    if left is not None and left < free:
-        how = f"{_HOST_SHARE:.0%} of {left // _MIB} MiB that the container has left"
-        return FreeMemory(int(left * _HOST_SHARE), how)
-    return FreeMemory(int(free * _HOST_SHARE), f"{_HOST_SHARE:.0%} of {free // _MIB} MiB free memory")
+    free, how = free_host_bytes(control_group)
+    return FreeMemory(int(free * _HOST_SHARE), f"{_HOST_SHARE:.0%} of {how}")
 
 
 def num_bytes_in_use() -> int:
@@ -43,21 +35,11 @@ def num_bytes_in_use() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _left_of_container(control_group: Path) -> int | None:
-    """What the container's memory limit leaves, as seen from inside; None without a limit."""
-    try:
-        limit = (control_group / "memory.max").read_text(encoding="ascii").strip()
-        used = (control_group / "memory.current").read_text(encoding="ascii")
-        return None if limit == "max" else max(0, int(limit) - int(used))
-    except (OSError, ValueError):
-        return None
-
-
 def present_device_memory() -> FreeMemory:
     """The free memory of the GPU now, without regard to what a step needs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return FreeMemory(free, f"{free // _MIB} MiB free of {total // _MIB} MiB")
+    return FreeMemory(free, f"{free // MIB} MiB free of {total // MIB} MiB")
 
 
 @torch.inference_mode()
@@ -91,8 +73,8 @@ def free_device_memory(
     # Memory used by other processes counts against the share as well, as it is not available.
     left = int(total * utilization) - (total - free) - peak
     how = (
-        f"{utilization:.0%} of {total // _MIB} MiB, less {(total - free) // _MIB} in use "
-        f"and {peak // _MIB} for a step,"
+        f"{utilization:.0%} of {total // MIB} MiB, less {(total - free) // MIB} in use "
+        f"and {peak // MIB} for a step,"
     )
     return FreeMemory(left, how)
 

@@ -55,8 +55,14 @@ def size_kv_cache(
             f"one request of max_model_len {max_model_len} needs {needed} blocks of {options.block_size} "
             f"tokens, {needed * size} bytes, but {source}; {shorter}give the cache more memory"
         )
-    if options.num_kv_blocks is None:
-        num_blocks = min(num_blocks, options.max_num_seqs * needed)
+    most = options.max_num_seqs * needed
+    if options.num_kv_blocks is None and num_blocks > most:
+        if options.kv_cache_memory is not None:
+            logger.warning(
+                "kv_cache_memory is cut to what max_num_seqs requests of max_model_len tokens can use",
+                extra={"asked_mib": options.kv_cache_memory // _MIB, "used_mib": most * size // _MIB},
+            )
+        num_blocks = most
     sizing = KVSizing(num_blocks, options.block_size, size)
     if sizing.total_bytes > free.num_bytes:
         # A CPU's memory is allocated on first use, so this fails only when most blocks have been used.

@@ -129,6 +129,11 @@ class ChatTemplate:
         return self._compiled[source]
 
 
+def check_template(source: str) -> None:
+    """Raise TextRefused for a text that is no chat template."""
+    ChatTemplate({}, {})._compile(source)
+
+
 def read_templates(tokenizer_config: Mapping[str, object], chat_template: str) -> dict[str, str]:
     """The templates of a model by name; empty if it has none.
 

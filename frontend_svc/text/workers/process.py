@@ -23,6 +23,7 @@ from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextRefused
 from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
 from service_kit.process import die_with_parent, set_title
+from service_kit.stacks import write_when_asked
 
 if TYPE_CHECKING:
     from frontend_svc.text.chat.template import ChatTemplate
@@ -234,8 +235,10 @@ def main() -> int:
     set_title("text-worker")
     # A busy worker would otherwise notice the end of its frontend only after the task.
     die_with_parent(os.getppid())
-    # Ctrl-C is sent to the whole process group; the frontend decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal signals the whole process group; the frontend decides when its workers end.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    write_when_asked()
     output_fd = os.dup(1)
     # Output printed by a library must not get between frames.
     os.dup2(2, 1)

@@ -107,10 +107,28 @@ def test_reports_keep_the_lease_and_silence_ends_it_under_an_open_session() -> N
         registry.report("a", 1, MemberState.READY)
 
 
+def test_an_engine_that_loads_may_be_silent_for_long_under_an_open_session() -> None:
+    clock = FakeClock()
+    registry = registry_at(clock)
+    registry.register(engine(), session_id=1)
+    assert pass_time(registry, clock, 59.75) == []
+    assert len(pass_time(registry, clock, 0.5)) == 1
+
+
+def test_the_session_of_an_engine_that_loads_leaves_it_one_lease() -> None:
+    clock = FakeClock()
+    registry = registry_at(clock)
+    registry.register(engine(), session_id=1)
+    registry.lose_session("a", 1)
+    assert pass_time(registry, clock, 2.75) == []
+    assert len(pass_time(registry, clock, 0.5)) == 1
+
+
 def test_a_stopped_coordinator_ends_no_lease_for_its_own_silence() -> None:
     clock = FakeClock()
     registry = registry_at(clock)
     registry.register(engine(), session_id=1)
+    registry.report("a", 1, MemberState.READY)
     clock.advance(30.0)
     assert registry.expire() == []
     assert len(pass_time(registry, clock, 3.25)) == 1

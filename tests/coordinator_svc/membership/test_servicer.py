@@ -179,6 +179,8 @@ async def test_a_failed_engine_is_gone_and_its_session_ends() -> None:
 async def test_an_engine_whose_lease_ended_is_asked_to_register_again() -> None:
     async with coordinator(lease_s=0.6) as one:
         peer = await one.engine()
+        await peer.report(state=member_pb2.MEMBER_STATE_READY)
+        await state_of(one, until=member_pb2.MEMBER_STATE_READY)
         await state_of(one, until=None)
         await peer.report(state=member_pb2.MEMBER_STATE_READY)
         with pytest.raises(grpc.aio.AioRpcError, match="register again"):

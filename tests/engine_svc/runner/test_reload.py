@@ -86,7 +86,7 @@ def _of_another_form(folder: Path) -> Path:
     ("spoil", "reason"),
     [
         (_missing, "is not a folder"),
-        (_truncated, "cannot be read"),
+        (_truncated, "is truncated"),
         (_of_another_form, "has max_position 64, the weights to replace have 160"),
     ],
 )
@@ -114,7 +114,7 @@ def test_weights_spoiled_in_place_are_lost_until_their_folder_is_whole_again(rig
     before = rig.generate("before")
     whole = {path: path.read_bytes() for path in rig.folder.iterdir()}
     spoil(rig.folder)
-    with pytest.raises(WeightsLost, match=r"cannot be read|has max_position 64"):
+    with pytest.raises(WeightsLost, match=r"is truncated|has max_position 64"):
         rig.runner.reload_weights(rig.folder if folder_given else None)
     rig.forget()
     with pytest.raises(CheckpointError):

@@ -19,6 +19,19 @@ async def test_models_are_listed_with_what_a_client_needs():
     assert same == model
 
 
+async def test_engines_of_one_name_with_different_weights_are_listed_apart():
+    engines = [FakeEngine(fingerprint=weights, dp_rank=rank) for rank, weights in enumerate("bab")]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(3)
+        models = (await client.model.ListModels(model_pb2.ListModelsRequest())).models
+        one = (await client.model.GetModel(model_pb2.GetModelRequest(model="tiny"))).model
+    assert [(model.name, model.fingerprint, model.num_engines) for model in models] == [
+        ("tiny", "a", 1),
+        ("tiny", "b", 2),
+    ]
+    assert one in models
+
+
 async def test_an_unknown_model_is_not_found():
     async with serving(FakeEngine()) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -299,6 +300,41 @@ async def test_three_moves_are_the_most():
     assert source.faults == []
 
 
+async def test_poison_that_is_sent_again_is_refused_with_its_incident_and_kills_nothing():
+    prompt = "the dog"
+    poison, num_deaths = TOKENIZER.encode(prompt).ids, 0
+    source = TokenSource()
+
+    def die_of_poison(engine: FakeEngine, request: FakeRequest) -> None:
+        nonlocal num_deaths
+        if request.prompt == poison and request.entry.sampling.max_tokens == 8:
+            num_deaths += 1
+            engine.die()
+        else:
+            source(engine, request)
+
+    async def refused(client: Client, **changes: object) -> tuple[str, str]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate(prompt, max_tokens=8, **changes))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "QUARANTINED" in details_of(caught.value)
+        [incident] = re.findall(r'key: "incident_id"\s+value: "(\w+)"', details_of(caught.value))
+        return incident, caught.value.details()
+
+    async with serving(*[FakeEngine(die_of_poison, dp_rank=rank) for rank in range(3)]) as (client, frontend):
+        await client.until_engines_are_ready(3)
+        incident, message = await refused(client)
+        assert f"incident {incident}" in message
+        assert (await refused(client, request_id="another"))[0] == incident
+    # What another process of the host would do, or this one after a restart.
+    async with serving(FakeEngine(die_of_poison)) as (client, frontend):
+        assert (await refused(client, request_id="another"))[0] == incident
+        await read_all(client.generate(prompt, max_tokens=9))
+        await read_all(client.generate("the cat", max_tokens=8))
+        assert frontend.status()["num_quarantined_requests"] == 0
+    assert num_deaths == 2
+
+
 async def test_a_poison_request_kills_two_engines_and_affects_no_other_request():
     poison = TOKENIZER.encode("dog").ids
     # Before an engine dies half of the innocent have begun and the others have not.
@@ -493,7 +529,11 @@ class MovesWorld:
             self.changed.set()
 
         self.migrations[name] = Migration(
-            self.failover, EngineRequirements(None, RoutingRequest()), send=send, fail=fail
+            self.failover,
+            EngineRequirements(None, RoutingRequest()),
+            send=send,
+            fail=fail,
+            content=lambda: name,
         )
         self.migrations[name].start()
 

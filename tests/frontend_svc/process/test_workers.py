@@ -237,6 +237,21 @@ async def test_a_worker_that_keeps_dying_is_given_up_with_its_code(make_group):
     assert caught.value.exit_code == 5
 
 
+async def test_a_worker_that_keeps_dying_stays_down_while_another_serves(make_group, caplog):
+    one = make_group(SERVE.replace("signal.pause()", "if sys.argv[1] != '5': signal.pause()"), 5, 0)
+    await one.start()
+    is_given_up = asyncio.Event()
+    caplog.handler.addFilter(lambda record: is_given_up.set() or True)
+    with caplog.at_level("ERROR"):
+        running = asyncio.ensure_future(one.keep_running())
+        await asyncio.wait_for(is_given_up.wait(), START_S)
+    [record] = caplog.records
+    assert (record.message, record.worker, record.num_deaths) == ("worker stays down", 0, 4)
+    assert record.last_cause == "exited with code 0"
+    assert not running.done()
+    running.cancel()
+
+
 async def test_a_worker_that_does_not_serve_in_time_is_killed(make_group):
     silent = make_group("import signal; signal.pause()", 0, startup_s=0.1)
     with pytest.raises(ChildDied, match=r"worker 0 .* did not serve within 0\.1 s"):

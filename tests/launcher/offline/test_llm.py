@@ -321,7 +321,8 @@ def test_a_closed_facade_refuses_calls(checkpoint: Path) -> None:
 @pytest.mark.parametrize("kind", ["in-process", "child"])
 def test_a_model_that_cannot_be_loaded_is_a_readable_error(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "nothing"}')
-    with pytest.raises(ModelError, match="nothing"):
+    (tmp_path / "model.safetensors").symlink_to(embedded_model() / "model.safetensors")
+    with pytest.raises(ModelError, match="model type `nothing`"):
         LLM(tmp_path, engine=kind, **OPTIONS)
 
 

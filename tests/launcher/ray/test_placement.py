@@ -138,7 +138,23 @@ async def test_an_engine_that_was_drained_is_not_started_again_and_releases_its_
     assert [len(host.flags) for host in rig.cluster.hosts] == [1, 1]
 
 
-async def test_an_engine_that_keeps_dying_ends_the_placement() -> None:
+async def test_an_engine_that_keeps_dying_stays_down_and_the_others_run_on() -> None:
+    rig = Rig(num_engines=2)
+    running = await rig.running()
+    dying, other = rig.cluster.hosts
+    for _ in range(LIMITS.max_restarts + 1):
+        dying.end(1)
+        await rig.changes()
+    assert rig.lines[-1] == (
+        "ERROR engine-0 stays down after 2 restarts within 60 s: 3 deaths, the last: exited with code 1"
+    )
+    assert list(rig.placement.placements) == ["engine-1"]
+    assert (dying.is_dismissed, other.is_dismissed, running.done()) == (True, False, False)
+    other.end(0)
+    await asyncio.wait_for(running, LIMIT_S)
+
+
+async def test_the_last_engine_that_keeps_dying_ends_the_placement() -> None:
     rig = Rig()
     running = await rig.running()
     for _ in range(LIMITS.max_restarts):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import socket
+import struct
 import sys
+import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,20 +22,23 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.torch import save_file
 
 from launcher.arguments import parse_serve
 from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
 from launcher.serve.serve import plan_stack
-from launcher.services import READINESS
+from launcher.services import READINESS, embedded_model
 from service_kit.channel import open_channel
 from service_kit.config import ConfigError
 from service_kit.limits import INTERNAL
 from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
 from tests.processes import START_LIMIT_S, running_async
-from triptych.api.v1 import model_pb2, model_pb2_grpc
+from tests.system.generation import request_of
+from triptych.api.v1 import generate_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 
 
 @dataclass(slots=True)
@@ -141,7 +150,7 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert stack.ready["grpc"] == processes[2]["address"]
         assert len({one["address"] for one in processes} | {one["admin_address"] for one in processes}) == 6
         assert f"grpc://{stack.ready['grpc']}" in stack.banner
-        assert "buf curl --protocol grpc" in stack.banner
+        assert f"triptych chat --url {stack.url}" in stack.banner
 
         assert (await triptych("health", "--url", stack.url)).exit_code == 0
         question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
@@ -157,6 +166,47 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert await asyncio.wait_for(stack.process.wait(), 60) == 0
         assert not [one["service"] for one in processes if is_running(one["pid"])]
         assert not (tmp_path / "ready.json").exists()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)], ids=lambda one: one.name
+)
+async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
+    tmp_path: Path, number
+) -> None:
+    ready_file, (read_fd, write_fd) = tmp_path / "ready.json", os.pipe()
+    async with running_async(
+        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={ready_file}"),
+        stdout=write_fd,
+        stderr=write_fd,
+    ) as process:
+        os.close(write_fd)
+        with os.fdopen(read_fd) as log:
+            while "triptych complete" not in await asyncio.to_thread(log.readline):
+                pass
+        ready = json.loads(ready_file.read_text())
+        async with open_channel(ready["grpc"]) as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+                request_of("Once upon a time", 900)
+            )
+            answer = await call.read()
+            process.send_signal(number)
+            while isinstance(event := await call.read(), generate_pb2.GenerateResponse):
+                answer = event
+        assert answer.finished.usage.num_completion_tokens == 900
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+    assert not [one["service"] for one in ready["processes"] if is_running(one["pid"])]
+
+
+@pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.5, marks=pytest.mark.chaos)])
+async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float) -> None:
+    async with running_async(sys.executable, "-m", "launcher.cli", "serve", "--port=0") as process:
+        # Whatever it does by then: imports, or waits for its services.
+        await asyncio.sleep(delay_s)
+        children = children_of(process.pid, "")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    assert not [pid for pid in children if is_running(pid)]
 
 
 async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(tmp_path: Path) -> None:
@@ -209,20 +259,70 @@ async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_bac
         assert not [pid for pid in workers if is_running(pid)]
 
 
-async def test_an_engine_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_load_its_model_ends_the_start_with_its_cause(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(embedded_model() / name, tmp_path)
+    save_file({"model.norm.weight": torch.zeros(256)}, tmp_path / "model.safetensors")
     outcome = await triptych("serve", str(tmp_path), "--port=0")
-    assert outcome.exit_code == 1
-    death = outcome.err.partition("[serve] engine-0 (pid ")[2].splitlines()[0]
-    assert "exited with code 2 while it was starting: triptych engine: " in death
-    assert "it has no config.json" in death
+    assert outcome.exit_code == 2
+    *before, last = outcome.err.splitlines()
+    cause = "the checkpoint lacks model.embed_tokens.weight"
+    death = r"\[serve\] engine-0 \(pid \d+\) exited with code 2 while it was starting: "
+    assert re.fullmatch(death + re.escape(cause), last)
+    assert not [line for line in before if cause in line]
+    assert not children_of(outcome.pid, "")
 
 
-async def test_a_frontend_that_cannot_start_is_named_with_its_reason() -> None:
-    outcome = await triptych("serve", "--port=0", "--tokenizer=/nowhere")
-    assert outcome.exit_code == 1
-    death = outcome.err.partition("[serve] frontend-0 (pid ")[2].splitlines()[0]
-    assert "exited with code 2 while it was starting: triptych frontend: " in death
-    assert "/nowhere" in death
+async def test_a_frontend_that_cannot_start_ends_the_start_with_its_cause(tmp_path: Path) -> None:
+    outcome = await triptych("serve", "--port=0", f"--tokenizer={tmp_path}")
+    assert outcome.exit_code == 2
+    last = outcome.err.splitlines()[-1]
+    assert re.match(r"\[serve\] frontend-0 \(pid \d+\) exited with code 2 while it was starting: ", last)
+    assert last.endswith(f"No such file or directory: '{tmp_path / 'tokenizer.json'}'")
+
+
+async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(master, "rb", buffering=0)
+    )
+    async with running_async(
+        *(sys.executable, "-m", "launcher.cli", "serve", "--port=0"), stdout=slave, stderr=slave
+    ) as process:
+        os.close(slave)
+        start = await asyncio.wait_for(reader.readuntil(b"triptych complete --url"), START_LIMIT_S)
+        start += await reader.readline()
+        process.send_signal(signal.SIGINT)
+        end = bytearray()
+        # A terminal whose last writer has gone is an error, not an end.
+        with contextlib.suppress(OSError):
+            while part := await asyncio.wait_for(reader.read(4096), 60):
+                end += part
+        assert await process.wait() == 0
+    lines = as_seen(start.decode())
+    assert len(lines) <= 12, lines
+    assert [" READY at " in line for line in lines[:3]] == [True] * 3
+    shown = "\n".join(lines)
+    for word in (
+        "model   triptych-tiny, dtype float32",
+        "KV      ",
+        "grpc://",
+        "admin   coordinator-0 127.0.0.1:",
+    ):
+        assert word in shown
+    assert "triptych chat --url grpc://127.0.0.1:" in shown
+    assert " INFO " not in shown
+    assert as_seen(end.decode()) == ["[serve] stopping", "[serve] stopped"]
+
+
+def as_seen(text: str) -> list[str]:
+    """The lines of a terminal's output that stay, without the bar that was drawn between them."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    # What comes behind a carriage return replaces what was before it.
+    lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in plain.split("\n")]
+    return [line for line in lines if line and " % " not in line]
 
 
 async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) -> None:
@@ -247,19 +347,6 @@ async def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
         outcome = await triptych("serve", "--host", host)
         assert outcome.exit_code == 2
         assert f"cannot listen on {host}: " in outcome.err
-
-
-async def test_a_model_folder_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    outcome = await triptych("serve", str(tmp_path / "no-such-model"), "--port=0")
-    assert outcome.exit_code == 2
-    assert "no-such-model is not a folder" in outcome.err
-
-
-async def test_a_taken_port_is_named_with_its_holder_before_anything_starts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        outcome = await triptych("serve", "--port", str(holder.getsockname()[1]))
-    assert outcome.exit_code == 2
-    assert f"is in use by pid {os.getpid()} (" in outcome.err
 
 
 # Finding the process that holds a port.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.serve.supervisor import StartTimeout
+from launcher.serve.supervisor import GivenUp, StartTimeout
 from service_kit.child import ChildDied
-from tests.launcher.serve.supervised import MakeStack, greeted, program_that_may_go
+from tests.launcher.serve.supervised import MakeStack, Stack, greeted, program_that_may_go
 
 
 async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: MakeStack) -> None:
@@ -46,7 +46,9 @@ async def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_lines
         ChildDied, match=r"engine-1 \(pid \d+\) exited with code 3 while it was starting"
     ) as died:
         await one.supervisor.start()
-    assert "starting: with this model\n  its lines before that:\n    something went wrong" in str(died.value)
+    *before, last = str(died.value).splitlines()
+    assert before == ["last lines of engine-1:", "    something went wrong"]
+    assert last.endswith("while it was starting: with this model")
 
 
 async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_the_start(
@@ -137,8 +139,8 @@ async def test_a_process_that_the_system_refuses_to_start_is_given_up_like_one_t
     keeping = one.keep_running()
     program.unlink()
     os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
-    with pytest.raises(ChildDied, match=r"engine-0 .* after 2 restarts within 60 s"):
-        await asyncio.wait_for(keeping, 30)
+    await one.until("ERROR engine-0 stays down after 2 restarts within 60 s: 3 deaths")
+    assert not keeping.done()
     assert sum(report.startswith("engine-0 cannot be started") for report in one.reports) == 2
 
 
@@ -160,23 +162,70 @@ async def test_an_engine_that_starts_while_the_coordinator_is_down_gets_its_futu
     assert all(line.endswith(f"coordinator={address}") for line in starts)
 
 
-async def test_a_child_that_keeps_dying_is_restarted_ever_later_and_then_given_up(
+async def kill_until_it_stays_down(one: Stack, name: str, *, max_restarts: int) -> None:
+    for _ in range(max_restarts):
+        one.restarted.clear()
+        os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+        await asyncio.wait_for(one.restarted.wait(), 30)
+    one.restarted.clear()
+    os.kill(one.supervisor.children[name].pid, signal.SIGKILL)
+
+
+async def test_an_engine_that_keeps_dying_is_restarted_ever_later_and_then_stays_down_alone(
     make_stack: MakeStack,
 ) -> None:
     one = make_stack(max_restarts=3)
     await one.supervisor.start()
     others = {name: child.pid for name, child in one.supervisor.children.items() if name != "engine-0"}
     keeping = one.keep_running()
-    for _ in range(3):
-        one.restarted.clear()
-        os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
-        await asyncio.wait_for(one.restarted.wait(), 30)
-    assert {name: one.supervisor.children[name].pid for name in others} == others
-    os.kill(one.supervisor.children["engine-0"].pid, signal.SIGKILL)
-    with pytest.raises(ChildDied, match=r"engine-0 .* was killed by SIGKILL after 3 restarts within 60 s"):
-        await asyncio.wait_for(keeping, 30)
+    await kill_until_it_stays_down(one, "engine-0", max_restarts=3)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert {name: child.pid for name, child in one.supervisor.children.items()} == others
+    assert not keeping.done()
     delays = [line.partition("starts again in ")[2] for line in one.reports if "starts again" in line]
     assert delays == ["0.01 s (1 of 3)", "0.02 s (2 of 3)", "0.04 s (3 of 3)"]
+    assert [line for line in one.reports if "ERROR" in line] == [
+        "ERROR engine-0 stays down after 3 restarts within 60 s: 4 deaths, the last: was killed by SIGKILL"
+    ]
+    assert one.supervisor.given_up == {"engine-0": GivenUp(4, "was killed by SIGKILL")}
+
+
+async def test_an_engine_that_stays_down_starts_again_when_engines_are_wanted_anew(
+    make_stack: MakeStack,
+) -> None:
+    one = make_stack(max_restarts=1)
+    await one.supervisor.start()
+    one.keep_running()
+    await kill_until_it_stays_down(one, "engine-0", max_restarts=1)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    one.restarted.clear()
+    one.supervisor.want(2, starts_missing=True)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    assert one.supervisor.children["engine-0"].is_running
+    assert one.supervisor.given_up == {}
+
+
+@pytest.mark.parametrize("name", ["coordinator-0", "frontend-0"])
+async def test_where_the_last_of_a_service_keeps_dying_everything_ends(
+    make_stack: MakeStack, name: str
+) -> None:
+    one = make_stack(max_restarts=1)
+    await one.supervisor.start()
+    keeping = one.keep_running()
+    await kill_until_it_stays_down(one, name, max_restarts=1)
+    with pytest.raises(ChildDied, match=rf"{name} .* was killed by SIGKILL after 1 restarts within 60 s"):
+        await asyncio.wait_for(keeping, 30)
+
+
+async def test_where_all_engines_keep_dying_everything_ends_with_the_last(make_stack: MakeStack) -> None:
+    one = make_stack(max_restarts=1)
+    await one.supervisor.start()
+    keeping = one.keep_running()
+    await kill_until_it_stays_down(one, "engine-1", max_restarts=1)
+    await asyncio.wait_for(one.restarted.wait(), 30)
+    await kill_until_it_stays_down(one, "engine-0", max_restarts=1)
+    with pytest.raises(ChildDied, match=r"engine-0 .* was killed by SIGKILL"):
+        await asyncio.wait_for(keeping, 30)
 
 
 # The supervisor when another number of engines is wanted than it started with.
@@ -277,8 +326,10 @@ async def test_an_engine_that_came_later_and_keeps_dying_is_given_up_alone(make_
     keeping = one.keep_running()
     await asyncio.sleep(0)
     one.supervisor.want(3, starts_missing=True)
-    await one.until("exited with code 3 after 2 restarts within 60 s")
+    await one.until("ERROR engine-2 stays down after 2 restarts within 60 s: 3 deaths, the last: exited with")
     assert not keeping.done()
+    one.supervisor.want(3, starts_missing=True)
+    await asyncio.sleep(0)
     assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]
 
 
@@ -293,6 +344,8 @@ async def test_an_engine_that_came_later_and_cannot_be_started_at_all_is_given_u
     program.unlink()
     one.supervisor.want(3, starts_missing=True)
     await one.until("engine-2 could not be started; starts again in 0.02 s (2 of 2)")
-    await one.until("engine-2 cannot be started after 2 restarts within 60 s")
+    await one.until(
+        "ERROR engine-2 stays down after 2 restarts within 60 s: 3 deaths, the last: could not be started"
+    )
     assert sum(report.startswith("engine-2 cannot be started: No such") for report in one.reports) == 3
     assert sorted(one.supervisor.children) == ["coordinator-0", "engine-0", "engine-1", "frontend-0"]

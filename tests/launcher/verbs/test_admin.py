@@ -16,7 +16,7 @@ from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.scaling.group_snapshot import GroupEngine
 from service_kit.admin import AdminServicer
 from service_kit.errors import FailedPrecondition
-from service_kit.server import ADMIN, Server
+from service_kit.server import ADMIN, Lifecycle, Server, ServiceState
 from tests.coordinator_svc.scaling.scaling_fakes import asking, dense, scaling_service
 from tests.launcher.fakes import triptych
 from triptych.admin.v1 import admin_pb2
@@ -30,6 +30,7 @@ class Listener:
 
     address: str = ""
     calls: list[utility_pb2.UtilityCall] = field(default_factory=list)
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     async def serve(self, request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         self.calls.append(request.call)
@@ -51,7 +52,9 @@ async def listening() -> AsyncIterator[Listener]:
         "version": 1_795_312_479_662,
         "share": 0.25,
     }
-    servicer = AdminServicer("engine", "engine-7", lambda: facts, listener.serve)
+    servicer = AdminServicer(
+        "engine", "engine-7", lambda: facts, lifecycle=listener.lifecycle, utility=listener.serve
+    )
     server = Server(
         listen="127.0.0.1:0", registrations=[servicer.registration()], profile=ADMIN, service="engine"
     )
@@ -99,6 +102,18 @@ async def test_status_and_options_are_lines() -> None:
     assert config.out == "revision unset (default)\n"
 
 
+async def test_a_drain_shows_its_progress_to_its_end() -> None:
+    async with listening() as listener:
+        listener.lifecycle.move_to(ServiceState.SERVING)
+        listener.lifecycle.move_to(ServiceState.DRAINING)
+        draining = asyncio.ensure_future(triptych("admin", listener.address, "drain", "--keep-running"))
+        await listener.lifecycle.until_ordered()
+        listener.lifecycle.note_drained()
+        outcome = await draining
+    assert (outcome.exit_code, outcome.out) == (0, "draining, 0 requests in flight\n")
+    assert (listener.lifecycle.drain_deadline_s, listener.lifecycle.keeps_running) == (None, True)
+
+
 async def test_answers_as_json_are_one_object() -> None:
     async with listening() as listener:
         status = json.loads((await triptych("admin", listener.address, "status", "--json")).out)
@@ -123,13 +138,19 @@ async def test_a_service_of_a_running_serve_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     async with listening() as listener:
         process = {"service": "engine", "index": 0, "admin_address": listener.address}
-        (folder / f"serve-{os.getpid()}.json").write_text(json.dumps({"processes": [process]}))
+        down = {"engine-1": {"num_deaths": 4, "last_cause": "was killed by SIGKILL"}}
+        record = {"processes": [process], "given_up": down}
+        (folder / f"serve-{os.getpid()}.json").write_text(json.dumps(record))
         environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
         status = await triptych("admin", "engine-0", "status", environment=environment)
-        unknown = await triptych("admin", "engine-1", "status", environment=environment)
+        given_up = await triptych("admin", "engine-1", "status", environment=environment)
+        unknown = await triptych("admin", "engine-2", "status", environment=environment)
     assert (status.exit_code, status.out[:14]) == (0, "engine-7 (pid ")
+    assert "given_up.engine-1 4 deaths, the last: was killed by SIGKILL\n" in status.out
+    assert given_up.exit_code == 1
+    assert given_up.err == "engine-1 stays down: 4 deaths, the last: was killed by SIGKILL\n"
     assert unknown.exit_code == 2
-    assert "engine-1 is no address and no service of a running serve: engine-0" in unknown.err
+    assert "engine-2 is no address and no service of a running serve: engine-0" in unknown.err
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain refuses new requests, finishes the running ones and streams the progress.
-        Not served yet.
+        """Drain refuses new requests, finishes the running ones and streams the progress, as SIGTERM does
+        without the stream. A call during a drain follows it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -273,7 +273,7 @@ def test_a_length_that_is_none_is_an_error_of_the_config(copy):
 def test_a_truncated_file_is_refused(copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert "model.safetensors cannot be read" in refusal(copy)
+    assert "model.safetensors is truncated" in refusal(copy)
 
 
 def test_a_broken_generation_config_is_refused(copy):

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine_svc.model.errors import CheckpointError
-from engine_svc.model.loading.checkpoint import weight_files, weights_digest
+from engine_svc.model.loading.checkpoint import weights_digest
+from engine_svc.model.loading.folder import weight_files
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.loading.safetensors_file import SafetensorsFile
 from engine_svc.model.loading.weights import WeightReader, lazy_weights
@@ -97,7 +98,7 @@ def test_a_sample_is_the_middle_of_the_bytes(cube):
 def test_a_file_cut_short_is_refused_when_opened(cube):
     file, _ = cube
     file.path.write_bytes(file.path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors is truncated"):
         SafetensorsFile(file.path)
 
 
@@ -110,10 +111,26 @@ def test_a_file_cut_short_later_is_refused_when_read(cube):
         file.read(last)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 8, struct.pack("<Q", 2) + b"[]"], ids=repr)
-def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is truncated"),
+        (b"{}", "is truncated"),
+        (struct.pack("<Q", 9) + b"{}", "is truncated"),
+        (b"\xff" * 8, "is not a safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "is not a safetensors file"),
+        (struct.pack("<Q", 4) + b'{"x"', "is not a safetensors file"),
+        (struct.pack("<Q", 8) + b'{"x": 1}', "is not a safetensors file"),
+        (struct.pack("<Q", 2) + b"{}" + b"more", "is damaged: it has 14 bytes, its header describes 10"),
+        (_LFS_POINTER, "is a pointer of Git LFS"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path, content, reason):
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=rf"a\.safetensors {reason}"):
         SafetensorsFile(tmp_path / "a.safetensors")
 
 

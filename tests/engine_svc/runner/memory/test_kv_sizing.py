@@ -55,6 +55,16 @@ def test_more_than_all_requests_can_use_is_never_taken():
     assert size().num_blocks == 10 * 4
 
 
+def test_a_stated_size_that_is_cut_is_a_warning_with_both_sizes(caplog):
+    caplog.set_level(logging.WARNING)
+    size(kv_cache_memory=40 * BYTES_PER_BLOCK)
+    assert caplog.text == ""
+    size(kv_cache_memory=1 << 40, free=FreeMemory(1 << 41, "all"))
+    [record] = caplog.records
+    assert record.message.startswith("kv_cache_memory is cut to what max_num_seqs requests")
+    assert (record.asked_mib, record.used_mib) == (1 << 20, 40 * BYTES_PER_BLOCK >> 20)
+
+
 def test_by_default_a_quarter_of_free_memory_is_taken():
     free = free_host_memory()
     assert 0.2 < free.num_bytes / psutil.virtual_memory().available < 0.3
@@ -127,6 +137,9 @@ def test_a_container_that_has_less_left_than_the_machine_is_heeded(tmp_path):
     free = free_host_memory(tmp_path)
     assert free.num_bytes == (512 << 20) // 4
     assert free.how == "25% of 512 MiB that the container has left"
+    # What files occupy is freed on demand.
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 268435456\nactive_file 0\n")
+    assert free_host_memory(tmp_path).num_bytes == (768 << 20) // 4
     (tmp_path / "memory.max").write_text("max\n")
     assert "free memory" in free_host_memory(tmp_path).how
     assert "free memory" in free_host_memory(tmp_path / "none").how

@@ -489,9 +489,9 @@ class FakeStub:
 
 
 class Rig:
-    def __init__(self, workers: TextWorkers) -> None:
+    def __init__(self, workers: TextWorkers, *, chat_template: bytes | None = None) -> None:
         self._stub = FakeStub()
-        self._store = ArtifactStore(workers)
+        self._store = ArtifactStore(workers, chat_template=chat_template)
 
     async def model_of(self, number: int) -> ServedModel:
         """The model whose chat template is that of `number`."""
@@ -523,3 +523,13 @@ async def test_the_tokenizer_used_longest_ago_is_forgotten_first(rig: Rig) -> No
     await rig.model_of(MAX_FILES)
     assert (await rig.model_of(0)).tokenizer is first.tokenizer
     assert (await rig.model_of(1)).tokenizer is not second.tokenizer
+
+
+async def test_a_template_of_the_frontend_replaces_that_of_every_model() -> None:
+    workers = TextWorkers(1, time_limit_s=60.0)
+    rig = Rig(workers, chat_template=b"{{ messages[0].content }}!")
+    first, second = await rig.model_of(0), await rig.model_of(1)
+    assert first.tokenizer is second.tokenizer
+    conversation = {"messages": [{"role": "user", "content": "hi"}]}
+    assert await first.tokenizer.render(conversation, max_chars=10) == "hi!"
+    await workers.close()

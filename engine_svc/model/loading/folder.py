@@ -1,0 +1,272 @@
+"""What a model folder holds: config.json, weight files, their headers. Reads no weights, imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_svc.model.errors import CheckpointError, UnsupportedModel
+
+_INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Formats of weights that are not read, by their files.
+_FOREIGN_FORMATS = {
+    "*.gguf": "GGUF",
+    "*.ggml": "GGML",
+    "adapter_config.json": "a LoRA adapter",
+    "consolidated*.safetensors": "a checkpoint in Mistral's own format",
+    "*.onnx": "ONNX",
+    "*.msgpack": "a Flax checkpoint",
+    "*.h5": "a TensorFlow checkpoint",
+}
+_READ_FORMATS = (
+    "models are read from config.json and safetensors in float32, bfloat16 or float16, "
+    "which --quantization int8 (fp8 on a GPU) quantizes at load"
+)
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    'M.from_pretrained({0!r}).save_pretrained({0!r})"'
+)
+# Names of dtypes in a header, and in torch.
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+# That of the safetensors library.
+_MAX_HEADER_BYTES = 100_000_000
+_LFS_POINTER = b"version "
+# Tensors that only quantized weights have, by the end of their names.
+_QUANTIZED_TENSORS = {
+    ".qweight": "gptq or awq",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "fp8 or compressed-tensors",
+    ".weight_scale_inv": "fp8",
+    ".weight.absmax": "bitsandbytes",
+}
+_LENGTH_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor's entry in a header. `end` is relative to the end of the header, as `start` is."""
+
+    name: str
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of one safetensors file."""
+
+    content: bytes
+    entries: tuple[HeaderEntry, ...]
+
+    @property
+    def data_offset(self) -> int:
+        """Where the first tensor begins in the file."""
+        return _LENGTH_BYTES + len(self.content)
+
+
+def check_model_path(path: Path) -> None:
+    """Raise CheckpointError unless this is a folder with a config.json."""
+    if path.suffix in (".gguf", ".ggml"):
+        raise CheckpointError(
+            f"{path} is a {path.suffix[1:].upper()} file, which is not read; {_READ_FORMATS}"
+        )
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder: the model must be a Hugging Face folder, or org/name of the hub"
+        )
+    if not (path / "config.json").is_file():
+        raise CheckpointError(_foreign(path) or f"{path} is not a model folder: it has no config.json")
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The content of config.json. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} cannot be read: it is not a JSON object")
+    return content
+
+
+def check_quantization(folder: Path, content: Mapping[str, Any], headers: Iterable[Header]) -> None:
+    """Raise UnsupportedModel, with the name of the method, for a checkpoint of quantized weights."""
+    method = _stated_quantization(content) or _seen_quantization(headers)
+    if method is not None:
+        raise UnsupportedModel(
+            f"{folder} has weights quantized with {method}, which is not read; {_READ_FORMATS}"
+        )
+
+
+def stated_max_position(content: Mapping[str, Any]) -> int | None:
+    """The longest sequence that the model takes by its config.json; None where that is not stated.
+
+    Never less than what the loaded model takes: defaults of a family may lower it, or a kind of rope.
+    """
+    part = _text_config(content)
+    limit = next((part[name] for name in _LENGTH_LIMITS if type(part.get(name)) is int), None)
+    if limit is None:
+        return None
+    # The second is the former name. Parameters may be nested, for each type of layer.
+    ropes = [part[key] for key in ("rope_parameters", "rope_scaling") if isinstance(part.get(key), Mapping)]
+    ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, Mapping)]
+    most: int = limit
+    for scaling in ropes:
+        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", limit)
+        is_yarn = "yarn" in (scaling.get("rope_type"), scaling.get("type"))
+        if is_yarn and isinstance(factor, int | float) and type(original) is int:
+            most = max(most, int(factor * original))
+    return most
+
+
+def stated_dtype(content: Mapping[str, Any]) -> str | None:
+    """The name of the dtype that config.json states, if it does."""
+    part = _text_config(content)
+    dtype = part.get("dtype") or part.get("torch_dtype")
+    return dtype if isinstance(dtype, str) else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the folder, all present: one file, or the shards that the index lists.
+
+    Where there are both, the single file is used, as in transformers.
+    """
+    if (folder / _SINGLE_NAME).is_file():
+        return [folder / _SINGLE_NAME]
+    index = folder / _INDEX_NAME
+    if index.is_file():
+        shards = [folder / name for name in _shard_names(index)]
+        missing = [shard.name for shard in shards if not shard.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of {len(shards)} weight files: {some(missing)}"
+            )
+        return shards
+    pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has weights only as {some(pickles)}; files that run code when read are refused: "
+            f"convert them to safetensors with {_CONVERT.format(str(folder))}"
+        )
+    raise CheckpointError(
+        _foreign(folder) or f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}: no weights to load"
+    )
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file. Raises CheckpointError unless the file has all that it describes."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(prefix, "little")
+            content = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if prefix == _LFS_POINTER:
+        raise CheckpointError(f"{path} is a pointer of Git LFS: run `git lfs pull` in {path.parent}")
+    if len(prefix) < _LENGTH_BYTES or (len(content) < length <= _MAX_HEADER_BYTES):
+        raise CheckpointError(f"{path} is truncated: it ends after {size} bytes, within its header")
+    header = Header(content, _entries(path, content))
+    described = header.data_offset + max((entry.end for entry in header.entries), default=0)
+    if size < described:
+        raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header describes {described}")
+    if size > described:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, its header describes {described}")
+    return header
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and the number of further ones."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _entries(path: Path, content: bytes) -> tuple[HeaderEntry, ...]:
+    try:
+        described = json.loads(content)
+        found = [
+            HeaderEntry(name, one["dtype"], tuple(map(int, one["shape"])), *map(int, one["data_offsets"]))
+            for name, one in described.items()
+            if name != _METADATA
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read") from error
+    for entry in found:
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {entry.name} has dtype {entry.dtype}, which is not read")
+    return tuple(found)
+
+
+def _foreign(folder: Path) -> str | None:
+    for pattern, name in _FOREIGN_FORMATS.items():
+        found = sorted(path.name for path in folder.glob(pattern))
+        if found:
+            return f"{folder} has {some(found)}: {name} is not read; {_READ_FORMATS}"
+    return None
+
+
+def _text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = content.get("text_config")
+    return {**content, **inner} if isinstance(inner, Mapping) else content
+
+
+def _stated_quantization(content: Mapping[str, Any]) -> str | None:
+    part = _text_config(content)
+    # The second is a former name, the third that of MLX.
+    stated = [part.get(key) for key in ("quantization_config", "compression_config", "quantization")]
+    found = next((each for each in stated if each is not None), None)
+    if found is None:
+        return None
+    names = [found.get(key) for key in ("quant_method", "quant_algo")] if isinstance(found, Mapping) else []
+    return next((str(name) for name in names if name), "a method that config.json does not name")
+
+
+def _seen_quantization(headers: Iterable[Header]) -> str | None:
+    names = (entry.name for header in headers for entry in header.entries)
+    return next(
+        (method for name in names for end, method in _QUANTIZED_TENSORS.items() if name.endswith(end)), None
+    )
+
+
+def _shard_names(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a weights index: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}, which is not a safetensors file of its folder")
+    if not names:
+        raise CheckpointError(f"{index} names no weight files")
+    return names

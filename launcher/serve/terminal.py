@@ -1,0 +1,91 @@
+"""What `serve` shows a person: how far the engines have loaded, and what is served where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+
+from engine_svc.core.facts import LoadProgress
+from engine_svc.process.load_display import LoadDisplay
+from service_kit.channel import open_channel
+from service_kit.clock import MonotonicClock
+from service_kit.version import installed_version
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+
+_INTERVAL_S = 0.2
+_CALL_LIMIT_S = 2.0
+_GIB = 1 << 30
+
+
+async def show_progress(addresses: Sequence[Callable[[], str]]) -> None:
+    """Draw a bar of how far the engines have loaded, one after another; to be cancelled when all are ready.
+
+    addresses: where the engines are, or "" as long as that is not known.
+    """
+    display = LoadDisplay(sys.stderr, MonotonicClock())
+    try:
+        for address in addresses:
+            while not address():  # noqa: ASYNC110  The supervisor has no event for it.
+                await asyncio.sleep(_INTERVAL_S)
+            await _show_progress_of(address(), display)
+    finally:
+        display.close()
+
+
+async def _show_progress_of(address: str, display: LoadDisplay) -> None:
+    async with open_channel(address) as channel:
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                info = await _info(channel)
+                if info.HasField("ready"):
+                    return
+                progress = info.load_progress
+                if progress.total:
+                    display.show(LoadProgress(progress.phase, progress.done, progress.total))
+            await asyncio.sleep(_INTERVAL_S)
+
+
+async def describe_engine(address: str) -> session_pb2.Ready:
+    """What a ready engine states of itself; empty if it does not answer."""
+    async with open_channel(address) as channel:
+        try:
+            return (await _info(channel)).ready
+        except grpc.RpcError:
+            return session_pb2.Ready()
+
+
+async def _info(channel: grpc.aio.Channel) -> engine_pb2.GetEngineInfoResponse:
+    stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
+    info: engine_pb2.GetEngineInfoResponse = await stub.GetEngineInfo(
+        engine_pb2.GetEngineInfoRequest(), timeout=_CALL_LIMIT_S
+    )
+    return info
+
+
+def banner(
+    model: str,
+    addresses: Sequence[str],
+    ready: session_pb2.Ready,
+    admin_addresses: Mapping[str, str],
+    kv_cache_memory: int | None,
+) -> str:
+    """The text printed once everything is ready. kv_cache_memory: what was asked for, in bytes."""
+    url = f"grpc://{addresses[0]}"
+    asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {kv_cache_memory / _GIB:.1f} GiB"
+    return "\n".join(
+        (
+            f"triptych {installed_version()} serves {model}",
+            f"  model   {ready.model_name}, dtype {ready.fingerprint.dtype},"
+            f" up to {ready.max_model_len:,} tokens a request",
+            f"  KV      {ready.num_kv_blocks * ready.block_size:,} tokens an engine,"
+            f" in {ready.num_kv_blocks:,} blocks{asked}",
+            *(f"  gRPC    grpc://{one}" for one in addresses),
+            "  admin   " + ", ".join(f"{name} {address}" for name, address in admin_addresses.items()),
+            f"  try     triptych chat --url {url}",
+            f"  or      triptych complete --url {url} 'Once upon a time'",
+        )
+    )

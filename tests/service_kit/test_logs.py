@@ -1,0 +1,83 @@
+"""A log whose lines cannot be written: the process does what it would have done."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from service_kit.logs import LogStream, setup_logs
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    """The end to read, and a stream that writes to the other."""
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(write_fd, "w") as stream:
+        yield read_fd, stream
+
+
+def test_lines_are_written_whole(pipe):
+    read_fd, stream = pipe
+    lines = [f"{index} {'x' * 5000} ü\n" for index in range(5)]
+    log = LogStream(stream)
+    for line in lines:
+        log.write(line)
+    stream.close()
+    with os.fdopen(read_fd) as reader:
+        assert reader.read() == "".join(lines)
+
+
+def test_a_reader_that_is_gone_is_no_error(pipe):
+    read_fd, stream = pipe
+    os.close(read_fd)
+    LogStream(stream).write("line\n")
+
+
+def test_a_full_disk_a_closed_stream_and_none_are_no_errors():
+    with Path("/dev/full").open("w") as full:
+        LogStream(full).write("line\n")
+    LogStream(full).write("line\n")
+    LogStream(None).write("line\n")
+
+
+def test_a_reader_that_does_not_read_blocks_nothing_and_gets_what_follows_once_it_reads(pipe):
+    read_fd, stream = pipe
+    log = LogStream(stream)
+    for _ in range(1000):
+        log.write("x" * 999 + "\n")
+    with os.fdopen(read_fd, "rb", buffering=0) as reader:
+        received = reader.read(1 << 20)
+        assert 0 < len(received) < 1_000_000
+        log.write("after\n")
+        assert reader.read(1 << 20) == b"after\n"
+
+
+class Unwritable(io.StringIO):
+    """A stream without a file descriptor, whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_logger_goes_on_whatever_its_stream_does(capfd):
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    try:
+        setup_logs("engine", instance="0", log_format="text", log_level="info", stream=Unwritable())
+        logging.getLogger("a").info("line")
+    finally:
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_stream_in_memory_is_written_to():
+    stream = io.StringIO()
+    LogStream(stream).write("line\n")
+    assert stream.getvalue() == "line\n"
