@@ -184,7 +184,7 @@ async def test_outputs_of_a_group_that_have_ended_are_not_sent_again():
         )
         second.become_ready()
         await client.until_engines_are_ready(2)
-        first.die()
+        await first.kill()
         outputs = (await read_outputs(call))[1]
     assert [request.entry.group_index for request in second.requests] == [1, 3]
     whole = {one.entry.group_index: whole_output(one.entry)[0] for one in first.requests}
@@ -429,7 +429,7 @@ async def test_pooling_goes_on_elsewhere_too():
         await first.wait_for_requests(5)
         second.become_ready()
         await client.until_engines_are_ready(2)
-        first.die()
+        await first.kill()
         response = await answered
     assert [one.inline for one in response.embeddings] == [tensor.inline] * 5
     assert [request.entry.attempt for request in second.requests] == [1] * 5
