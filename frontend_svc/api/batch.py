@@ -59,6 +59,7 @@ class _Batch:
         self._requests = requests
         self._caller = caller
         self._refused = dict(_repeated_ids(requests))
+        self._beginning = asyncio.Lock()
         # Admitted items of this batch without output yet, and items that wait for one of those.
         self._num_queued = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -79,13 +80,14 @@ class _Batch:
 
     async def _run_items(self, items: Iterator[tuple[int, generate_pb2.GenerateRequest]]) -> None:
         for index, request in items:
+            # One item a turn of the event loop: many that begin, or are refused, at once would hold it.
+            async with self._beginning:
+                await asyncio.sleep(0)
             try:
                 await self._run_item(index, request)
             except ServiceError as error:
                 self._wake()
                 await self._send(index, error=error_status(error))
-                # Many that are refused at once must not hold the event loop.
-                await asyncio.sleep(0)
 
     async def _run_item(self, index: int, request: generate_pb2.GenerateRequest) -> None:
         if index in self._refused:

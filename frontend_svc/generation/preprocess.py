@@ -5,9 +5,13 @@ Knows no engine, and of what a client can ask for only where the request runs: a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from google.protobuf.descriptor import Descriptor
 
 from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.options import OPTIONS
@@ -56,11 +60,10 @@ async def check_request(
         option.check(request, model, violations)
     _check_placement(request, violations)
     violations.raise_if_any()
-    for field in _set_fields(request):
-        if field not in _SERVED:
-            raise Unimplemented(
-                f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
-            )
+    for field in _set_unserved_fields(request):
+        raise Unimplemented(
+            f"not served yet: {field}", reason="PARAMETER_NOT_SERVED", metadata={"fields": field}
+        )
     if model.supported_tasks and "generate" not in model.supported_tasks:
         supported = ", ".join(model.supported_tasks)
         raise Unimplemented(
@@ -86,10 +89,20 @@ def has_text(sampling: sampling_pb2.SamplingParams) -> bool:
     return not sampling.HasField("detokenize") or sampling.detokenize
 
 
-def _set_fields(request: AnyRequest) -> list[str]:
-    """Names of the set fields of the request and of its sampling parameters."""
-    names = [field.name for field, _ in request.ListFields()]
-    return names + [f"sampling.{field.name}" for field, _ in request.sampling.ListFields()]
+def _set_unserved_fields(request: AnyRequest) -> Iterator[str]:
+    """Names of set fields, of the request and of its sampling parameters, that are not served."""
+    for prefix, message in (("", request), ("sampling.", request.sampling)):
+        for name, has_presence in _unserved_fields(message.DESCRIPTOR, prefix):
+            # What is served is not looked at: each look at a long text decodes it.
+            if message.HasField(name) if has_presence else getattr(message, name):
+                yield prefix + name
+
+
+@functools.cache
+def _unserved_fields(descriptor: Descriptor, prefix: str) -> list[tuple[str, bool]]:
+    return [
+        (field.name, field.has_presence) for field in descriptor.fields if prefix + field.name not in _SERVED
+    ]
 
 
 async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> list[int]:

@@ -82,6 +82,9 @@ class RequestPrompt:
         """The token ids, none for an option's input. Raises InvalidArgument for text that is too long."""
         request = self._request
         if self._kind == "token_ids":
+            num_ids = len(request.token_ids.ids)
+            if num_ids >= model.max_model_len and not may_be_long:
+                raise too_long("token_ids", str(num_ids), num_ids, model.max_model_len)
             return list(request.token_ids.ids)
         if self._kind != "prompt":
             return []

@@ -168,18 +168,44 @@ async def test_an_id_given_twice_and_a_grace_that_cannot_be_are_refused_by_item(
 
 async def test_no_more_than_the_limit_run_at_a_time():
     running, most = 0, 0
+    are_all_running = asyncio.Event()
 
     async def stream_of(request, caller) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0)
+        if running == 256:
+            are_all_running.set()
+        await are_all_running.wait()
         yield generate_pb2.GenerateResponse(position=1)
         running -= 1
 
     async with asyncio.timeout(WAIT_S):
         responses, _ = await read_batch(stream_batch(stream_of, [make_request("x")] * 1000, CALLER))
     assert (len(responses), most) == (1000, 256)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_items_begin_one_a_turn_of_the_event_loop(is_refused):
+    turn, turns_of_begins = 0, []
+    loop = asyncio.get_running_loop()
+
+    def count_turns() -> None:
+        nonlocal turn
+        turn += 1
+        if len(turns_of_begins) < 300:
+            loop.call_soon(count_turns)
+
+    async def stream_of(request, caller) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+        turns_of_begins.append(turn)
+        if is_refused:
+            raise InvalidArgument("no")
+        yield generate_pb2.GenerateResponse(position=1)
+
+    loop.call_soon(count_turns)
+    async with asyncio.timeout(WAIT_S):
+        await read_batch(stream_batch(stream_of, [make_request("x")] * 300, CALLER))
+    assert len(set(turns_of_begins)) == 300
 
 
 async def test_items_that_wait_for_the_queue_fail_when_nothing_of_theirs_is_in_it():

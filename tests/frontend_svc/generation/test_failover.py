@@ -319,7 +319,7 @@ async def test_poison_that_is_sent_again_is_refused_with_its_incident_and_kills_
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "QUARANTINED" in details_of(caught.value)
         [incident] = re.findall(r'key: "incident_id"\s+value: "(\w+)"', details_of(caught.value))
-        return incident, caught.value.details()
+        return incident, caught.value.details() or ""
 
     async with serving(*[FakeEngine(die_of_poison, dp_rank=rank) for rank in range(3)]) as (client, frontend):
         await client.until_engines_are_ready(3)
