@@ -41,9 +41,11 @@ if _NUM_WORKERS > 1:
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="triptych-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
-# A shell starts background jobs with SIGINT ignored, which every process that a test starts would inherit.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with SIGINT ignored, and nohup a command with SIGHUP ignored, which every
+# process that a test starts would inherit.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 # An earlier test's event loop, closed while gRPC's poller had news for it, is reported in a later one's log.

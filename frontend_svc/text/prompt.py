@@ -12,7 +12,7 @@ from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2
 
 MAX_ORPHAN_GRACE_MS = 5000
-_IDS_AT_ONCE = 1 << 18
+_IDS_AT_ONCE = 1 << 16
 _INPUTS = [field.name for field in generate_pb2.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields]
 
 
