@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from engine_svc.config import EngineConfig
-from engine_svc.core.artifacts import check_tokenizer_json
+from engine_svc.core.artifacts import ArtifactKind, check_tokenizer_json
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
     check_model_path,
     check_quantization,
-    read_config_json,
     read_header,
+    read_json_object,
     stated_dtype,
     stated_max_position,
     weight_files,
@@ -50,7 +52,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
         return
     folder = Path(config.model)
     check_model_path(folder)
-    content = read_config_json(folder)
+    content = read_json_object(folder / "config.json")
     check_quantization(folder, content, ())
     if content.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{folder} is an encoder-decoder; only decoders can be served")
@@ -59,9 +61,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        check_tokenizer_json(tokenizer.read_bytes())
+    _check_text_files(folder)
     num_bytes = _weight_bytes(config, headers, stated_dtype(content))
     _check_memory(config, num_bytes, devices, num_engines)
 
@@ -97,6 +97,27 @@ def _check_scheduling(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {config.max_num_batched_tokens}, without --enable-chunked-prefill "
             f"it has to be at least --max-model-len, {length}"
         )
+
+
+def _check_text_files(folder: Path) -> None:
+    """Raise ValueError for a file that no frontend could use, each of which would wait for another engine."""
+    for kind in (ArtifactKind.TOKENIZER_CONFIG, ArtifactKind.GENERATION_CONFIG):
+        if (path := folder / kind.value).is_file():
+            read_json_object(path)
+    template = folder / ArtifactKind.CHAT_TEMPLATE.value
+    try:
+        if template.is_file():
+            template.read_text("utf-8")
+    except ValueError as error:
+        raise CheckpointError(f"{template} cannot be read: {error}") from error
+    tokenizer = folder / ArtifactKind.TOKENIZER.value
+    if tokenizer.is_file():
+        content = tokenizer.read_bytes()
+        check_tokenizer_json(content)
+        try:
+            Tokenizer.from_buffer(content)
+        except Exception as error:  # The library has no exception class of its own for a malformed file.
+            raise CheckpointError(f"{tokenizer} cannot be used: {error}") from error
 
 
 def _checked_devices(config: EngineConfig) -> Sequence[int]:

@@ -108,9 +108,8 @@ def check_model_path(path: Path) -> None:
         raise CheckpointError(_foreign(path) or f"{path} is not a model folder: it has no config.json")
 
 
-def read_config_json(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises CheckpointError."""
-    path = folder / "config.json"
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a file such as config.json. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
