@@ -133,7 +133,7 @@ def stated_max_position(content: Mapping[str, Any]) -> int | None:
 
     Never less than what the loaded model takes: defaults of a family may lower it, or a kind of rope.
     """
-    part = _text_config(content)
+    part = text_config(content)
     limit = next((part[name] for name in _LENGTH_LIMITS if type(part.get(name)) is int), None)
     if limit is None:
         return None
@@ -151,7 +151,7 @@ def stated_max_position(content: Mapping[str, Any]) -> int | None:
 
 def stated_dtype(content: Mapping[str, Any]) -> str | None:
     """The name of the dtype that config.json states, if it does."""
-    part = _text_config(content)
+    part = text_config(content)
     dtype = part.get("dtype") or part.get("torch_dtype")
     return dtype if isinstance(dtype, str) else None
 
@@ -235,13 +235,14 @@ def _foreign(folder: Path) -> str | None:
     return None
 
 
-def _text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the decoder, with what is stated beside it."""
     inner = content.get("text_config")
     return {**content, **inner} if isinstance(inner, Mapping) else content
 
 
 def _stated_quantization(content: Mapping[str, Any]) -> str | None:
-    part = _text_config(content)
+    part = text_config(content)
     # The second is a former name, the third that of MLX.
     stated = [part.get(key) for key in ("quantization_config", "compression_config", "quantization")]
     found = next((each for each in stated if each is not None), None)
