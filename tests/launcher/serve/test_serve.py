@@ -338,7 +338,7 @@ async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tm
 def as_seen(text: str) -> list[str]:
     """The lines of a terminal's output that stay, without the bar that was drawn between them."""
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    # What comes behind a carriage return replaces what was before it.
+    # A line behind a carriage return takes the place of a bar.
     lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in plain.split("\n")]
     return [line for line in lines if line and " % " not in line]
 

@@ -18,6 +18,11 @@ from tests.launcher.serve.supervised import MakeStack, Stack, greeted, program_t
 async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: MakeStack) -> None:
     one = make_stack()
     await one.supervisor.start()
+    children = one.supervisor.children
+    ready = {
+        f"{name} READY at {one.supervisor.address_of(name)} (pid {children[name].pid})" for name in children
+    }
+    assert set(one.reports) == ready
     coordinator = one.supervisor.address_of("coordinator-0")
     await one.supervisor.stop()
     assert one.events()[0] == "coordinator-0 start"
