@@ -63,6 +63,8 @@ class CoreConfig:
     quantization: str = option(
         "none",
         choices=("none", "int8", "fp8"),
+        hint="quantized checkpoints are not read: name the one they were made from, which int8, "
+        "or fp8 on a GPU, quantizes at load",
         help="how projections are stored from load on: int8 weights, or fp8 on a GPU; native models alone",
     )
     deterministic: str = option(

@@ -42,6 +42,7 @@ from launcher.offline.results import (
     values_of,
 )
 from launcher.vllm_names import check_arguments, checks_arguments
+from service_kit.config import typed_values
 from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
@@ -355,7 +356,8 @@ def _check_kind(
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     try:
         # Processes of the engine write to the stderr of a script, which wants to see what is wrong.
-        return EngineConfig(model=model, **{"log_level": "warning", **options})
+        options = {"log_level": "warning", **typed_values(EngineConfig, options)}
+        return EngineConfig(model=model, **options)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"engine options: {error}") from error
 

@@ -56,6 +56,7 @@ class _Option:
     help: str
     short: str | None
     alias: str | None
+    hint: str
     is_positional: bool
     default: Any
 
@@ -77,19 +78,22 @@ def option(
     short: str | None = None,
     alias: str | None = None,
     choices: Sequence[str] | None = None,
+    hint: str = "",
     size: bool = False,
     positional: bool = False,
 ) -> Any:
     """A field of a configuration dataclass. Without a default the option is required.
 
-    `short` is a second spelling with one dash, `alias` a former name that the help does not show. `size`
-    accepts 16k, 2M or 1.5GiB, and `positional` reads the field from the argument that is not a flag.
+    `short` is a second spelling with one dash, `alias` a former name that the help does not show. `hint` is
+    the end of an error about a value. `size` accepts 16k, 2M or 1.5GiB, and `positional` reads the field
+    from the argument that is not a flag.
     """
     metadata = {
         "help": help,
         "short": None if short is None else "-" + short.lstrip("-"),
         "alias": None if alias is None else "--" + alias.replace("_", "-"),
         "choices": None if choices is None else tuple(choices),
+        "hint": hint and f"; {hint}",
         "size": size,
         "positional": positional,
     }
@@ -124,6 +128,20 @@ def load_config(
         return Loaded(cls(**values), origins)
     except ValueError as error:
         raise ConfigError(_in_flags(str(error), options)) from error
+
+
+def typed_values(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options of `cls` by name, as a YAML file would have them. Raises ConfigError."""
+    options = _options_of(cls)
+    typed = {}
+    for name, given in values.items():
+        value = list(given) if isinstance(given, tuple) else given
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        try:
+            typed[name] = parse_yaml(value, options[name].kind)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}{options[name].hint}") from error
+    return typed
 
 
 def _in_flags(text: str, options: Mapping[str, _Option]) -> str:
@@ -229,6 +247,7 @@ def _options_of(cls: type[Any]) -> dict[str, _Option]:
             help=metadata.get("help", ""),
             short=metadata.get("short"),
             alias=metadata.get("alias"),
+            hint=metadata.get("hint", ""),
             is_positional=metadata.get("positional", False),
             default=default,
         )
@@ -309,7 +328,7 @@ def _read_file(options: dict[str, _Option], path: str) -> dict[str, Any]:
         try:
             values[name] = parse_yaml(value, options[name].kind)
         except ValueError as error:
-            raise ConfigError(f"{key} in {path}: {error}") from error
+            raise ConfigError(f"{key} in {path}: {error}{options[name].hint}") from error
     return values
 
 
@@ -317,7 +336,7 @@ def _parsed(one: _Option, text: str, source: str) -> Any:
     try:
         return parse_text(text, one.kind)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{source}: {error}{one.hint}") from error
 
 
 def _variable(service: str, name: str) -> str:

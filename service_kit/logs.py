@@ -43,6 +43,8 @@ def is_below_warning(line: str) -> bool:
 _MAX_WRITE_BYTES = select.PIPE_BUF
 # A reader that is only slow gets so long; one that does not read holds up one line for it.
 _PATIENCE_MS = 50
+# A bar may be drawn in the line of the cursor.
+_ERASE_LINE = "\r\x1b[2K"
 
 
 class LogStream:
@@ -67,6 +69,8 @@ class LogStream:
                 self._stream.write(text)
                 return
             self._stream.flush()
+            if os.isatty(fd):
+                text = _ERASE_LINE + text
             self._write_all(fd, text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:

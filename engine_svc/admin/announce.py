@@ -236,6 +236,8 @@ def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | flo
         "num_finished": loop_stats.num_finished,
         "num_fenced_commands": engine.num_fenced_commands,
     }
+    if engine.core is not None:
+        values["model"] = engine.core.facts.model_name
     driver = None if engine.core is None else engine.core.lockstep
     if driver is not None:
         rank_status = driver.rank_status
@@ -252,6 +254,9 @@ def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | flo
             "waiting": loop_stats.scheduler.num_waiting + loop_stats.scheduler.num_blocked,
             "used_blocks": loop_stats.scheduler.num_used_blocks,
             "total_blocks": loop_stats.scheduler.num_total_blocks,
+            "kv_usage_percent": round(
+                100 * loop_stats.scheduler.num_used_blocks / max(1, loop_stats.scheduler.num_total_blocks), 1
+            ),
             "num_preemptions": loop_stats.scheduler.num_preemptions,
             "num_chunked_prefills": loop_stats.scheduler.num_chunked_prefills,
             "prefix_queries": loop_stats.scheduler.prefix_queries,

@@ -18,7 +18,7 @@ from engine_svc.ranks.control_pipe import RankMessage
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import RunnerControl
-from engine_svc.runner.memory.kv_sizing import FreeMemory
+from engine_svc.runner.memory.kv_sizing import FreeMemory, warn_if_cut
 from service_kit.config import ConfigError
 from service_kit.process import importing_environment
 
@@ -205,8 +205,10 @@ def _size(config: EngineConfig, parts: list[_Part]) -> tuple[int, int]:
             config = replace(config, kv_cache_memory=config.kv_cache_memory // len(parts))
     lengths = [size_cache(config, part.facts, part.free)[0] for part in parts]
     config = replace(config, max_model_len=min(lengths))
-    blocks = [size_cache(config, part.facts, part.free)[1].num_blocks for part in parts]
-    return min(lengths), min(blocks)
+    sizings = [size_cache(config, part.facts, part.free)[1] for part in parts]
+    if config.num_kv_blocks is None and config.kv_cache_memory is not None:
+        warn_if_cut(config.kv_cache_memory * len(parts), sizings)
+    return min(lengths), min(sizing.num_blocks for sizing in sizings)
 
 
 def _with_share(part: _Part, num_ranks: int) -> _Part:

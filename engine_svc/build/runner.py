@@ -24,7 +24,13 @@ from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
-from engine_svc.runner.memory.kv_sizing import FreeMemory, KVCacheOptions, fit_max_model_len, size_kv_cache
+from engine_svc.runner.memory.kv_sizing import (
+    FreeMemory,
+    KVCacheOptions,
+    fit_max_model_len,
+    size_kv_cache,
+    warn_if_cut,
+)
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
 from engine_svc.runner.sampler import LogprobsMode
@@ -68,6 +74,8 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         if experts is not None:
             experts.attach(loaded, Checkpoint(Path(config.model)))
         max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
+        if config.num_kv_blocks is None and config.kv_cache_memory is not None:
+            warn_if_cut(config.kv_cache_memory, [sizing])
         progress("warm-up", 0, 1)
         runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
         runner.warm_up(config.max_num_batched_tokens)

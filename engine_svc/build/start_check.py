@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from engine_svc.config import EngineConfig
-from engine_svc.core.artifacts import check_tokenizer_json
+from engine_svc.core.artifacts import ArtifactKind, check_tokenizer_json
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
     check_model_path,
     check_quantization,
-    read_config_json,
     read_header,
+    read_json_object,
     stated_dtype,
     stated_max_position,
+    text_config,
     weight_files,
 )
 from engine_svc.model.loading.hub import is_hub_id
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
 from service_kit.config import ConfigError
-from service_kit.plugins import check_offered
+from service_kit.plugins import ALL, check_offered
+from service_kit.plugins import GROUP as PLUGINS
 
 POLICY_ENTRY_POINTS = "triptych.policies"
 SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
@@ -43,6 +48,7 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     num_engines: equal engines that start on this machine. A model of the hub is not looked at: it is checked
     once it is in a folder.
     """
+    _check_offered(config)
     _check_scheduling(config)
     devices = _checked_devices(config)
     _check_writable(config)
@@ -50,18 +56,17 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
         return
     folder = Path(config.model)
     check_model_path(folder)
-    content = read_config_json(folder)
+    content = read_json_object(folder / "config.json")
     check_quantization(folder, content, ())
     if content.get("is_encoder_decoder") is True:
         raise UnsupportedModel(f"{folder} is an encoder-decoder; only decoders can be served")
+    _check_ranks(config, text_config(content))
     headers = [read_header(path) for path in weight_files(folder)]
     check_quantization(folder, content, headers)
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        check_tokenizer_json(tokenizer.read_bytes())
+    _check_text_files(folder)
     num_bytes = _weight_bytes(config, headers, stated_dtype(content))
     _check_memory(config, num_bytes, devices, num_engines)
 
@@ -79,12 +84,18 @@ def find_cuda_devices() -> tuple[Sequence[int], str]:
     return found, "" if found else "no driver, or none that this process may see"
 
 
-def _check_scheduling(config: EngineConfig) -> None:
+def _check_offered(config: EngineConfig) -> None:
+    """Raise ConfigError for a name that neither the engine nor an installed package has."""
+    for name in config.plugins:
+        check_offered(name, (ALL,), group=PLUGINS, option="--plugins")
     for name, own, group, option in (
         (config.scheduling_policy, tuple(POLICIES), POLICY_ENTRY_POINTS, "--scheduling-policy"),
         (config.scheduler_class, ("default",), SCHEDULER_ENTRY_POINTS, "--scheduler-class"),
     ):
         check_offered(name, own, group=group, option=option)
+
+
+def _check_scheduling(config: EngineConfig) -> None:
     if config.record_decisions is not None and config.scheduler_class != "default":
         raise ConfigError("--record-decisions records the default scheduler, not that of --scheduler-class")
     if config.enable_chunked_prefill:
@@ -97,6 +108,42 @@ def _check_scheduling(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {config.max_num_batched_tokens}, without --enable-chunked-prefill "
             f"it has to be at least --max-model-len, {length}"
         )
+
+
+def _check_ranks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
+    """Raise ValueError if the model cannot be divided into as many ranks by its config.json."""
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    if tp_size * pp_size > 1 and config.model_impl == "transformers":
+        option = "--tensor-parallel-size" if tp_size > 1 else "--pipeline-parallel-size"
+        raise ConfigError(f"{option} needs a native model, and --model-impl is transformers")
+    num_heads, num_layers = (stated.get(name) for name in ("num_attention_heads", "num_hidden_layers"))
+    if type(num_heads) is int and num_heads % tp_size:
+        raise UnsupportedModel(
+            f"--tensor-parallel-size {tp_size} does not divide the model's {num_heads} attention heads"
+        )
+    if type(num_layers) is int and num_layers < pp_size:
+        raise UnsupportedModel(f"--pipeline-parallel-size is {pp_size}, the model has {num_layers} layers")
+
+
+def _check_text_files(folder: Path) -> None:
+    """Raise ValueError for a file that no frontend could use, each of which would wait for another engine."""
+    for kind in (ArtifactKind.TOKENIZER_CONFIG, ArtifactKind.GENERATION_CONFIG):
+        if (path := folder / kind.value).is_file():
+            read_json_object(path)
+    template = folder / ArtifactKind.CHAT_TEMPLATE.value
+    try:
+        if template.is_file():
+            template.read_text("utf-8")
+    except ValueError as error:
+        raise CheckpointError(f"{template} cannot be read: {error}") from error
+    tokenizer = folder / ArtifactKind.TOKENIZER.value
+    if tokenizer.is_file():
+        content = tokenizer.read_bytes()
+        check_tokenizer_json(content)
+        try:
+            Tokenizer.from_buffer(content)
+        except Exception as error:  # The library has no exception class of its own for a malformed file.
+            raise CheckpointError(f"{tokenizer} cannot be used: {error}") from error
 
 
 def _checked_devices(config: EngineConfig) -> Sequence[int]:
@@ -146,14 +193,16 @@ def _check_memory(config: EngineConfig, num_bytes: int, devices: Sequence[int], 
     else:
         free, whose = free_host_bytes()[0], "free here"
     if cache > free:
-        raise ConfigError(f"--kv-cache-memory is {_shown(cache)}, more than the {_shown(free)} {whose}")
+        raise ConfigError(
+            f"--kv-cache-memory is {shown_size(cache)}, more than the {shown_size(free)} {whose}"
+        )
     if num_bytes * num_copies > free:
         copies = f", for each of {num_copies} engines" if num_copies > 1 else ""
         raise CheckpointError(
-            f"the weights of {config.model} take {_shown(num_bytes)}{copies}, "
-            f"more than the {_shown(free)} {whose}"
+            f"the weights of {config.model} take {shown_size(num_bytes)}{copies}, "
+            f"more than the {shown_size(free)} {whose}"
         )
 
 
-def _shown(num_bytes: int) -> str:
+def shown_size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -94,6 +95,8 @@ class ServedModel:
         return max(_ALWAYS_TAKEN_CHARS, _MAX_CHARS_PER_TOKEN * self.max_model_len)
 
 
+# Once a file: each engine has it, and each of its restarts.
+@functools.lru_cache(maxsize=64)
 def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
     """The sampling defaults of a generation_config.json; empty bytes: no file. Raises ValueError."""
     values = read_json_object(generation_config)

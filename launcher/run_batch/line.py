@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import reprlib
@@ -15,6 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from launcher.run_batch.openai import OPENAI_URLS, from_openai, to_openai
+from launcher.vllm_names import nearest
 from service_kit.errors import InvalidArgument, ServiceError
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 
@@ -106,8 +106,9 @@ def _custom_id(line: Mapping[str, Any]) -> str:
 def _request(line: Mapping[str, Any]) -> Request:
     is_openai = "url" in line
     for key in line:
-        if key not in (_OPENAI_KEYS if is_openai else _OWN_KEYS):
-            raise InvalidArgument(f"a line has no field {key!r}", field=key)
+        known = _OPENAI_KEYS if is_openai else _OWN_KEYS
+        if key not in known:
+            raise InvalidArgument(f"a line has no field {key!r}{nearest(key, known)}", field=key)
     body = line.get("body")
     if not isinstance(body, dict):
         raise InvalidArgument("body is not a JSON object", field="body")
@@ -151,8 +152,7 @@ def _check_fields(body: Mapping[str, Any], message: Descriptor, path: str) -> No
     for key, value in body.items():
         field, field_path = fields.get(key), f"{path}.{key}"
         if field is None:
-            near = difflib.get_close_matches(key, [one.name for one in message.fields], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest(key, [one.name for one in message.fields])
             raise InvalidArgument(f"{path} has no field {key!r}{hint}", field=field_path)
         if value is None:
             continue

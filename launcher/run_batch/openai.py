@@ -6,10 +6,11 @@ Fields without a counterpart are refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from launcher.verbs.generation import reason_name
+from launcher.vllm_names import nearest
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 from triptych_client.logprobs import TokenLogprob, TopToken, read_logprobs
@@ -23,6 +24,11 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _SAME_NAME = frozenset(
     {"max_tokens", "temperature", "top_p", "n", "seed", "presence_penalty", "frequency_penalty"}
 )
+_COMPLETION_FIELDS = _SAME_NAME | {"model", "prompt", "stop", "logprobs"}
+_CHAT_FIELDS = _SAME_NAME | {
+    "model", "messages", "stop", "logprobs", "top_logprobs", "max_completion_tokens"
+}  # fmt: skip
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "name", "tool_call_id")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -121,7 +127,7 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "logprobs":
             sampling["logprobs"] = value
         elif name != "model":
-            sampling |= _sampling_field(name, value)
+            sampling |= _sampling_field(name, value, _COMPLETION_FIELDS)
     if "prompt" not in body:
         raise InvalidArgument("prompt is missing", field="prompt")
     return {**request, "sampling": sampling}
@@ -144,18 +150,18 @@ def _chat(body: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "top_logprobs":
             _check(body.get("logprobs") is True, name, "needs logprobs to be true")
         elif name != "model":
-            sampling |= _sampling_field(name, value)
+            sampling |= _sampling_field(name, value, _CHAT_FIELDS)
     if "messages" not in body:
         raise InvalidArgument("messages is missing", field="messages")
     return {**request, "sampling": sampling}
 
 
-def _sampling_field(name: str, value: Any) -> dict[str, Any]:
+def _sampling_field(name: str, value: Any, known: Collection[str]) -> dict[str, Any]:
     if name in _SAME_NAME:
         return {name: value}
     if name == "stop":
         return {"stop": [value] if isinstance(value, str) else value}
-    raise InvalidArgument(f"{name} is not served", field=name)
+    raise InvalidArgument(f"{name} is not served{nearest(name, known)}", field=name)
 
 
 def _prompt(value: Any) -> dict[str, Any]:
@@ -188,7 +194,8 @@ def _message(message: Any, field: str) -> dict[str, Any]:
         elif name in ("name", "tool_call_id"):
             made[name] = value
         else:
-            raise InvalidArgument(f"{name} is not served", field=f"{field}.{name}")
+            hint = nearest(name, _MESSAGE_FIELDS)
+            raise InvalidArgument(f"{name} is not served{hint}", field=f"{field}.{name}")
     _check("role" in made, f"{field}.role", "is missing")
     return made
 

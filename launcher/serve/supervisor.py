@@ -223,6 +223,10 @@ class Supervisor:
             raise
         child.release()
         self._ready.add(plan.name)
+        if all(plan.name in self._ready for plan in self._plan.others if plan.service == "engine"):
+            # What a frontend waits for from now on is its own.
+            for other in self.children.values():
+                other.release()
         self.given_up.pop(plan.name, None)
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
+from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
 from service_kit.channel import open_channel
@@ -18,7 +19,6 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 _INTERVAL_S = 0.2
 _CALL_LIMIT_S = 2.0
-_GIB = 1 << 30
 
 
 async def show_progress(addresses: Sequence[Callable[[], str]]) -> None:
@@ -75,7 +75,7 @@ def banner(
 ) -> str:
     """The text printed once everything is ready. kv_cache_memory: what was asked for, in bytes."""
     url = f"grpc://{addresses[0]}"
-    asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {kv_cache_memory / _GIB:.1f} GiB"
+    asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
     return "\n".join(
         (
             f"triptych {installed_version()} serves {model}",

@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 import grpc
 
 from service_kit.channel import parse_target
-from service_kit.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable
+from service_kit.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, Unimplemented
 
 # What gRPC reports of an address at which no connection could be made.
 _UNREACHABLE = re.compile(
     r"failed to connect|DNS resolution failed|errors resolving|not reached", re.IGNORECASE
+)
+# What a server answers to a call of a service that it does not have.
+_NOT_SERVED = re.compile(r"^/\S+ is not served here$|^Method not found!$")
+_NO_FRONTEND = (
+    "is no frontend: an engine, a coordinator or an admin listener does not answer this;"
+    " --url takes the address that `triptych serve` shows as gRPC"
 )
 _FRONTEND_HINT = "is `triptych serve` running? --url names another address"
 
@@ -59,6 +65,9 @@ def print_failure(error: ServiceError, asked: Asked) -> None:
     if isinstance(error, DeadlineExceeded) and is_of_connection and asked.timeout_s is not None:
         address, limit = _shown(asked.address), f"{asked.timeout_s:g} s, see --timeout-s"
         print(f"no complete answer from {address} within {limit}", file=sys.stderr)
+        return
+    if isinstance(error, Unimplemented) and _NOT_SERVED.match(error.message) and asked.hint == _FRONTEND_HINT:
+        print(f"{_shown(asked.address)} {_NO_FRONTEND}", file=sys.stderr)
         return
     if isinstance(error, WrongService):
         print(error.message, file=sys.stderr)

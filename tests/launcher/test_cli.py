@@ -102,6 +102,10 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("complete", "--temperatur", "1"), "--temperature"),
         (("serv",), "serve"),
         (("serve", "--enable-lora"), "unknown flag --enable-lora: LoRA adapters are not served yet\n"),
+        (
+            ("serve", "--quantization", "awq"),
+            "--quantization: 'awq' is not one of none, int8, fp8; quantized checkpoints are not read:",
+        ),
         (("serve", "--api-key", "x"), "unknown flag --api-key: there is no authentication"),
         (("engine", "--enforce-eager"), "unknown flag --enforce-eager: it is --cuda-graphs"),
         (("frontend", "--tool-call-parser=x"), "unknown flag --tool-call-parser: it is --tool-parser"),

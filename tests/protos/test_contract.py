@@ -6,10 +6,13 @@ import re
 from array import array
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
+from importlib import import_module
+from pathlib import Path, PurePath
+from types import ModuleType
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 
 from tests.protos.contract_descriptors import PROTO_ROOT, elements, load_descriptors, proto_files, run_protoc
 from triptych.api.v1 import generate_pb2
@@ -230,6 +233,28 @@ def test_the_mapping_table_names_what_exists(files: Files) -> None:
     assert [name for name in sorted(names) if not _exists(pool, f"triptych.{name}")] == []
     rows = {int(row) for row in re.findall(r"\| feature row (\d+) \|", text)}
     assert rows == {*range(57, 70), 273}
+
+
+def test_every_public_call_is_listed_with_the_modules_of_its_messages() -> None:
+    def module(element: Descriptor | ServiceDescriptor) -> str:
+        return PurePath(element.file.name).stem + "_pb2"
+
+    def module_of(file: str) -> ModuleType:
+        return import_module(file.removesuffix(".proto").replace("/", ".") + "_pb2")
+
+    rows = [
+        f"| `{service.name}.{call.name}` | `{module(service)}_grpc` "
+        f"| `{module(call.input_type)}.{call.input_type.name}` "
+        f"| `{module(call.output_type)}.{call.output_type.name}` |"
+        for name in proto_files()
+        if name.startswith("triptych/api/v1/")
+        for service in module_of(name).DESCRIPTOR.services_by_name.values()
+        for call in service.methods
+    ]
+    listed = re.findall(
+        r"^\| `\w+Service\.\w+` \|.*\|$", (PROTO_ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(rows)
 
 
 def test_committed_code_equals_a_fresh_generation(tmp_path: Path) -> None:

@@ -33,6 +33,15 @@ def test_lines_are_written_whole(pipe):
         assert reader.read() == "".join(lines)
 
 
+def test_a_line_on_a_terminal_takes_the_place_of_a_bar():
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream, os.fdopen(master, "rb", buffering=0) as terminal:
+        stream.write("loading 50 %")
+        LogStream(stream).write("line\n")
+        shown = terminal.read(4096)
+    assert shown == b"loading 50 %\r\x1b[2Kline\r\n"
+
+
 def test_a_reader_that_is_gone_is_no_error(pipe):
     read_fd, stream = pipe
     os.close(read_fd)

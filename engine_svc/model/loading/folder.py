@@ -108,9 +108,8 @@ def check_model_path(path: Path) -> None:
         raise CheckpointError(_foreign(path) or f"{path} is not a model folder: it has no config.json")
 
 
-def read_config_json(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises CheckpointError."""
-    path = folder / "config.json"
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a file such as config.json. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -134,7 +133,7 @@ def stated_max_position(content: Mapping[str, Any]) -> int | None:
 
     Never less than what the loaded model takes: defaults of a family may lower it, or a kind of rope.
     """
-    part = _text_config(content)
+    part = text_config(content)
     limit = next((part[name] for name in _LENGTH_LIMITS if type(part.get(name)) is int), None)
     if limit is None:
         return None
@@ -152,7 +151,7 @@ def stated_max_position(content: Mapping[str, Any]) -> int | None:
 
 def stated_dtype(content: Mapping[str, Any]) -> str | None:
     """The name of the dtype that config.json states, if it does."""
-    part = _text_config(content)
+    part = text_config(content)
     dtype = part.get("dtype") or part.get("torch_dtype")
     return dtype if isinstance(dtype, str) else None
 
@@ -236,13 +235,14 @@ def _foreign(folder: Path) -> str | None:
     return None
 
 
-def _text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the decoder, with what is stated beside it."""
     inner = content.get("text_config")
     return {**content, **inner} if isinstance(inner, Mapping) else content
 
 
 def _stated_quantization(content: Mapping[str, Any]) -> str | None:
-    part = _text_config(content)
+    part = text_config(content)
     # The second is a former name, the third that of MLX.
     stated = [part.get(key) for key in ("quantization_config", "compression_config", "quantization")]
     found = next((each for each in stated if each is not None), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_svc.model.facts import ModelFacts
@@ -56,13 +57,8 @@ def size_kv_cache(
             f"tokens, {needed * size} bytes, but {source}; {shorter}give the cache more memory"
         )
     most = options.max_num_seqs * needed
-    if options.num_kv_blocks is None and num_blocks > most:
-        if options.kv_cache_memory is not None:
-            logger.warning(
-                "kv_cache_memory is cut to what max_num_seqs requests of max_model_len tokens can use",
-                extra={"asked_mib": options.kv_cache_memory // _MIB, "used_mib": most * size // _MIB},
-            )
-        num_blocks = most
+    if options.num_kv_blocks is None:
+        num_blocks = min(num_blocks, most)
     sizing = KVSizing(num_blocks, options.block_size, size)
     if sizing.total_bytes > free.num_bytes:
         # A CPU's memory is allocated on first use, so this fails only when most blocks have been used.
@@ -71,6 +67,16 @@ def size_kv_cache(
             extra={"kv_cache_mib": sizing.total_bytes // _MIB, "free_mib": free.num_bytes // _MIB},
         )
     return sizing
+
+
+def warn_if_cut(kv_cache_memory: int, sizings: Sequence[KVSizing]) -> None:
+    """Log a warning if ranks with so much memory together were given less, by whole blocks."""
+    used = sum(sizing.total_bytes for sizing in sizings)
+    if kv_cache_memory - used >= sum(sizing.bytes_per_block for sizing in sizings):
+        logger.warning(
+            "kv_cache_memory is cut to what max_num_seqs requests of max_model_len tokens can use",
+            extra={"asked_mib": kv_cache_memory // _MIB, "used_mib": used // _MIB},
+        )
 
 
 def fit_max_model_len(facts: ModelFacts, options: KVCacheOptions, free: FreeMemory) -> int:

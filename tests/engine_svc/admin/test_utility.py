@@ -15,6 +15,7 @@ from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
 from engine_svc.admin.utility import ENGINE_CALLS, UtilityService, registered
 from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.core.step import StepPlan
+from engine_svc.loop.mailbox import LoopStats
 from engine_svc.loop.protocols import NoLockstep
 from service_kit.channel import open_channel
 from service_kit.errors import (
@@ -28,6 +29,7 @@ from service_kit.errors import (
     Unavailable,
     Unimplemented,
 )
+from tests.engine_svc.fakes import make_scheduler
 from tests.engine_svc.loop.controlled_rig import (
     ABORT,
     KEEP,
@@ -124,6 +126,14 @@ async def test_the_state_is_in_every_heartbeat():
         await engine.resume()
         await engine.frontend.until_ended(1)
         await heartbeat_with(engine, session_pb2.ENGINE_STATE_READY)
+
+
+async def test_the_status_names_the_model_and_the_share_of_the_cache_that_is_used():
+    stats = replace(make_scheduler().stats(), num_used_blocks=16, num_total_blocks=64)
+    async with controlled() as engine:
+        engine.rig.engine.stats_snapshot.post(LoopStats(step_number=5, scheduler=stats))
+        status = announce.status(engine.rig.engine, 1)
+    assert (status["model"], status["kv_usage_percent"]) == ("fake", 25.0)
 
 
 async def heartbeat_with(engine: Controlled, state: session_pb2.EngineState) -> None:

@@ -105,6 +105,12 @@ def test_all_keys_without_effect_are_named_in_one_line(caplog):
     assert [record.keys for record in caplog.records] == ["suppress_tokens, temperature, typical_p"]
 
 
+def test_keys_without_effect_are_named_once_however_many_engines_have_the_file(caplog):
+    for _ in range(3):
+        read_generation_defaults(b'{"epsilon_cutoff": 0.1}')
+    assert [record.keys for record in caplog.records] == ["epsilon_cutoff"]
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -369,6 +369,15 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_name() -> None:
 def test_options_are_those_of_the_engine_and_checked_at_once() -> None:
     with pytest.raises(InvalidArgument, match="block-size is 0"):
         LLM("folder", block_size=0)
+    for options, message in (
+        ({"quantization": "gptq"}, "'gptq' is not one of .*; quantized checkpoints are not read"),
+        ({"dtype": "floaty"}, "dtype: 'floaty' is not one of auto, float32"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs: 2.5 is not a whole number"),
+        ({"max_model_len": True}, "max_model_len: True is not a whole number"),
+        ({"kv_cache_memory": "2 apples"}, "kv_cache_memory: '2 apples' is not a size such as"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            LLM("folder", **options)
 
 
 @pytest.mark.parametrize(

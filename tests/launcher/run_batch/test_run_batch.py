@@ -307,6 +307,22 @@ def test_a_chat_is_a_chat_request() -> None:
         ),
         ({"custom_id": "a", "call": "generate", "body": {"priority": True}}, "body.priority", "priority"),
         ({"custom_id": "a", "call": "generate", "method": "POST", "body": {}}, "method", "method"),
+        ({"custom_id": "a", "cal": "generate"}, "cal", "a line has no field 'cal'; did you mean call?"),
+        (
+            {"custom_id": "a", "url": "/v1/completions", "body": {"promt": "hi"}},
+            "promt",
+            "promt is not served; did you mean prompt?",
+        ),
+        (
+            {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [], "max_tokns": 4}},
+            "max_tokns",
+            "max_tokns is not served; did you mean max_tokens?",
+        ),
+        (
+            {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [{"contents": "hi"}]}},
+            "messages[0].contents",
+            "contents is not served; did you mean content?",
+        ),
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url", "/v1/embeddings"),
         ({"custom_id": "a", "url": "/v1/completions", "method": "GET", "body": {}}, "method", "GET"),
     ],

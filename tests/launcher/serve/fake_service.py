@@ -32,6 +32,8 @@ async def serve(options: argparse.Namespace) -> int:
         pipe.write(json.dumps(record) + "\n")
     if options.die_before_ready is not None:
         return die(options.die_before_ready)
+    if options.say is not None:
+        print(options.say, flush=True)
     await ended.wait()
     write(options, "stop")
     return 0
@@ -62,6 +64,7 @@ def main() -> int:
     parser.add_argument("--coordinator")
     parser.add_argument("--die-at-start", type=int)
     parser.add_argument("--die-before-ready", type=int)
+    parser.add_argument("--say", help="a line to print")
     parser.add_argument("--die-once", help="a file: removed, with this process, if it is there")
     options = parser.parse_args()
     if options.die_once is not None and Path(options.die_once).exists():

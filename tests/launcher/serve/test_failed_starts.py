@@ -135,10 +135,15 @@ def no_tokenizer(folder: Path) -> list[str]:
     return [str(model_folder(folder, "model.safetensors"))]
 
 
-def a_broken_tokenizer(folder: Path) -> list[str]:
-    model_folder(folder, "model.safetensors")
-    (folder / "tokenizer.json").write_text("[]")
-    return [str(folder)]
+def holding(name: str, content: bytes) -> Arrange:
+    """The embedded model with this file."""
+
+    def arrange(folder: Path) -> list[str]:
+        model_folder(folder, "tokenizer.json", "model.safetensors")
+        (folder / name).write_bytes(content)
+        return [str(folder)]
+
+    return arrange
 
 
 def a_broken_template(folder: Path) -> list[str]:
@@ -182,12 +187,32 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "no folder": (flags("./no-such-folder"), ("no-such-folder is not a folder",)),
     "config": (a_broken_config, ("config.json cannot be read",)),
     "no tokenizer": (no_tokenizer, ("has no tokenizer.json: name one with --tokenizer",)),
-    "tokenizer.json": (a_broken_tokenizer, ("tokenizer.json is not a tokenizer",)),
+    "tokenizer.json": (holding("tokenizer.json", b"[]"), ("tokenizer.json is not a tokenizer",)),
+    "kind of tokenizer": (
+        holding("tokenizer.json", b'{"model": {"type": "Syllables"}}'),
+        ("tokenizer.json cannot be used: ",),
+    ),
+    "tokenizer_config.json": (
+        holding("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json cannot be read: Expecting",),
+    ),
+    "generation_config.json": (
+        holding("generation_config.json", b"[]"),
+        ("generation_config.json cannot be read: it is not a JSON object",),
+    ),
+    "chat_template.jinja": (
+        holding("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja cannot be read: 'utf-8' codec",),
+    ),
     "tokenizer": (flags("--tokenizer=/nowhere"), ("--tokenizer /nowhere does not exist",)),
     "no template": (flags("--chat-template=/nowhere"), ("--chat-template /nowhere cannot be read: No such",)),
     "template": (a_broken_template, ("--chat-template", "the chat template cannot be used")),
     "policy": (flags("--scheduling-policy=slowest"), ("--scheduling-policy is 'slowest'",)),
     "scheduler": (flags("--scheduler-class=mine"), ("--scheduler-class is 'mine'",)),
+    "plugin": (flags("--plugins=mine"), ("--plugins is 'mine', it has to be one of all",)),
+    "heads": (flags("-tp", "3"), ("--tensor-parallel-size 3 does not divide the model's 4 attention heads",)),
+    "stages": (flags("-pp", "9"), ("--pipeline-parallel-size is 9, the model has 4 layers",)),
+    "ranks": (flags("-pp", "2", "--model-impl=transformers"), ("needs a native model, and --model-impl is",)),
     "encoder-decoder": (stating({"is_encoder_decoder": True}), ("is an encoder-decoder",)),
     "prefill-first": (
         flags("--scheduling-policy=prefill-first", "--no-enable-chunked-prefill"),

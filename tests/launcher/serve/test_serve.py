@@ -58,11 +58,12 @@ class Stack:
 
 
 @asynccontextmanager
-async def serving(ready_file: Path, *flags: str) -> AsyncIterator[Stack]:
+async def serving(ready_file: Path, *flags: str, stderr: int | None = None) -> AsyncIterator[Stack]:
     """`triptych serve` with the embedded model, ready."""
     async with running_async(
         *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={ready_file}", *flags),
         stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
     ) as process:
         assert process.stdout is not None
         # The banner comes after the ready file, when everything is ready.
@@ -166,6 +167,23 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert await asyncio.wait_for(stack.process.wait(), 60) == 0
         assert not [one["service"] for one in processes if is_running(one["pid"])]
         assert not (tmp_path / "ready.json").exists()
+
+
+async def test_what_runs_is_what_its_file_and_its_flags_say(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nmax-model-len: 1024\nmax_num_seqs: 2\n")
+    flags = (f"--config={file}", "-tp", "2", "--dtype", "half", "--kv-cache-memory=64MiB")
+    async with serving(tmp_path / "ready.json", *flags, stderr=asyncio.subprocess.STDOUT) as stack:
+        # The flag `--port=0` before the file's.
+        assert int(stack.url.rpartition(":")[2]) > 1
+        assert [one["service"] for one in stack.ready["processes"]].count("engine") == 1
+        assert len(children_of(stack.pid_of("engine"), "engine")) == 2
+        assert "triptych-tiny, dtype float16, up to 1,024 tokens a request" in stack.banner
+        assert re.search(r"KV +2,048 tokens.* blocks; --kv-cache-memory is 64\.0 MiB", stack.banner)
+        warnings = [line for line in stack.banner.splitlines() if " WARNING " in line]
+        assert len([line for line in warnings if "kv_cache_memory is cut" in line]) == 1
+        answered = await triptych("complete", "--url", stack.url, "Once upon a time", "--max-tokens", "5")
+        assert answered.exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -320,7 +338,7 @@ async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tm
 def as_seen(text: str) -> list[str]:
     """The lines of a terminal's output that stay, without the bar that was drawn between them."""
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    # What comes behind a carriage return replaces what was before it.
+    # A line behind a carriage return takes the place of a bar.
     lines = [line.rstrip("\r").rpartition("\r")[2].strip() for line in plain.split("\n")]
     return [line for line in lines if line and " % " not in line]
 

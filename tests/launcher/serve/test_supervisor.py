@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 from launcher.serve.supervisor import GivenUp, StartTimeout
-from service_kit.child import ChildDied
+from service_kit.child import ChildDied, Output
 from tests.launcher.serve.supervised import MakeStack, Stack, greeted, program_that_may_go
 
 
 async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: MakeStack) -> None:
     one = make_stack()
     await one.supervisor.start()
+    children = one.supervisor.children
+    ready = {
+        f"{name} READY at {one.supervisor.address_of(name)} (pid {children[name].pid})" for name in children
+    }
+    assert set(one.reports) == ready
     coordinator = one.supervisor.address_of("coordinator-0")
     await one.supervisor.stop()
     assert one.events()[0] == "coordinator-0 start"
@@ -66,6 +71,34 @@ async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_t
     one = make_stack(await_ready=all_but_the_frontend)
     with pytest.raises(ChildDied, match=r"engine-1 \(pid \d+\) was killed by SIGKILL"):
         await one.supervisor.start()
+
+
+async def test_what_a_frontend_logs_is_held_back_until_all_engines_are_ready(
+    make_stack: MakeStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    may_be_ready = asyncio.Event()
+
+    async def no_frontend(service: str, address: str) -> None:
+        await greeted(service, address)
+        if service == "frontend":
+            await asyncio.Event().wait()
+        if service == "engine":
+            await may_be_ready.wait()
+
+    said = {"engine-0": ("--say=a model",), "frontend-0": ("--say=a tokenizer that cannot be read",)}
+    one = make_stack(said, await_ready=no_frontend, output=Output.COPIED)
+    starting = asyncio.ensure_future(one.supervisor.start())
+    children = one.supervisor.children
+    async with asyncio.timeout(30):
+        while "frontend-0" not in children or not children["frontend-0"].last_lines:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "tokenizer" not in capsys.readouterr().err
+    may_be_ready.set()
+    await one.until("engine-0 READY")
+    await one.until("engine-1 READY")
+    assert "[frontend-0] a tokenizer that cannot be read\n" in capsys.readouterr().err
+    starting.cancel()
+    await asyncio.wait((starting,))
 
 
 async def test_a_start_that_takes_too_long_is_given_up(make_stack: MakeStack) -> None:

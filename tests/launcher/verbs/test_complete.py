@@ -11,6 +11,8 @@ import pytest
 from launcher.verbs.complete import Completion, SamplingValue, request_of
 from launcher.verbs.failures import Asked, print_failure
 from service_kit.errors import InvalidArgument, ServiceError, Unavailable
+from service_kit.limits import INTERNAL
+from service_kit.server import Server
 from tests.launcher.fakes import fake_frontend, triptych
 
 
@@ -170,6 +172,27 @@ async def test_a_server_that_is_not_there_exits_1_with_what_to_do(arguments: lis
     assert outcome.exit_code == 1
     assert outcome.err == (
         "no server answers at 127.0.0.1:1: is `triptych serve` running? --url names another address\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"), [(["complete", "hi"], ""), (["chat"], "hi"), (["bench", "serve"], "")]
+)
+async def test_a_service_that_is_no_frontend_exits_1_with_what_to_do(
+    arguments: list[str], stdin: str
+) -> None:
+    server = Server(
+        listen="127.0.0.1:0", registrations=[], profile=INTERNAL, service="engine", reflection=False
+    )
+    address = await server.start()
+    try:
+        outcome = await triptych(*arguments, "--url", f"grpc://{address}", stdin=stdin)
+    finally:
+        await server.stop(0)
+    assert outcome.exit_code == 1
+    assert outcome.err == (
+        f"{address} is no frontend: an engine, a coordinator or an admin listener does not answer this;"
+        " --url takes the address that `triptych serve` shows as gRPC\n"
     )
 
 

@@ -10,7 +10,13 @@ import torch
 
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.runner.memory.free_memory import free_host_memory
-from engine_svc.runner.memory.kv_sizing import FreeMemory, KVCacheOptions, fit_max_model_len, size_kv_cache
+from engine_svc.runner.memory.kv_sizing import (
+    FreeMemory,
+    KVCacheOptions,
+    fit_max_model_len,
+    size_kv_cache,
+    warn_if_cut,
+)
 from engine_svc.runner.memory.kv_tensors import (
     KVCapacityError,
     KVSizing,
@@ -57,12 +63,14 @@ def test_more_than_all_requests_can_use_is_never_taken():
 
 def test_a_stated_size_that_is_cut_is_a_warning_with_both_sizes(caplog):
     caplog.set_level(logging.WARNING)
-    size(kv_cache_memory=40 * BYTES_PER_BLOCK)
+    sizing = size(kv_cache_memory=40 * BYTES_PER_BLOCK)
+    warn_if_cut(2 * 41 * BYTES_PER_BLOCK - 1, [sizing, sizing])
     assert caplog.text == ""
-    size(kv_cache_memory=1 << 40, free=FreeMemory(1 << 41, "all"))
+    sizing = size(kv_cache_memory=1 << 40, free=FreeMemory(1 << 41, "all"))
+    warn_if_cut(2 << 40, [sizing, sizing])
     [record] = caplog.records
     assert record.message.startswith("kv_cache_memory is cut to what max_num_seqs requests")
-    assert (record.asked_mib, record.used_mib) == (1 << 20, 40 * BYTES_PER_BLOCK >> 20)
+    assert (record.asked_mib, record.used_mib) == (2 << 20, 2 * 40 * BYTES_PER_BLOCK >> 20)
 
 
 def test_by_default_a_quarter_of_free_memory_is_taken():
