@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
@@ -30,7 +31,7 @@ from service_kit.child import ChildDied
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.logs import LogStream, setup_logs, write_log_line
-from service_kit.process import end_at_once_on_signals
+from service_kit.process import leave_process
 from service_kit.supervision import SupervisorLimits, run_until_signal
 
 _USAGE_ERROR = 2
@@ -40,7 +41,10 @@ _COORDINATOR = "coordinator-0"
 
 
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
-    """Serve until a signal. Returns 0; 1 if the last of a service keeps dying; 2 if it cannot start."""
+    """Serve until a signal, then exit: 0; 1 if the last of a service keeps dying; 2 if it cannot start.
+
+    Returns 2 if nothing was started.
+    """
     ensure_loopback()
     config, stack = serving.config, plan_stack(serving)
     try:
@@ -160,7 +164,7 @@ def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> li
     return flags
 
 
-async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> int:
+async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> NoReturn:
     config = serving.config
     supervisor = Supervisor(
         stack,
@@ -193,8 +197,8 @@ async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, s
         failures=(ChildDied, StartTimeout),
         on_failure=_report_failure,
     )
-    end_at_once_on_signals(exit_code)
-    return exit_code
+    # At once: while the interpreter is finalized, a second signal would end it with another code.
+    leave_process(exit_code)
 
 
 async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> None:

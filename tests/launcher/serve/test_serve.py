@@ -199,10 +199,13 @@ async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
 
 
 @pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.5, marks=pytest.mark.chaos)])
-async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float) -> None:
-    async with running_async(sys.executable, "-m", "launcher.cli", "serve", "--port=0") as process:
+@pytest.mark.parametrize("streams", ["", "<&- >&- 2>&-"], ids=["streams", "no streams"])
+async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float, streams: str) -> None:
+    serve = (sys.executable, "-m", "launcher.cli", "serve", "--port=0")
+    async with running_async("sh", "-c", f'exec "$0" "$@" {streams}', *serve) as process:
         # Whatever it does by then: imports, or waits for its services.
         await asyncio.sleep(delay_s)
+        process.send_signal(signal.SIGUSR1)  # Not a stop: it writes the stacks.
         children = children_of(process.pid, "")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 5) == 0
