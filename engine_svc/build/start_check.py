@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine_svc.config import EngineConfig
-from engine_svc.core.artifacts import check_tokenizer_json
+from engine_svc.core.artifacts import ArtifactKind, check_content
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
@@ -59,9 +59,10 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        check_tokenizer_json(tokenizer.read_bytes())
+    for kind in ArtifactKind:
+        path = folder / kind.value
+        if path.is_file():
+            check_content(kind, path.read_bytes())
     num_bytes = _weight_bytes(config, headers, stated_dtype(content))
     _check_memory(config, num_bytes, devices, num_engines)
 

@@ -16,6 +16,8 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.model.loading.hub import find_model, is_hub_id
 from engine_svc.process.load_display import LoadDisplay
+from frontend_svc.build import read_tokenizer_override
+from frontend_svc.engines.artifacts import is_slow_tokenizer, read_tokenizer
 from launcher.arguments import Serving
 from launcher.config import MAX_ENGINES, ServeConfig
 from launcher.engines.factory import make_engine_client
@@ -81,9 +83,23 @@ def _check_model(serving: Serving) -> None:
     folder = _downloaded(engine, serving)
     if str(folder) != engine.model:
         check_start(replace(engine, model=str(folder)), num_engines=num_engines)
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    if serving.tokenizer is None and not has_tokenizer:
-        raise ConfigError(f"{folder} has no tokenizer.json: name one with --tokenizer")
+    _check_tokenizer(serving.tokenizer, folder)
+
+
+def _check_tokenizer(given: str | None, folder: Path) -> None:
+    """Raise ConfigError for a tokenizer that frontends could not read. One that they convert is not tried."""
+    try:
+        content = read_tokenizer_override(given or str(folder)) or b""
+    except FileNotFoundError as error:
+        lacking = f"{folder} has no tokenizer.json: name one with --tokenizer"
+        raise ConfigError(f"--tokenizer {given} has no tokenizer.json" if given else lacking) from error
+    if is_slow_tokenizer(content):
+        return
+    try:
+        read_tokenizer(content)
+    except ValueError as error:
+        whose = f"--tokenizer {given}" if given else f"the tokenizer.json of {folder}"
+        raise ConfigError(f"{whose} cannot be read: {error}") from error
 
 
 def _downloaded(engine: EngineConfig, serving: Serving) -> Path:

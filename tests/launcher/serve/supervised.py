@@ -32,6 +32,7 @@ class Stack:
         await_ready: AwaitReady | None = None,
         program: Path = Path(sys.executable),
         max_engines: int = 64,
+        output: Output = Output.KEPT,
         **limits: Any,
     ) -> None:
         self.diary = folder / "diary"
@@ -65,7 +66,7 @@ class Stack:
             report=self._report,
             on_change=self.restarted.set,
             limits=SupervisorLimits(**{"startup_s": 30.0, "restart_delay_s": 0.01, **limits}),
-            output=Output.KEPT,
+            output=output,
         )
 
     def keep_running(self) -> asyncio.Task[None]:

@@ -125,20 +125,28 @@ def no_config(folder: Path) -> list[str]:
     return [str(folder)]
 
 
-def a_broken_config(folder: Path) -> list[str]:
-    model_folder(folder, "tokenizer.json", "model.safetensors")
-    (folder / "config.json").write_text("{")
-    return [str(folder)]
-
-
 def no_tokenizer(folder: Path) -> list[str]:
     return [str(model_folder(folder, "model.safetensors"))]
 
 
-def a_broken_tokenizer(folder: Path) -> list[str]:
-    model_folder(folder, "model.safetensors")
-    (folder / "tokenizer.json").write_text("[]")
-    return [str(folder)]
+def broken(name: str, content: str) -> Arrange:
+    """A whole folder but for this file."""
+
+    def arrange(folder: Path) -> list[str]:
+        model_folder(folder, "tokenizer.json", "model.safetensors")
+        (folder / name).write_text(content)
+        return [str(folder)]
+
+    return arrange
+
+
+def another_tokenizer(content: str | None) -> Arrange:
+    def arrange(folder: Path) -> list[str]:
+        if content is not None:
+            (folder / "tokenizer.json").write_text(content)
+        return [f"--tokenizer={folder}"]
+
+    return arrange
 
 
 def a_broken_template(folder: Path) -> list[str]:
@@ -180,9 +188,23 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "memory": (larger_than_memory, ("take 1024.0 GiB, more than the", "GiB free here")),
     "no config": (no_config, ("is not a model folder: it has no config.json",)),
     "no folder": (flags("./no-such-folder"), ("no-such-folder is not a folder",)),
-    "config": (a_broken_config, ("config.json cannot be read",)),
+    "config": (broken("config.json", "{"), ("config.json cannot be read",)),
     "no tokenizer": (no_tokenizer, ("has no tokenizer.json: name one with --tokenizer",)),
-    "tokenizer.json": (a_broken_tokenizer, ("tokenizer.json is not a tokenizer",)),
+    "tokenizer.json": (broken("tokenizer.json", "{}"), ("tokenizer.json is not a tokenizer",)),
+    "unknown tokenizer": (
+        broken("tokenizer.json", '{"model": {}}'),
+        ("the tokenizer.json of", "cannot be read: "),
+    ),
+    "tokenizer_config.json": (
+        broken("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json is not a JSON object",),
+    ),
+    "generation_config.json": (
+        broken("generation_config.json", "{"),
+        ("generation_config.json is not JSON",),
+    ),
+    "unknown --tokenizer": (another_tokenizer("{}"), ("--tokenizer ", "cannot be read: ")),
+    "empty --tokenizer": (another_tokenizer(None), ("--tokenizer ", "has no tokenizer.json")),
     "tokenizer": (flags("--tokenizer=/nowhere"), ("--tokenizer /nowhere does not exist",)),
     "no template": (flags("--chat-template=/nowhere"), ("--chat-template /nowhere cannot be read: No such",)),
     "template": (a_broken_template, ("--chat-template", "the chat template cannot be used")),

@@ -276,14 +276,6 @@ async def test_an_engine_that_cannot_load_its_model_ends_the_start_with_its_caus
     assert not children_of(outcome.pid, "")
 
 
-async def test_a_frontend_that_cannot_start_ends_the_start_with_its_cause(tmp_path: Path) -> None:
-    outcome = await triptych("serve", "--port=0", f"--tokenizer={tmp_path}")
-    assert outcome.exit_code == 2
-    last = outcome.err.splitlines()[-1]
-    assert re.match(r"\[serve\] frontend-0 \(pid \d+\) exited with code 2 while it was starting: ", last)
-    assert last.endswith(f"No such file or directory: '{tmp_path / 'tokenizer.json'}'")
-
-
 async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tmp_path: Path) -> None:
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))

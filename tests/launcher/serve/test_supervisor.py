@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.serve.supervisor import GivenUp, StartTimeout
-from service_kit.child import ChildDied
+from service_kit.child import ChildDied, Output
 from tests.launcher.serve.supervised import MakeStack, Stack, greeted, program_that_may_go
 
 
@@ -66,6 +66,31 @@ async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_t
     one = make_stack(await_ready=all_but_the_frontend)
     with pytest.raises(ChildDied, match=r"engine-1 \(pid \d+\) was killed by SIGKILL"):
         await one.supervisor.start()
+
+
+async def test_what_keeps_a_frontend_is_shown_once_all_others_are_ready(
+    make_stack: MakeStack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def all_but_the_frontend(service: str, address: str) -> None:
+        await greeted(service, address)
+        if service == "engine":
+            while "frontend-0" not in one.supervisor.children or not last_lines():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert "the tokenizer" not in capfd.readouterr().err
+        if service == "frontend":
+            await asyncio.Event().wait()
+
+    def last_lines() -> list[str]:
+        return list(one.supervisor.children["frontend-0"].last_lines)
+
+    extra = {"frontend-0": ("--log=the tokenizer cannot be read",)}
+    one = make_stack(extra, await_ready=all_but_the_frontend, output=Output.COPIED)
+    starting = asyncio.ensure_future(one.supervisor.start())
+    for engine in ("engine-0", "engine-1"):
+        await one.until(f"{engine} READY")
+    assert "[frontend-0] the tokenizer cannot be read" in capfd.readouterr().err
+    starting.cancel()
+    await asyncio.wait((starting,))
 
 
 async def test_a_start_that_takes_too_long_is_given_up(make_stack: MakeStack) -> None:
