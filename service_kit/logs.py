@@ -13,7 +13,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -45,6 +45,16 @@ _MAX_WRITE_BYTES = select.PIPE_BUF
 _PATIENCE_MS = 50
 
 
+# Writes lines on a terminal above what is drawn there, such as a bar; None: nothing is.
+_write_above: Callable[[str], None] | None = None
+
+
+def write_lines_above(write: Callable[[str], None] | None) -> None:
+    """From now on hand lines for a terminal to `write`, until this is called with None."""
+    global _write_above
+    _write_above = write
+
+
 class LogStream:
     """Writes to a stream, and drops what its reader does not take: writing neither fails nor waits for long.
 
@@ -61,6 +71,9 @@ class LogStream:
             return
         # ValueError: the stream is closed, or has no file descriptor.
         with contextlib.suppress(OSError, ValueError):
+            if _write_above is not None and self._stream.isatty():
+                _write_above(text)
+                return
             try:
                 fd = self._stream.fileno()
             except OSError:

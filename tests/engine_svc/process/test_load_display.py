@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
 from service_kit.clock import FakeClock
+from service_kit.logs import LogStream
 
 
 class Terminal(io.StringIO):
@@ -42,3 +44,26 @@ def test_a_terminal_gets_a_bar_for_each_phase():
     assert "weights" in terminal.getvalue()
     assert "warm-up" in terminal.getvalue()
     assert "50" in terminal.getvalue()
+
+
+def test_the_log_is_written_above_the_bar_and_as_always_once_that_is_gone():
+    terminal = Terminal()
+    display, log = LoadDisplay(terminal, FakeClock()), LogStream(terminal)
+    display.show(LoadProgress("weights", 1, 2))
+    log.write("[serve] engine-0 READY\n")
+    display.show(LoadProgress("weights", 2, 2))
+    # In the line of the bar, which is erased, and drawn again in the next one.
+    assert re.search(r"\r\x1b\[2K\[serve\] engine-0 READY\n.*weights", terminal.getvalue())
+    display.close()
+    log.write("[serve] frontend-0 READY\n")
+    assert terminal.getvalue().endswith("[serve] frontend-0 READY\n")
+
+
+def test_one_bar_shows_the_phases_one_after_another():
+    terminal = Terminal()
+    display = LoadDisplay(terminal, FakeClock())
+    display.show(LoadProgress("weights", 1, 2))
+    shown = len(terminal.getvalue())
+    display.show(LoadProgress("warm-up", 1, 2))
+    display.close()
+    assert "weights" not in terminal.getvalue()[shown:]
