@@ -1,4 +1,4 @@
-"""Shows the progress of loading: a bar below the log on a terminal, else a message every 10 %. Knows no model."""
+"""Shows the progress of loading: a bar below the log on a terminal, else messages. Knows no model."""
 
 from __future__ import annotations
 
