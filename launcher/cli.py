@@ -7,9 +7,11 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 from service_kit.process import end_at_once_on_signals, prepare_process, process_environment
+from service_kit.stacks import write_when_asked
 
 if sys.argv[1:2] and sys.argv[1] in ("serve", "frontend", "engine", "coordinator"):
     # Until it handles signals itself: a stop during the imports is no failure.
+    write_when_asked()
     end_at_once_on_signals(0)
 
 import typer

@@ -38,12 +38,23 @@ _EXPERIMENTS_OFF: dict[str, str] = {
 def prepare_process(role: Role) -> None:
     """Set the environment that grpc reads at its import, unless the user has set it. Call first in `main`.
 
-    From here on SIGUSR1 writes the stacks of all threads to stderr.
+    From here on SIGUSR1 writes the stacks of all threads to stderr, and there are standard streams.
     """
+    _open_missing_streams()
     os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS_OFF[role])
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     write_when_asked()
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null for standard streams that were closed before the start.
+
+    A file or socket that is opened later would take the descriptor, and get what is printed.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def prepare_service(role: Role) -> None:
@@ -101,8 +112,10 @@ def leave_process(exit_code: int) -> NoReturn:
 def runtime_folder() -> Path | None:
     """The folder for what processes of this user on this host share; None if there can be none."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime or tempfile.gettempdir()) / ("triptych" if runtime else f"triptych-{os.getuid()}")
+    # There may be no temporary folder either, where all file systems are read-only.
     with contextlib.suppress(OSError):
+        parent = runtime or tempfile.gettempdir()
+        folder = Path(parent) / ("triptych" if runtime else f"triptych-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
         # Another user may have made a folder of that name below the temporary folder.
         if folder.stat().st_uid == os.getuid():

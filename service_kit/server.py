@@ -343,7 +343,8 @@ def write_announcement(fd: int | None, record: Mapping[str, str | int | list[str
     """Send the bound addresses to the parent process: one JSON line on an inherited pipe."""
     if fd is None:
         return
-    with os.fdopen(fd, "w", encoding="utf-8") as pipe:
+    # A parent that stops does not read it any more, and ends this process.
+    with contextlib.suppress(BrokenPipeError), os.fdopen(fd, "w", encoding="utf-8") as pipe:
         pipe.write(json.dumps(dict(record)) + "\n")
 
 

@@ -29,7 +29,7 @@ from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWind
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.config import WILDCARD_HOSTS, EngineConfig
-from engine_svc.core.artifacts import Artifact, check_tokenizer, read_artifacts
+from engine_svc.core.artifacts import Artifact, check_artifacts, read_artifacts
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, StatsSnapshot
@@ -171,7 +171,7 @@ def build_engine(
     # Imported here: these import torch, and the process should answer before that is done.
     from engine_svc.build.runner import build_runner
 
-    check_tokenizer(served.artifacts)
+    check_artifacts(served.artifacts)
 
     def report_progress(phase: str, done: int, total: int) -> None:
         progress(LoadProgress(phase, done, total))

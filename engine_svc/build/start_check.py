@@ -12,10 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from engine_svc.config import EngineConfig
-from engine_svc.core.artifacts import ArtifactKind, check_tokenizer_json
+from engine_svc.core.artifacts import ArtifactKind, check_content
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
     Header,
@@ -66,7 +64,10 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     limit = stated_max_position(content)
     if limit is not None and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, the model takes {limit}")
-    _check_text_files(folder)
+    for kind in ArtifactKind:
+        path = folder / kind.value
+        if path.is_file():
+            check_content(kind, path.read_bytes())
     num_bytes = _weight_bytes(config, headers, stated_dtype(content))
     _check_memory(config, num_bytes, devices, num_engines)
 
@@ -123,27 +124,6 @@ def _check_ranks(config: EngineConfig, stated: Mapping[str, Any]) -> None:
         )
     if type(num_layers) is int and num_layers < pp_size:
         raise UnsupportedModel(f"--pipeline-parallel-size is {pp_size}, the model has {num_layers} layers")
-
-
-def _check_text_files(folder: Path) -> None:
-    """Raise ValueError for a file that no frontend could use, each of which would wait for another engine."""
-    for kind in (ArtifactKind.TOKENIZER_CONFIG, ArtifactKind.GENERATION_CONFIG):
-        if (path := folder / kind.value).is_file():
-            read_json_object(path)
-    template = folder / ArtifactKind.CHAT_TEMPLATE.value
-    try:
-        if template.is_file():
-            template.read_text("utf-8")
-    except ValueError as error:
-        raise CheckpointError(f"{template} cannot be read: {error}") from error
-    tokenizer = folder / ArtifactKind.TOKENIZER.value
-    if tokenizer.is_file():
-        content = tokenizer.read_bytes()
-        check_tokenizer_json(content)
-        try:
-            Tokenizer.from_buffer(content)
-        except Exception as error:  # The library has no exception class of its own for a malformed file.
-            raise CheckpointError(f"{tokenizer} cannot be used: {error}") from error
 
 
 def _checked_devices(config: EngineConfig) -> Sequence[int]:

@@ -26,6 +26,9 @@ class ArtifactKind(enum.Enum):
     TOKENIZER_MODEL = "tokenizer.model"
 
 
+_PLAIN_KINDS = (ArtifactKind.CHAT_TEMPLATE, ArtifactKind.TOKENIZER_MODEL)  # those that are not JSON
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """One file as it was at start-up: later changes on disk must not contradict the digest."""
@@ -55,21 +58,26 @@ def read_artifacts(folder: Path) -> tuple[Artifact, ...]:
     return tuple(read)
 
 
-def check_tokenizer(artifacts: tuple[Artifact, ...]) -> None:
-    """Raise ValueError for a tokenizer.json that no frontend could use; log a warning if there is none."""
-    tokenizers = [artifact for artifact in artifacts if artifact.kind is ArtifactKind.TOKENIZER]
-    can_be_converted = any(artifact.kind is ArtifactKind.TOKENIZER_MODEL for artifact in artifacts)
-    if not tokenizers and not can_be_converted:
+def check_artifacts(artifacts: tuple[Artifact, ...]) -> None:
+    """Raise ValueError for a file that no frontend could use; log a warning if there is no tokenizer."""
+    if not {artifact.kind for artifact in artifacts} & {ArtifactKind.TOKENIZER, ArtifactKind.TOKENIZER_MODEL}:
         logger.warning("the model folder has no tokenizer.json: frontends need --tokenizer to use it")
-    for tokenizer in tokenizers:
-        check_tokenizer_json(tokenizer.content)
+    for artifact in artifacts:
+        check_content(artifact.kind, artifact.content)
 
 
-def check_tokenizer_json(content: bytes) -> None:
-    """Raise ValueError for a tokenizer.json that no frontend could use."""
+def check_content(kind: ArtifactKind, content: bytes) -> None:
+    """Raise ValueError for a file that no frontend could use. Empty files are taken for missing ones."""
+    name, is_tokenizer = f"the model folder's {kind.value}", kind is ArtifactKind.TOKENIZER
     try:
+        if kind is ArtifactKind.CHAT_TEMPLATE:
+            content.decode()
+        if kind in _PLAIN_KINDS or not (content or is_tokenizer):
+            return
         described = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"the model folder's tokenizer.json is not JSON: {error}") from error
-    if not isinstance(described, dict) or "model" not in described:
-        raise ValueError("the model folder's tokenizer.json is not a tokenizer: it has no model")
+        raise ValueError(f"{name} is not {'UTF-8' if kind in _PLAIN_KINDS else 'JSON'}: {error}") from error
+    if not isinstance(described, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    if is_tokenizer and "model" not in described:
+        raise ValueError(f"{name} is not a tokenizer: it has no model")

@@ -1,4 +1,4 @@
-"""Shows the progress of loading: a bar on a terminal, else a log message every 10 %. Knows no model."""
+"""Shows the progress of loading: a bar below the log on a terminal, else messages. Knows no model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine_svc.core.facts import LoadProgress
 from service_kit.clock import Clock
@@ -23,7 +23,6 @@ class LoadDisplay:
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._phase = ""
         self._logged_tenths = 0
         self._clock = clock
@@ -59,7 +58,10 @@ class LoadDisplay:
                 self._bar.stop()
 
     def _draw(self, bar: Progress, progress: LoadProgress, *, is_new_phase: bool) -> None:
-        if self._task is None or is_new_phase:
+        if not bar.task_ids:
             bar.start()
-            self._task = bar.add_task(progress.phase, total=progress.total or None)
-        bar.update(self._task, completed=progress.done, refresh=True)
+            bar.add_task(progress.phase)
+        [task] = bar.task_ids
+        if is_new_phase:
+            bar.reset(task, description=progress.phase, total=progress.total or None)
+        bar.update(task, completed=progress.done, refresh=True)

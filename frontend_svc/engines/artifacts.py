@@ -129,8 +129,7 @@ class ArtifactStore:
         )
         if given is None:
             raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
-        # A tokenizer.model is not JSON: it is binary, or lines of base64.
-        if given.lstrip()[:1] == b"{":
+        if not is_slow_tokenizer(given):
             return given
         files = {
             "tokenizer.model": given,
@@ -153,13 +152,22 @@ class ArtifactStore:
         return {artifact.kind: known[artifact.sha256] or b"" for artifact in artifacts}
 
 
-def parse_tokenizer(files: TextFiles, workers: TextWorkers) -> ModelTokenizer:
-    """The tokenizer of a model's files. Raises ValueError."""
+def is_slow_tokenizer(content: bytes) -> bool:
+    """Whether this is a tokenizer.model, which is not JSON: it is binary, or lines of base64."""
+    return content.lstrip()[:1] != b"{"
+
+
+def read_tokenizer(content: bytes) -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises ValueError."""
     try:
-        tokenizer = Tokenizer.from_str(files.tokenizer.decode())
+        return Tokenizer.from_str(content.decode())
     except Exception as error:  # The library has no exception class of its own for a malformed file.
         raise ValueError(str(error)) from error
-    return ModelTokenizer(tokenizer, workers, files)
+
+
+def parse_tokenizer(files: TextFiles, workers: TextWorkers) -> ModelTokenizer:
+    """The tokenizer of a model's files. Raises ValueError."""
+    return ModelTokenizer(read_tokenizer(files.tokenizer), workers, files)
 
 
 async def _download(

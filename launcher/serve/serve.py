@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.core.facts import LoadProgress
 from engine_svc.model.loading.hub import find_model, is_hub_id
 from engine_svc.process.load_display import LoadDisplay
+from frontend_svc.build import read_tokenizer_override
+from frontend_svc.engines.artifacts import is_slow_tokenizer, read_tokenizer
 from launcher.arguments import Serving
 from launcher.config import MAX_ENGINES, ServeConfig
 from launcher.engines.factory import make_engine_client
@@ -30,7 +33,7 @@ from service_kit.child import ChildDied
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.logs import LogStream, setup_logs, write_log_line
-from service_kit.process import end_at_once_on_signals
+from service_kit.process import leave_process
 from service_kit.supervision import SupervisorLimits, run_until_signal
 
 _USAGE_ERROR = 2
@@ -40,7 +43,10 @@ _COORDINATOR = "coordinator-0"
 
 
 def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
-    """Serve until a signal. Returns 0; 1 if the last of a service keeps dying; 2 if it cannot start."""
+    """Serve until a signal, then exit: 0; 1 if the last of a service keeps dying; 2 if it cannot start.
+
+    Returns 2 if nothing was started.
+    """
     ensure_loopback()
     config, stack = serving.config, plan_stack(serving)
     try:
@@ -77,9 +83,23 @@ def _check_model(serving: Serving) -> None:
     folder = _downloaded(engine, serving)
     if str(folder) != engine.model:
         check_start(replace(engine, model=str(folder)), num_engines=num_engines)
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    if serving.tokenizer is None and not has_tokenizer:
-        raise ConfigError(f"{folder} has no tokenizer.json: name one with --tokenizer")
+    _check_tokenizer(serving.tokenizer, folder)
+
+
+def _check_tokenizer(given: str | None, folder: Path) -> None:
+    """Raise ConfigError for a tokenizer that frontends could not read. One that they convert is not tried."""
+    try:
+        content = read_tokenizer_override(given or str(folder)) or b""
+    except FileNotFoundError as error:
+        lacking = f"{folder} has no tokenizer.json: name one with --tokenizer"
+        raise ConfigError(f"--tokenizer {given} has no tokenizer.json" if given else lacking) from error
+    if is_slow_tokenizer(content):
+        return
+    try:
+        read_tokenizer(content)
+    except ValueError as error:
+        whose = f"--tokenizer {given}" if given else f"the tokenizer.json of {folder}"
+        raise ConfigError(f"{whose} cannot be read: {error}") from error
 
 
 def _downloaded(engine: EngineConfig, serving: Serving) -> Path:
@@ -160,7 +180,7 @@ def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> li
     return flags
 
 
-async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> int:
+async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> NoReturn:
     config = serving.config
     supervisor = Supervisor(
         stack,
@@ -193,8 +213,8 @@ async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, s
         failures=(ChildDied, StartTimeout),
         on_failure=_report_failure,
     )
-    end_at_once_on_signals(exit_code)
-    return exit_code
+    # At once: while the interpreter is finalized, a second signal would end it with another code.
+    leave_process(exit_code)
 
 
 async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> None:

@@ -210,8 +210,8 @@ class Supervisor:
         command = (*plan.command, *self._flags_of(plan))
         child = Child(plan.name, command, self._environment, announces=True, output=self._output)
         child.hides_info = self._hides_info
-        if plan.service == "frontend":
-            # Until it is ready it reports what engines do, which report that themselves.
+        if plan.service == "frontend" and not self._only_frontends_are_late():
+            # Until then it reports what engines do, which report that themselves.
             child.hold()
         self.children[plan.name] = child
         try:
@@ -223,14 +223,17 @@ class Supervisor:
             raise
         child.release()
         self._ready.add(plan.name)
-        if all(plan.name in self._ready for plan in self._plan.others if plan.service == "engine"):
-            # What a frontend waits for from now on is its own.
-            for other in self.children.values():
-                other.release()
         self.given_up.pop(plan.name, None)
+        if self._only_frontends_are_late():
+            # What keeps them is their own, such as a tokenizer that they cannot read.
+            for late in self.children.values():
+                late.release()
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
         self._report(f"{plan.name} READY at {address} (pid {child.pid})")
+
+    def _only_frontends_are_late(self) -> bool:
+        return all(plan.service == "frontend" or plan.name in self._ready for plan in self._plans())
 
     def _flags_of(self, plan: ProcessPlan) -> list[str]:
         # A restarted process takes its old port, which the others use.

@@ -21,7 +21,7 @@ _MODEL_LIMIT_S = 10.0
 _COMMANDS = {
     "/help": "lists the commands",
     "/clear": "begins a new conversation",
-    "/exit": "ends, as does the end of the input (Ctrl-D); Ctrl-C ends an answer",
+    "/exit": "ends, as does the end of the input (Ctrl-D); Ctrl-C ends an answer, or clears the line",
 }
 # A text may begin with a slash, too, such as a path.
 _COMMAND = re.compile("/[a-z]+")
@@ -40,7 +40,8 @@ class Chat:
 def run_chat(chat: Chat) -> int:
     """Run the conversation until the input ends. Returns 0, or 1 with the error on stderr.
 
-    An interrupt ends the running answer, or else the conversation.
+    An interrupt ends the running answer, what there is of it stays in the conversation. On a terminal it
+    clears a line that is typed, elsewhere it ends the conversation.
     """
     messages: list[chat_message_pb2.ChatMessage] = []
     try:
@@ -51,10 +52,14 @@ def run_chat(chat: Chat) -> int:
                 messages = []
                 continue
             asked = [*messages, _user_message(text)]
+            answer = ChatAnswer(is_terminal=sys.stdout.isatty())
             try:
-                messages = [*asked, asyncio.run(_answer(chat, asked))]
+                asyncio.run(_receive(answer, chat, asked))
+                messages = [*asked, answer.message()]
             except KeyboardInterrupt:
                 print()
+                if answer.content:
+                    messages = [*asked, answer.message(is_whole=False)]
     except ServiceError as error:
         print_failure(error, Asked(chat.url, flags={"target": "--url", "model": "--model"}))
         return 1
@@ -85,6 +90,10 @@ def _next_line() -> str | None:
         return line.strip() if line else None
     try:
         return input("> ").strip()
+    except KeyboardInterrupt:
+        # It may have been meant for an answer that has just ended.
+        print()
+        return ""
     except EOFError:
         print()
         return None
@@ -104,12 +113,9 @@ def _user_message(text: str) -> chat_message_pb2.ChatMessage:
     )
 
 
-async def _answer(
-    chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]
-) -> chat_message_pb2.ChatMessage:
-    """The next message, printed as it arrives."""
+async def _receive(answer: ChatAnswer, chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]) -> None:
+    """Receive the next message, and print it as it arrives."""
     request = chat_message_pb2.ChatRequest(model=chat.model, messages=messages, sampling=chat.sampling)
-    answer = ChatAnswer(is_terminal=sys.stdout.isatty())
     async with open_channel(chat.url, profile="public") as channel:
         stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
         call = stub.Chat(request)
@@ -122,4 +128,3 @@ async def _answer(
             # An interrupted answer must not leave the terminal dimmed.
             print(answer.brighten(), end="", flush=True)
             call.cancel()
-    return answer.message()

@@ -16,13 +16,13 @@ class ChatAnswer:
     def __init__(self, *, is_terminal: bool) -> None:
         self._is_terminal = is_terminal
         self._is_dim = False
-        self._content = ""
+        self.content = ""
         self._reasoning = ""
         self._calls: dict[int, chat_message_pb2.ToolCall] = {}
 
     def take(self, delta: chat_message_pb2.ChatDelta) -> str:
         """Add a delta; returns the text to print."""
-        self._content += delta.content
+        self.content += delta.content
         self._reasoning += delta.reasoning
         for piece in delta.tool_calls:
             call = self._calls.setdefault(piece.index, chat_message_pb2.ToolCall(index=piece.index))
@@ -37,7 +37,7 @@ class ChatAnswer:
             f"{call.name}({call.arguments_json}{' (incomplete)' if call.incomplete else ')'}"
             for _, call in sorted(self._calls.items())
         ]
-        is_empty = bool(calls) and not self._content
+        is_empty = bool(calls) and not self.content
         return self.brighten() + ("" if is_empty else "\n") + "".join(f"{call}\n" for call in calls)
 
     def brighten(self) -> str:
@@ -47,16 +47,16 @@ class ChatAnswer:
         self._is_dim = False
         return _PLAIN + "\n"
 
-    def message(self) -> chat_message_pb2.ChatMessage:
-        """The message to append to the conversation. A call that broke is no part of it."""
-        calls = [call for _, call in sorted(self._calls.items()) if not call.incomplete]
+    def message(self, *, is_whole: bool = True) -> chat_message_pb2.ChatMessage:
+        """The message to append to the conversation. A call that broke, or may have, is no part of it."""
+        calls = [call for _, call in sorted(self._calls.items()) if is_whole and not call.incomplete]
         message = chat_message_pb2.ChatMessage(
             role=chat_message_pb2.CHAT_ROLE_ASSISTANT,
             reasoning=self._reasoning,
             tool_calls=calls,
         )
-        if self._content or not calls:
-            message.parts.add(text=self._content)
+        if self.content or not calls:
+            message.parts.add(text=self.content)
         return message
 
     def _shown_reasoning(self, text: str) -> str:

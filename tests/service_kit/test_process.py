@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from service_kit.process import importing_environment, process_environment
+from service_kit.process import importing_environment, process_environment, runtime_folder
 from tests.processes import running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,28 @@ def test_a_process_writes_its_stacks_when_it_is_asked_to_and_runs_on(role: str) 
     without_stderr = ["sh", "-c", 'exec "$0" "$@" 2>&-', *command]
     done = subprocess.run(without_stderr, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
     assert done.stdout == "runs on\n"
+
+
+def test_standard_streams_that_were_closed_do_not_become_other_files() -> None:
+    program = (
+        "import os, sys\n"
+        "from service_kit.process import prepare_process\n"
+        "prepare_process('client')\n"
+        "print('to nothing'); print('to nothing', file=sys.stderr)\n"
+        "fds = [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)]\n"
+        "raise SystemExit(0 if fds == [0, 1, 2] and min(os.pipe()) > 2 and sys.stdin.read() == '' else 1)"
+    )
+    command = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def test_without_any_temporary_folder_there_is_no_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    assert runtime_folder() is None
 
 
 def test_signals_of_a_client_are_left_as_they_were() -> None:

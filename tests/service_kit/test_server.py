@@ -384,6 +384,12 @@ def test_an_announcement_is_one_line_and_closes_the_pipe() -> None:
     ]
 
 
+def test_a_parent_that_does_not_wait_for_the_announcement_any_more_is_no_error() -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    write_announcement(write_fd, {"address": "127.0.0.1:1"})
+
+
 def test_without_a_pipe_nothing_is_announced() -> None:
     write_announcement(None, {"service": "engine"})
 

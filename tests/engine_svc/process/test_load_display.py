@@ -42,3 +42,13 @@ def test_a_terminal_gets_a_bar_for_each_phase():
     assert "weights" in terminal.getvalue()
     assert "warm-up" in terminal.getvalue()
     assert "50" in terminal.getvalue()
+
+
+def test_one_bar_shows_the_phases_one_after_another():
+    terminal = Terminal()
+    display = LoadDisplay(terminal, FakeClock())
+    display.show(LoadProgress("weights", 1, 2))
+    shown = len(terminal.getvalue())
+    display.show(LoadProgress("warm-up", 1, 2))
+    display.close()
+    assert "weights" not in terminal.getvalue()[shown:]

@@ -27,13 +27,13 @@ async def serve(options: argparse.Namespace) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     record = {"service": options.name, "index": options.index, "pid": os.getpid(), "address": address}
     # First, as those that are started when this one has announced itself write there, too.
+    if options.log is not None:
+        print(options.log, file=sys.stderr)
     write(options, f"start {address} coordinator={options.coordinator}")
     with os.fdopen(options.announce_fd, "w") as pipe:
         pipe.write(json.dumps(record) + "\n")
     if options.die_before_ready is not None:
         return die(options.die_before_ready)
-    if options.say is not None:
-        print(options.say, flush=True)
     await ended.wait()
     write(options, "stop")
     return 0
@@ -62,9 +62,9 @@ def main() -> int:
     parser.add_argument("--port", type=int)
     parser.add_argument("--announce-fd", type=int)
     parser.add_argument("--coordinator")
+    parser.add_argument("--log", help="a line of its log")
     parser.add_argument("--die-at-start", type=int)
     parser.add_argument("--die-before-ready", type=int)
-    parser.add_argument("--say", help="a line to print")
     parser.add_argument("--die-once", help="a file: removed, with this process, if it is there")
     options = parser.parse_args()
     if options.die_once is not None and Path(options.die_once).exists():

@@ -125,23 +125,26 @@ def no_config(folder: Path) -> list[str]:
     return [str(folder)]
 
 
-def a_broken_config(folder: Path) -> list[str]:
-    model_folder(folder, "tokenizer.json", "model.safetensors")
-    (folder / "config.json").write_text("{")
-    return [str(folder)]
-
-
 def no_tokenizer(folder: Path) -> list[str]:
     return [str(model_folder(folder, "model.safetensors"))]
 
 
-def holding(name: str, content: bytes) -> Arrange:
-    """The embedded model with this file."""
+def broken(name: str, content: str) -> Arrange:
+    """A whole folder but for this file."""
 
     def arrange(folder: Path) -> list[str]:
         model_folder(folder, "tokenizer.json", "model.safetensors")
-        (folder / name).write_bytes(content)
+        (folder / name).write_text(content)
         return [str(folder)]
+
+    return arrange
+
+
+def another_tokenizer(content: str | None) -> Arrange:
+    def arrange(folder: Path) -> list[str]:
+        if content is not None:
+            (folder / "tokenizer.json").write_text(content)
+        return [f"--tokenizer={folder}"]
 
     return arrange
 
@@ -185,25 +188,23 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "memory": (larger_than_memory, ("take 1024.0 GiB, more than the", "GiB free here")),
     "no config": (no_config, ("is not a model folder: it has no config.json",)),
     "no folder": (flags("./no-such-folder"), ("no-such-folder is not a folder",)),
-    "config": (a_broken_config, ("config.json cannot be read",)),
+    "config": (broken("config.json", "{"), ("config.json cannot be read",)),
     "no tokenizer": (no_tokenizer, ("has no tokenizer.json: name one with --tokenizer",)),
-    "tokenizer.json": (holding("tokenizer.json", b"[]"), ("tokenizer.json is not a tokenizer",)),
-    "kind of tokenizer": (
-        holding("tokenizer.json", b'{"model": {"type": "Syllables"}}'),
-        ("tokenizer.json cannot be used: ",),
+    "tokenizer.json": (broken("tokenizer.json", "{}"), ("tokenizer.json is not a tokenizer",)),
+    "unknown tokenizer": (
+        broken("tokenizer.json", '{"model": {}}'),
+        ("the tokenizer.json of", "cannot be read: "),
     ),
     "tokenizer_config.json": (
-        holding("tokenizer_config.json", b"{"),
-        ("tokenizer_config.json cannot be read: Expecting",),
+        broken("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json is not a JSON object",),
     ),
     "generation_config.json": (
-        holding("generation_config.json", b"[]"),
-        ("generation_config.json cannot be read: it is not a JSON object",),
+        broken("generation_config.json", "{"),
+        ("generation_config.json is not JSON",),
     ),
-    "chat_template.jinja": (
-        holding("chat_template.jinja", b"\xff"),
-        ("chat_template.jinja cannot be read: 'utf-8' codec",),
-    ),
+    "unknown --tokenizer": (another_tokenizer("{}"), ("--tokenizer ", "cannot be read: ")),
+    "empty --tokenizer": (another_tokenizer(None), ("--tokenizer ", "has no tokenizer.json")),
     "tokenizer": (flags("--tokenizer=/nowhere"), ("--tokenizer /nowhere does not exist",)),
     "no template": (flags("--chat-template=/nowhere"), ("--chat-template /nowhere cannot be read: No such",)),
     "template": (a_broken_template, ("--chat-template", "the chat template cannot be used")),

@@ -217,10 +217,13 @@ async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
 
 
 @pytest.mark.parametrize("delay_s", [0.3, pytest.param(1.5, marks=pytest.mark.chaos)])
-async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float) -> None:
-    async with running_async(sys.executable, "-m", "launcher.cli", "serve", "--port=0") as process:
+@pytest.mark.parametrize("streams", ["", "<&- >&- 2>&-"], ids=["streams", "no streams"])
+async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: float, streams: str) -> None:
+    serve = (sys.executable, "-m", "launcher.cli", "serve", "--port=0")
+    async with running_async("sh", "-c", f'exec "$0" "$@" {streams}', *serve) as process:
         # Whatever it does by then: imports, or waits for its services.
         await asyncio.sleep(delay_s)
+        process.send_signal(signal.SIGUSR1)  # Not a stop: it writes the stacks.
         children = children_of(process.pid, "")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 5) == 0
@@ -289,14 +292,6 @@ async def test_an_engine_that_cannot_load_its_model_ends_the_start_with_its_caus
     assert re.fullmatch(death + re.escape(cause), last)
     assert not [line for line in before if cause in line]
     assert not children_of(outcome.pid, "")
-
-
-async def test_a_frontend_that_cannot_start_ends_the_start_with_its_cause(tmp_path: Path) -> None:
-    outcome = await triptych("serve", "--port=0", f"--tokenizer={tmp_path}")
-    assert outcome.exit_code == 2
-    last = outcome.err.splitlines()[-1]
-    assert re.match(r"\[serve\] frontend-0 \(pid \d+\) exited with code 2 while it was starting: ", last)
-    assert last.endswith(f"No such file or directory: '{tmp_path / 'tokenizer.json'}'")
 
 
 async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tmp_path: Path) -> None:

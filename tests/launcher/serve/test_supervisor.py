@@ -73,30 +73,27 @@ async def test_a_child_that_dies_between_its_own_readiness_and_the_others_ends_t
         await one.supervisor.start()
 
 
-async def test_what_a_frontend_logs_is_held_back_until_all_engines_are_ready(
-    make_stack: MakeStack, capsys: pytest.CaptureFixture[str]
+async def test_what_keeps_a_frontend_is_shown_once_all_others_are_ready(
+    make_stack: MakeStack, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    may_be_ready = asyncio.Event()
-
-    async def no_frontend(service: str, address: str) -> None:
+    async def all_but_the_frontend(service: str, address: str) -> None:
         await greeted(service, address)
+        if service == "engine":
+            while "frontend-0" not in one.supervisor.children or not last_lines():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert "the tokenizer" not in capfd.readouterr().err
         if service == "frontend":
             await asyncio.Event().wait()
-        if service == "engine":
-            await may_be_ready.wait()
 
-    said = {"engine-0": ("--say=a model",), "frontend-0": ("--say=a tokenizer that cannot be read",)}
-    one = make_stack(said, await_ready=no_frontend, output=Output.COPIED)
+    def last_lines() -> list[str]:
+        return list(one.supervisor.children["frontend-0"].last_lines)
+
+    extra = {"frontend-0": ("--log=the tokenizer cannot be read",)}
+    one = make_stack(extra, await_ready=all_but_the_frontend, output=Output.COPIED)
     starting = asyncio.ensure_future(one.supervisor.start())
-    children = one.supervisor.children
-    async with asyncio.timeout(30):
-        while "frontend-0" not in children or not children["frontend-0"].last_lines:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert "tokenizer" not in capsys.readouterr().err
-    may_be_ready.set()
-    await one.until("engine-0 READY")
-    await one.until("engine-1 READY")
-    assert "[frontend-0] a tokenizer that cannot be read\n" in capsys.readouterr().err
+    for engine in ("engine-0", "engine-1"):
+        await one.until(f"{engine} READY")
+    assert "[frontend-0] the tokenizer cannot be read" in capfd.readouterr().err
     starting.cancel()
     await asyncio.wait((starting,))
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
+
 from launcher.verbs.chat_answer import ChatAnswer
 from tests.frontend_svc.fakes import TOKENIZER, FakeEngine, FakeRequest, answer, serving
 from tests.launcher.fakes import triptych
+from tests.processes import START_LIMIT_S, running_async
 from triptych.api.v1 import chat_message_pb2
 
 TEMPLATE = (
@@ -69,6 +75,46 @@ async def test_commands_are_done_here_and_a_text_with_a_slash_is_a_turn() -> Non
     # One message each: the conversation was begun anew.
     prompts = [prompt_of(request).strip() for request in engine.requests]
     assert [prompt.count("<user>") for prompt in prompts] == [1, 1]
+
+
+async def test_on_a_terminal_an_interrupt_ends_an_answer_or_clears_the_line() -> None:
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        if len(engine.requests) > 1:
+            answer("a mat")(engine, request)
+        else:
+            # Goes on for ever.
+            for token_id in TOKENIZER.encode("hello world and").ids:
+                engine.step({request: [token_id]})
+
+    engine = FakeEngine(script, chat_template=PLAIN_TEMPLATE)
+    master, slave = os.openpty()
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(master), "rb", buffering=0)
+    )
+
+    async def write_behind(shown: str, text: str) -> None:
+        await asyncio.wait_for(reader.readuntil(shown.encode()), START_LIMIT_S)
+        os.write(master, text.encode())
+
+    async with serving(engine) as (_, frontend):
+        chat = (sys.executable, "-m", "launcher.cli", "chat", "--url", frontend.address)
+        async with running_async(*chat, stdin=slave, stdout=slave, stderr=slave) as process:
+            os.close(slave)
+            await write_behind("> ", "one\n")
+            await asyncio.wait_for(reader.readuntil(b"hello"), START_LIMIT_S)
+            process.send_signal(signal.SIGINT)
+            await write_behind("> ", "half a line")
+            await asyncio.wait_for(reader.readuntil(b"half a line"), START_LIMIT_S)
+            process.send_signal(signal.SIGINT)
+            await write_behind("> ", "two\n")
+            await write_behind("a mat\r\n> ", "\x04")
+            assert await asyncio.wait_for(process.wait(), START_LIMIT_S) == 0
+    os.close(master)
+    _, second = (prompt_of(request) for request in engine.requests)
+    assert second.startswith("<user>one<assistant>hello")
+    assert second.strip().endswith("<user>two<assistant>")
+    assert "half" not in second
 
 
 # What of an answer is shown, and which message it becomes.
