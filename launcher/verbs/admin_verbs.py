@@ -28,7 +28,7 @@ admin = typer.Typer(
 )
 
 
-@admin.callback()
+@admin.callback(invoke_without_command=True)
 def _address(
     context: typer.Context,
     address: Annotated[
@@ -41,6 +41,8 @@ def _address(
     as_json: Json = False,
 ) -> None:
     prepare_process("client")
+    if context.invoked_subcommand is None:
+        raise typer.BadParameter(f"{address} without a command: write `triptych admin engine-0 status`")
     context.obj = (address, timeout_s, as_json)
 
 
@@ -253,7 +255,9 @@ def _address_of(name: str, serves: Sequence[RunningServe]) -> str:
     addresses = [serve.admin_addresses[name] for serve in serves if name in serve.admin_addresses]
     if len(addresses) > 1:
         shown = ", ".join(addresses)
-        raise typer.BadParameter(f"{name} is a service of several running serve, at {shown}: choose one")
+        raise typer.BadParameter(
+            f"{len(addresses)} running `triptych serve` have {name}: give the admin address of one, {shown}"
+        )
     if addresses:
         return addresses[0]
     for serve in serves:

@@ -153,6 +153,23 @@ async def test_a_service_of_a_running_serve_is_named(tmp_path: Path) -> None:
     assert "engine-2 is no address and no service of a running serve: engine-0" in unknown.err
 
 
+async def test_a_name_that_two_running_serve_have_is_refused_with_the_address_of_each(tmp_path: Path) -> None:
+    folder = tmp_path / "triptych"
+    folder.mkdir()
+    for pid, address in ((os.getpid(), "127.0.0.1:1"), (os.getppid(), "127.0.0.1:2")):
+        process = {"service": "engine", "index": 0, "admin_address": address}
+        (folder / f"serve-{pid}.json").write_text(json.dumps({"processes": [process]}))
+    outcome = await triptych("admin", "engine-0", "status", environment={"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert outcome.exit_code == 2
+    assert "2 running `triptych serve` have engine-0: give the admin address of one, 127.0" in outcome.err
+
+
+async def test_a_command_without_an_address_is_refused_with_an_example() -> None:
+    outcome = await triptych("admin", "status")
+    assert outcome.exit_code == 2
+    assert "status without a command: write `triptych admin engine-0 status`" in outcome.err
+
+
 @pytest.mark.parametrize(
     "arguments", [["pause", "--mode", "freeze"], ["profile", "run"], ["sleep", "--level", "3"]]
 )
