@@ -62,6 +62,7 @@ class CoreConfig:
     )
     quantization: str = option(
         "none",
+        short="q",
         choices=("none", "int8", "fp8"),
         hint="quantized checkpoints are not read: name the one they were made from, which int8, "
         "or fp8 on a GPU, quantizes at load",

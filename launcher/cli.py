@@ -316,7 +316,7 @@ def bench_serve(context: typer.Context) -> None:
     if asks_for_help(context.args):
         print(usage(BenchServeConfig, "triptych bench serve"))
         return
-    _explain_flags("bench serve", context.args)
+    _explain_flags("bench serve", context.args, BenchServeConfig)
     try:
         config = load_config(BenchServeConfig, context.args, service="bench").config
     except ConfigError as error:
@@ -370,19 +370,21 @@ def demo(
 
 
 def _run_service(service: str, arguments: list[str]) -> int:
-    from launcher.services import main_of
+    from launcher.services import config_of, main_of
 
-    _explain_flags(service, arguments)
+    _explain_flags(service, arguments, config_of(service))
     return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
 
 
-def _explain_flags(verb: str, arguments: list[str]) -> None:
+def _explain_flags(verb: str, arguments: list[str], config: type) -> None:
     """Refuse a flag of vLLM that is another here, or has no counterpart, with the reason."""
     from launcher.vllm_names import explained
+    from service_kit.config import flag_names
 
+    known = flag_names(config)
     for argument in arguments:
         flag = argument.partition("=")[0]
-        if sentence := explained(flag):
+        if flag not in known and (sentence := explained(flag)):
             _refuse(verb, ValueError(f"unknown flag {flag}: {sentence}"))
 
 

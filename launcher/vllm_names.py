@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -28,6 +28,9 @@ _NO_OFFLOAD = "weights and KV cache stay on the device, nothing is offloaded"
 _NO_TRANSFER = "KV caches are not transferred between engines yet"
 _NO_COMPILER = "nothing is compiled by torch; `cuda_graphs` decides about CUDA graphs"
 _HUB = "models are read from a folder or from the hub's cache, see HF_HOME and HF_TOKEN"
+_CONFIG = "config.json is used as it is: change a copy of the folder"
+_ATTENTION = "attention and its cache follow from the model"
+_OTHER_HOSTS = "`triptych engine` with --coordinator joins from another machine; see `triptych ray` for Ray"
 _TASK = "the task follows from the model"
 _DEFAULTS = "defaults of the model's generation_config.json always apply, unless a request sets the parameter"
 _TOKENIZER = "texts are tokenized as the model's tokenizer.json says"
@@ -65,49 +68,50 @@ SENTENCES: dict[str, str] = {
     "prefix_caching_hash_algo": "block hashes are always cryptographic",
     "kv_cache_dtype": "the KV cache has the dtype of the weights",
     "calculate_kv_scales": "the KV cache has the dtype of the weights",
+    "chat_template_content_format": "the format follows from the template",
+    "trust_request_chat_template": "it is `request_templates`",
+    "num_scheduler_steps": "it is `steps_in_flight`",
+    "renderer_num_workers": "it is `text_workers`",
+    "disable_frontend_multiprocessing": "it is `text_workers`",
+    "tool_parser_plugin": "formats of calls are those of `tool_parser`",
+    "reasoning_parser_plugin": "formats of reasoning are those of `reasoning_parser`",
+    "log_config_file": "it is `log_level` and `log_format`",
+    "aggregate_engine_logging": "it is `log_level` and `log_format`",
+    "headless": _OTHER_HOSTS,
+    "data_parallel_start_rank": _OTHER_HOSTS,
+    "data_parallel_size_local": _OTHER_HOSTS,
+    "nnodes": _OTHER_HOSTS,
+    "node_rank": _OTHER_HOSTS,
+    "master_addr": _OTHER_HOSTS,
+    "master_port": _OTHER_HOSTS,
     # Without a counterpart.
+    "seed": "give each request its own seed",
+    "max_long_partial_prefills": "all requests share one budget of tokens, `max_num_batched_tokens`",
+    "preemption_mode": "a preempted request is computed again",
+    "max_log_len": "prompts and answers are not logged",
+    "enable_log_outputs": "prompts and answers are not logged",
+    "log_error_stack": "the stack of an internal error is always logged",
+    "return_tokens_as_token_ids": "answers always have token ids",
+    "tokens_only": "answers always have token ids",
+    "enable_prompt_tokens_details": "usage always has the cached tokens",
+    "code_revision": "code of a checkpoint is never run",
+    "disable_sliding_window": _ATTENTION,
+    "disable_cascade_attn": _ATTENTION,
+    "disable_hybrid_kv_cache_manager": _ATTENTION,
+    "kv_sharing_fast_prefill": _ATTENTION,
+    "rope_scaling": _CONFIG,
+    "rope_theta": _CONFIG,
+    "override_attention_dtype": _CONFIG,
+    "ignore_patterns": _HUB,
+    "safetensors_load_strategy": _HUB,
+    "pt_load_map_location": _HUB,
+    "max_parallel_loading_workers": _HUB,
     "api_key": _NO_TLS,
-    "ssl_keyfile": _NO_TLS,
-    "ssl_certfile": _NO_TLS,
-    "ssl_ca_certs": _NO_TLS,
     "uds": "the frontend listens on TCP",
-    "allowed_origins": _NO_HTTP,
-    "root_path": _NO_HTTP,
-    "middleware": _NO_HTTP,
-    "response_role": _NO_HTTP,
-    "disable_fastapi_docs": _NO_HTTP,
-    "enable_lora": _NO_LORA,
-    "lora_modules": _NO_LORA,
-    "lora_request": _NO_LORA,
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "max_cpu_loras": _NO_LORA,
-    "fully_sharded_loras": _NO_LORA,
-    "limit_mm_per_prompt": _NO_MEDIA,
-    "mm_processor_kwargs": _NO_MEDIA,
-    "mm_processor_cache_gb": _NO_MEDIA,
-    "allowed_local_media_path": _NO_MEDIA,
-    "media_io_kwargs": _NO_MEDIA,
-    "interleave_mm_strings": _NO_MEDIA,
-    "structured_outputs_config": _NO_GRAMMAR,
-    "guided_decoding_backend": _NO_GRAMMAR,
-    "guided_decoding": _NO_GRAMMAR,
-    "structured_outputs": _NO_GRAMMAR,
-    "speculative_config": _NO_DRAFTS,
-    "num_speculative_tokens": _NO_DRAFTS,
-    "compilation_config": _NO_COMPILER,
     "disable_custom_all_reduce": "collectives are those of torch.distributed",
     "swap_space": _NO_OFFLOAD,
-    "cpu_offload_gb": _NO_OFFLOAD,
-    "kv_offloading_size": _NO_OFFLOAD,
-    "kv_offloading_backend": _NO_OFFLOAD,
-    "kv_transfer_config": _NO_TRANSFER,
     "trust_remote_code": "code of a checkpoint is never run",
-    "logits_processors": _NO_CODE,
-    "logits_processor_pattern": _NO_CODE,
-    "worker_cls": _NO_CODE,
-    "worker_extension_cls": _NO_CODE,
-    "hf_overrides": "config.json is used as it is: change a copy of the folder",
+    "hf_overrides": _CONFIG,
     "hf_config_path": "config.json is read from the model's folder",
     "config_format": "config.json is read from the model's folder",
     "generation_config": _DEFAULTS,
@@ -125,8 +129,6 @@ SENTENCES: dict[str, str] = {
     "truncate_prompt_tokens": "a prompt is not cut here: cut its token ids",
     "disable_log_stats": "statistics are not logged: triptych admin ADDRESS status",
     "profiler_config": "it is `profile_dir`",
-    "max_seq_len_to_capture": _NO_COMPILER,
-    "cuda_graph_sizes": _NO_COMPILER,
     # Flags of its benchmark.
     "num_prompts": "it is `num_requests`",
     "request_rate": "it is `rate`",
@@ -142,14 +144,44 @@ SENTENCES: dict[str, str] = {
     "goodput": "it is `slo`",
 }
 
+# Of what is not here, by a part of the name; for names that have no sentence of their own.
+_FAMILIES: Sequence[tuple[str, str]] = (
+    (r"lora", _NO_LORA),
+    (r"(^|_)mm(_|$)|media|multimodal|video|image|audio", _NO_MEDIA),
+    (r"guided_|structured_output", _NO_GRAMMAR),
+    (r"speculative|lookahead|draft", _NO_DRAFTS),
+    (r"worker_.*cls|logits_processor|io_processor", _NO_CODE),
+    (r"^ssl_|_ssl_", _NO_TLS),
+    (r"offload", _NO_OFFLOAD),
+    (r"transfer_config$", _NO_TRANSFER),
+    (r"compil|cudagraph|cuda_graph_|_to_capture|optimization_level|flashinfer", _NO_COMPILER),
+    (r"context_parallel|^dcp_", "a sequence is not divided over processes"),
+    (
+        r"eplb|redundant_expert|expert_placement|all2all|(^|_)dbo(_|$)|moe_backend",
+        "experts stay in their rank",
+    ),
+    (r"mamba", "state-space models are not served yet"),
+    (r"metrics|traces|nvtx|nsight", "see OTEL_EXPORTER_OTLP_ENDPOINT, and triptych admin ADDRESS status"),
+    (
+        r"^allow_credentials|^allowed_|origins|middleware|root_path|fastapi|uvicorn|^h11_|response_role|tool_server|id_headers"
+        r"|include_usage|info_endpoint|load_tracking|when_tool_choice",
+        _NO_HTTP,
+    ),
+)
+# One-letter and similar spellings of vLLM.
+_SHORT = {
+    "-O": "optimization_level", "-cc": "compilation_config", "-ep": "enable_expert_parallel",
+    "-asc": "api_server_count", "-dcp": "decode_context_parallel_size", "-dpr": "data_parallel_start_rank",
+    "-dpl": "data_parallel_size_local", "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb", "-n": "nnodes", "-r": "node_rank",
+}  # fmt: skip
+
 # Of LLM, its methods and SamplingParams alone: flags of these names are flags here, or are none of vLLM's.
 _ARGUMENTS: dict[str, str] = {
-    "seed": "give each request its own seed",
     "use_tqdm": "it is progress=False",
     "priority": "it is priorities, one for all or a list",
     "messages": "it is conversations",
     "chat_template_kwargs": "it is template_arguments",
-    "chat_template_content_format": "the format follows from the template",
     "include_stop_str_in_output": "it is include_stop_in_output",
     "best_of": "use n, and compare cumulative_logprob",
     "use_beam_search": "there is no beam search",
@@ -162,10 +194,13 @@ _ARGUMENTS: dict[str, str] = {
 
 def explained(flag: str) -> str:
     """The sentence about a flag of vLLM, with the flags of today; empty if there is none."""
-    if not flag.startswith("--"):
-        return ""
-    sentence = SENTENCES.get(flag[2:].replace("-", "_"), "")
-    return re.sub("`([a-z_]+)`", lambda found: "--" + found[1].replace("_", "-"), sentence)
+    name = _SHORT.get(flag, flag[2:].replace("-", "_") if flag.startswith("--") else "")
+    return re.sub("`([a-z_]+)`", lambda found: "--" + found[1].replace("_", "-"), _sentence_about(name))
+
+
+def _sentence_about(name: str) -> str:
+    family = next((sentence for pattern, sentence in _FAMILIES if re.search(pattern, name)), "")
+    return SENTENCES.get(name, family)
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -178,7 +213,7 @@ def check_arguments(function: str, names: Collection[str], known: Collection[str
     """Raise TypeError, with the reason or the nearest name, for arguments that `function` does not take."""
     for name in names:
         if name not in known:
-            sentence = (SENTENCES | _ARGUMENTS).get(name, "").replace("`", "")
+            sentence = (_ARGUMENTS.get(name) or _sentence_about(name)).replace("`", "")
             why = f": {sentence}" if sentence else nearest(name, known)
             raise TypeError(f"{function} takes no argument {name}{why}")
 

@@ -235,3 +235,10 @@ def test_a_point_of_a_panel_leads_to_its_trace() -> None:
     assert destination["url"].startswith("http://127.0.0.1:$JAEGER_PORT/trace/$${__value.raw}")
     assert str(services["grafana"]["environment"]["JAEGER_PORT"]) == "17000"
     assert services["jaeger"]["ports"] == ["127.0.0.1:17000:16686"]
+
+
+def test_a_variable_divides_each_engine_over_gpus() -> None:
+    services = yaml.safe_load(GPU_FILE.read_text())["services"]
+    engines = [service for name, service in services.items() if service_kind(name) == "engine"]
+    flag = "--tensor-parallel-size=${TENSOR_PARALLEL_SIZE:-1}"
+    assert [flags_of(service).count(flag) for service in engines] == [1] * len(engines)

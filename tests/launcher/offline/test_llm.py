@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -357,6 +357,12 @@ ARGUMENTS_OF_VLLM = (
 def test_an_argument_of_vllm_that_is_not_served_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(TypeError, match=f"LLM takes no argument {name}: .{{10}}"):
         LLM("folder", **{name: True})
+
+
+@pytest.mark.parametrize("method", [LLM.generate, LLM.chat])
+def test_vllms_name_for_the_bar_is_answered_with_that_of_today(method: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match="takes no argument use_tqdm: it is progress=False"):
+        method(None, ["hi"], use_tqdm=False)
 
 
 def test_a_misspelt_argument_is_refused_with_the_nearest_name() -> None:
