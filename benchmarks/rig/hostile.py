@@ -43,7 +43,8 @@ _UNKNOWN = 500
 _HELLO = b"\x08\x03\x12\x03\x0a\x01h"  # a user's message
 _BIAS = b"\x08\x05\x15\x00\x00\x80\x3f"
 _X = b"\x12\x01x"  # a prompt
-_ONE_TOKEN = b"\x32\x02\x48\x01"  # of a chat
+_ONE = b"\x48\x01"  # max_tokens
+_ONE_TOKEN = b"\x32\x02" + _ONE  # of a chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ MESSAGES: dict[str, Message] = {
         _GENERATE, _part(_EMBEDS, _part(1, b"\x08\x01\x12\x04\x80\x80\x01\x20" + _sized(3, MAX_BYTES - 64)))
     ),
     "an id": Message(_GENERATE, _X + _sized(_REQUEST_ID, MAX_BYTES - 64)),
-    "unknown fields": Message(_GENERATE, _X + _many(_UNKNOWN, _text, 131_000)),
+    "unknown fields": Message(_GENERATE, _X + _part(_SAMPLING, _ONE) + _many(_UNKNOWN, _text, 131_000)),
     "no message": Message(_GENERATE, b"\xff" * MAX_BYTES),
 }
 
