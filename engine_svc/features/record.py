@@ -15,8 +15,8 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.recorded_case import CaseFile, Fields, as_output, as_request, why_unrecordable
+from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.scheduler.config import PauseState
-from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.stats import SchedulerStats
 
 # A replay reads the whole case, so its size is limited.
@@ -37,7 +37,7 @@ class RecordedScheduler:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler,
         kv_cache: KVCache,
         case: CaseFile,
         *,
