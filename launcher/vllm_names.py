@@ -65,6 +65,8 @@ SENTENCES: dict[str, str] = {
     "prefix_caching_hash_algo": "block hashes are always cryptographic",
     "kv_cache_dtype": "the KV cache has the dtype of the weights",
     "calculate_kv_scales": "the KV cache has the dtype of the weights",
+    # A former flag of this program.
+    "record_decisions": "it is `sched_trace_path`, whose file triptych replay reads",
     # Without a counterpart.
     "api_key": _NO_TLS,
     "ssl_keyfile": _NO_TLS,

@@ -226,14 +226,6 @@ def _put_together(
         scheduler = feature.wrap(scheduler, core.kv_cache)
     at_end: list[Callable[[], None]] = [feature.close for feature in features]
     lockstep = _build_lockstep(config, served, side, facts, at_end)
-    if config.record_decisions is not None:
-        from engine_svc.features.record import RecordedScheduler
-        from engine_svc.features.recorded_case import case_config, create_case
-
-        described = case_config(scheduler_config, cache_config, config.scheduling_policy)
-        case = create_case(Path(config.record_decisions), described, version=served.identity.version)
-        scheduler = recorded = RecordedScheduler(scheduler, core.kv_cache, case)
-        at_end.append(recorded.close)
     engine = Engine(
         scheduler=scheduler,
         executor=side.executor,
