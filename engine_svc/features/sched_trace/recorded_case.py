@@ -59,7 +59,6 @@ def _as_decision(step: int, decided: Record) -> Record:
         "scheduled_running_req_ids": decided["continued"],
         "preempted_req_ids": decided["preempted"],
         "num_scheduled_tokens": dict(decided["scheduled"]),
-        "num_computed_tokens": {name: decided["computed"][name] for name in names},
         "draft_token_ids": {name: decided["spec"][name] for name in names if name in decided["spec"]},
         "block_ids": {name: both for name, both in blocks.items() if any(both["hit"]) or any(both["new"])},
         "free_blocks": decided["free_blocks"],

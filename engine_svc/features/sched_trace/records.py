@@ -135,7 +135,6 @@ def decision(plan: StepPlan, resumed: Collection[str], free_blocks: int) -> Reco
         "preempted_req_ids": plan.preempted,
         "num_scheduled_tokens": dict(zip(names, plan.num_tokens, strict=True)),
         "total_scheduled_tokens": plan.total_num_tokens,
-        "num_computed_tokens": dict(zip(names, plan.num_computed_tokens, strict=True)),
         "draft_token_ids": {name: list(tokens) for name, tokens in drafts if tokens},
         "block_ids": blocks,
         "free_blocks": free_blocks,

@@ -125,7 +125,6 @@ def test_a_record_has_the_fields_that_its_kind_is_known_by():
         "preempted_req_ids": [],
         "num_scheduled_tokens": {"r0": 1, "r1": 2},
         "total_scheduled_tokens": 3,
-        "num_computed_tokens": {"r0": 9, "r1": 8},
         "draft_token_ids": {},
         "block_ids": {"r1": {"hit": [[1, 2]], "new": [[4]]}},
         "free_blocks": 21,
