@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 4 << 30
 # What waits to be written, in ids and tokens: some ten MB.
 MAX_QUEUED_ITEMS = 1 << 20
-# How long the end of the engine waits for the disk.
-CLOSE_LIMIT_S = 5.0
+# How long the end of the engine waits for the disk: the process gives its thread a second in all.
+CLOSE_LIMIT_S = 0.25
 
 
 def file_of(path: str, index: int) -> Path:
