@@ -158,11 +158,6 @@ class CoreConfig:
         "time any engine may take from one such layer to the next, and from one step to the next",
     )
 
-    record_decisions: str | None = option(
-        None,
-        help="file (.json.gz) to record every scheduling decision in, for replay; with fcfs and priority",
-    )
-
     profile_dir: str | None = option(
         None,
         help="folder for profiles of steps, which operators start by a call; unset: such calls are refused",
@@ -227,12 +222,6 @@ class CoreConfig:
         )
         require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
         require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
-        require(
-            self.record_decisions is None or self.record_decisions.endswith(".json.gz"),
-            "record_decisions",
-            self.record_decisions,
-            "a file that ends in .json.gz",
-        )
         for name in ("drain_deadline_s", "replay_window_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")

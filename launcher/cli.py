@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from service_kit.process import end_at_once_on_signals, prepare_process, process_environment
@@ -367,6 +368,21 @@ def demo(
     from launcher.verbs.demo import DEFAULT_PROMPT, run_demo
 
     raise typer.Exit(run_demo(prompt or DEFAULT_PROMPT, _ENVIRONMENT))
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="what --sched-trace-path wrote")],
+) -> None:
+    """Replay a trace of the scheduler, and compare.
+
+    Prints for each run in FILE whether the same decisions come out, else the first difference. Exits with 1
+    if there is one, with 2 if FILE cannot be read.
+    """
+    prepare_process("client")
+    from launcher.verbs.replay import run_replay
+
+    raise typer.Exit(run_replay(file))
 
 
 def _run_service(service: str, arguments: list[str]) -> int:

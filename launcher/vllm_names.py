@@ -84,6 +84,8 @@ SENTENCES: dict[str, str] = {
     "node_rank": _OTHER_HOSTS,
     "master_addr": _OTHER_HOSTS,
     "master_port": _OTHER_HOSTS,
+    # A former flag of this program.
+    "record_decisions": "it is `sched_trace_path`, whose file triptych replay reads",
     # Without a counterpart.
     "seed": "give each request its own seed",
     "max_long_partial_prefills": "all requests share one budget of tokens, `max_num_batched_tokens`",

@@ -33,7 +33,7 @@ from engine_svc.core.artifacts import Artifact, check_artifacts, read_artifacts
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, StatsSnapshot
-from engine_svc.loop.protocols import NoLockstep
+from engine_svc.loop.protocols import EngineScheduler, NoLockstep
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
 from engine_svc.scheduler.budget import Budget
@@ -55,7 +55,6 @@ from service_kit.version import installed_version
 if TYPE_CHECKING:
     from engine_svc.build.runner import RunnerSide
     from engine_svc.data_parallel.driver import LockstepDriver
-    from engine_svc.features.record import RecordedScheduler
     from engine_svc.loop.controls import EngineControls
 
 logger = logging.getLogger(__name__)
@@ -207,25 +206,26 @@ def _put_together(
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
     )
     kv_event_log = served.kv_event_log
-    context = SchedulerContext(served.clock, defer, None if kv_event_log is None else kv_event_log.publish)
+    context = SchedulerContext(
+        served.clock,
+        defer,
+        scheduler_config,
+        cache_config,
+        None if kv_event_log is None else kv_event_log.publish,
+    )
+    features = scheduler_features(config, context)
     core = build_core(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
         scheduler_class=config.scheduler_class,
-        features=scheduler_features(config, context),
+        features=features,
     )
-    scheduler: Scheduler | RecordedScheduler = core.scheduler
-    at_end: list[Callable[[], None]] = []
+    scheduler: EngineScheduler = core.scheduler
+    for feature in features:
+        scheduler = feature.wrap(scheduler, core.kv_cache)
+    at_end: list[Callable[[], None]] = [feature.close for feature in features]
     lockstep = _build_lockstep(config, served, side, facts, at_end)
-    if config.record_decisions is not None:
-        from engine_svc.features.record import RecordedScheduler
-        from engine_svc.features.recorded_case import case_config, create_case
-
-        described = case_config(scheduler_config, cache_config, config.scheduling_policy)
-        case = create_case(Path(config.record_decisions), described, version=served.identity.version)
-        scheduler = recorded = RecordedScheduler(core.scheduler, core.kv_cache, case)
-        at_end.append(recorded.close)
     engine = Engine(
         scheduler=scheduler,
         executor=side.executor,
@@ -275,7 +275,7 @@ def _build_controls(
     side: RunnerSide,
     facts: EngineFacts,
     engine: Engine,
-    scheduler: Scheduler | RecordedScheduler,
+    scheduler: EngineScheduler,
     defer: Callable[[Callable[[], None]], object],
     lockstep: LockstepDriver | None,
 ) -> EngineControls:

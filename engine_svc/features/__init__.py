@@ -12,6 +12,7 @@ FEATURES = (
     "request_spans",
     "kv_events",
     "log_steps",
+    "sched_trace",
     "prompt_embeds",
     "prompt_logprobs",
     "token_rules",

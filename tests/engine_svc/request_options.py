@@ -57,10 +57,15 @@ def make_wire_features(*, enable_prompt_embeds: bool = False) -> WireFeatures:
 def make_scheduler_features() -> Sequence[SchedulerFeature]:
     """The scheduler halves of features that need no configuration."""
     from engine_svc.build.features import scheduler_features
+    from engine_svc.cache.attention import FullAttention
+    from engine_svc.cache.config import CacheConfig
+    from engine_svc.scheduler.config import SchedulerConfig
     from engine_svc.scheduler.feature import SchedulerContext
     from service_kit.clock import FakeClock
 
-    context = SchedulerContext(FakeClock(), defer=lambda work: work())
+    context = SchedulerContext(
+        FakeClock(), lambda work: work(), SchedulerConfig(64), CacheConfig(10, (FullAttention(4),))
+    )
     return scheduler_features(EngineConfig(model="none"), context)
 
 

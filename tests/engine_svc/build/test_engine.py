@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import random
 import threading
@@ -241,10 +242,12 @@ def test_of_an_engine_that_cannot_be_built_nothing_is_left_running(llama, num_st
         num_kv_blocks=20,
         num_threads=1,
         pipeline_parallel_size=num_stages,
-        record_decisions=str(tmp_path / "no folder" / "case.json.gz"),
+        sched_trace_path=str(tmp_path / "trace.jsonl"),
     )
-    with pytest.raises(ValueError, match="cannot be recorded"):
-        Built(config)
+    with (tmp_path / "trace.jsonl").open("wb") as used:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another engine writes to"):
+            Built(config)
     assert psutil.Process().children() == children
     assert {thread.name for thread in threading.enumerate() if thread not in threads} <= {"tqdm_monitor"}
 
