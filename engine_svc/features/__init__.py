@@ -10,8 +10,10 @@ from importlib.metadata import entry_points
 # The order is the order of application: what forces a token comes last.
 FEATURES = (
     "request_spans",
+    "request_events",
     "kv_events",
     "log_steps",
+    "nan_counts",
     "prompt_embeds",
     "prompt_logprobs",
     "token_rules",

@@ -166,7 +166,8 @@ class RecordedScheduler:
                 "drafts": result.drafts,
             },
             "expected": {
-                "outputs": [as_output(output) for output in outputs],
+                # Not those of features alone.
+                "outputs": [as_output(one) for one in outputs if one.new_token_ids or one.finish_reason],
                 "freed": freed,
                 **self._state(),
             },
