@@ -20,7 +20,9 @@ class CoordinatorConfig:
     lease_ms: int = option(3000, help="how long an engine stays a member without a report, in ms")
     index: int = option(0, help="number of this instance, for logs and traces")
     announce_fd: int | None = option(None, help="inherited pipe that gets one line with the bound addresses")
-    log_format: Literal["text", "json"] = option("text", help="how log lines are written")
+    log_format: Literal["auto", "text", "json"] = option(
+        "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
     reflection: bool = option(True, help="serve gRPC reflection")
     plugins: tuple[str, ...] = option(

@@ -169,7 +169,9 @@ class CoreConfig:
     announce_fd: int | None = option(
         None, help="file descriptor to write the bound addresses to, for supervisors"
     )
-    log_format: Literal["text", "json"] = option("text", help="format of log messages")
+    log_format: Literal["auto", "text", "json"] = option(
+        "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
+    )
     log_level: str = option(
         "info", choices=("debug", "info", "warning", "error"), help="lowest level that is logged"
     )

@@ -80,7 +80,9 @@ class FrontendConfig:
     )
     announce_fd: int | None = option(None, help="inherited pipe to write the bound addresses to")
     index: int = option(0, help="number of this instance, for logs")
-    log_format: Literal["text", "json"] = option("text", help="format of log lines")
+    log_format: Literal["auto", "text", "json"] = option(
+        "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import uvloop
 
 from engine_svc.admin.announce import num_in_flight
 from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.load_log import LoadLog
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine, build_servers
 from engine_svc.build.start_check import check_start
@@ -120,7 +121,10 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     servers = build_servers(config, engine, servicer, lifecycle)
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
     thread = _engine_thread(config, engine)
-    heartbeats = _background(engine, servicer.beat_forever())
+    beats = [
+        _background(engine, servicer.beat_forever()),
+        _background(engine, LoadLog(engine.stats_snapshot, engine.clock).run()),
+    ]
     memberships: list[asyncio.Task[None]] = []
     engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
     patience = _PATIENT
@@ -154,7 +158,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     finally:
         _stop(engine)
         await asyncio.gather(
-            _leave(heartbeats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
+            _leave(beats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
         )
     if engine.failure is not None:
         # The last line: nothing that is logged at a stop comes after the cause.
@@ -186,14 +190,14 @@ def _stop(engine: ServedEngine) -> None:
 
 
 async def _leave(
-    heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]], last_words_s: float
+    beats: list[asyncio.Task[None]], memberships: list[asyncio.Task[None]], last_words_s: float
 ) -> None:
     """Wait for the goodbye to the coordinator, then cancel the background tasks."""
     if memberships:
         await asyncio.wait(memberships, timeout=last_words_s)
-    for task in (heartbeats, *memberships):
+    for task in (*beats, *memberships):
         task.cancel()
-    await asyncio.wait((heartbeats, *memberships))
+    await asyncio.wait((*beats, *memberships))
 
 
 def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:

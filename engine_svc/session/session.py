@@ -326,8 +326,11 @@ class Session:
     def _append_step(self, step: StepOutput) -> None:
         ended = [step.handles[finished.row] for finished in step.finished]
         stop_token_ids = self._requests.stop_token_ids(ended)
+        now = self._engine.clock.now()
         self._append(
-            engine_pb2.ConnectResponse(step=messages.to_step(step, stop_token_ids, self._engine.features))
+            engine_pb2.ConnectResponse(
+                step=messages.to_step(step, stop_token_ids, self._engine.features, now)
+            )
         )
         # The log holds their final outputs now, even if the stream breaks.
         self._requests.end(ended)

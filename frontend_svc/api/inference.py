@@ -16,6 +16,7 @@ from frontend_svc.api.messages import (
     logprobs_message,
     reason_value,
     started_message,
+    stats_message,
     stop_match_message,
     usage_message,
 )
@@ -114,6 +115,7 @@ def _output(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
+        stats=stats_message(opened, piece.index),
     )
     opened.fill(whole, piece.index)
     return whole

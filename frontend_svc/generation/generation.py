@@ -90,6 +90,7 @@ class OpenRequest:
         self._migration.take_over(client, adopted.num_attempts)
         self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
         for index, state in enumerate(self.states):
+            state.times.begin(adopted.num_attempts - 1)
             if index not in outputs:
                 state.advance([], Ending(EndReason.STOP))
         client.requests.adoptions.hand_over(
@@ -201,6 +202,7 @@ class OpenRequest:
             if remaining_ms is not None:
                 sent.remaining_ms = remaining_ms
             state.on_output = self._migration.end_probation if self._migration.is_on_probation else None
+            state.times.begin(sent.attempt)
             entries.append(sent)
             states.append(state)
         self._num_sent_tokens = self.num_sampled_tokens
@@ -389,8 +391,10 @@ def _kept_open(opened: OpenRequest, caller: Caller, trace: RequestTrace) -> Iter
         reason = caller.abort_reason()
         if reason == engine_pb2.ABORT_REASON_DEADLINE:
             trace.abort_cause = "deadline"
+        engine_id = opened.engine_id
         if caller.is_left():
+            trace.abort_cause = "left"
             opened.leave()
         else:
             opened.close(reason)
-        trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)
+        trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason, engine_id)

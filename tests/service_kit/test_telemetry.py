@@ -244,6 +244,15 @@ async def test_text_lines_are_for_people(log_to: Callable[[str, str], io.StringI
     assert line.endswith('INFO    engine[1] aborted request_id=r1 cause="client left\\nforged line" step=3')
 
 
+def test_lines_that_do_not_end_at_a_terminal_are_json_unless_it_is_asked_for_text(
+    log_to: Callable[[str, str], io.StringIO],
+) -> None:
+    stream = log_to("auto", "info")
+    logger.info("line")
+    (line,) = lines(stream)
+    assert line["msg"] == "line"
+
+
 def test_a_second_setup_replaces_the_first(log_to: Callable[[str, str], io.StringIO]) -> None:
     first, second = log_to("json", "info"), log_to("json", "info")
     logger.info("once")
@@ -264,7 +273,7 @@ def test_an_unknown_level_is_refused() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="'xml' is not one of text, json"):
+    with pytest.raises(ValueError, match="'xml' is not one of auto, text, json"):
         setup_logs("engine", instance="0", log_format="xml", log_level="info")
 
 

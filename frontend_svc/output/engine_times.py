@@ -1,0 +1,91 @@
+"""Where an output spends its time in engines, and what happens to it there. Knows no stream and no text.
+
+All on this process's clock: what an engine reports are ages, which are subtracted from the time of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter_ns
+
+
+class EventKind(Enum):
+    """The scheduler events of an engine that matter here."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a step says of a request besides its output.
+
+    events: each with how long before the arrival it happened.  first_age_ns: the same of the step with the
+    first token; None: it is another one.  prefill_ns: how long that took from being scheduled; None: not
+    reported.
+    """
+
+    events: list[tuple[EventKind, int]] = field(default_factory=list)
+    first_age_ns: int | None = None
+    prefill_ns: int | None = None
+
+
+class EngineTimes:
+    """Adds up the time of one output in the queue, the prefill and the decode of the engines that run it."""
+
+    __slots__ = (
+        "_is_in", "_now_ns", "_since_ns", "num_migrations", "num_nan_logits", "num_preemptions", "spent_ns",
+    )  # fmt: skip
+
+    QUEUE, PREFILL, DECODE = range(3)
+
+    def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        self._now_ns = now_ns
+        self.spent_ns = [0, 0, 0]  # by QUEUE, PREFILL, DECODE
+        self.num_preemptions = 0
+        self.num_migrations = 0
+        self.num_nan_logits = 0
+        self._is_in: int | None = None  # None: in no engine
+        self._since_ns = 0
+
+    def begin(self, num_attempts: int) -> None:
+        """It is sent to an engine, or is found in one, after so many other attempts."""
+        self._enter(self.QUEUE, self._now_ns())
+        self.num_migrations = num_attempts
+
+    def note(self, progress: Progress) -> None:
+        """A step with this has just arrived."""
+        now_ns = self._now_ns()
+        for kind, age_ns in progress.events:
+            if kind is EventKind.PREEMPTED:
+                self.num_preemptions += 1
+            elif self._is_in != self.QUEUE:
+                continue
+            elif kind is EventKind.SCHEDULED:
+                self._enter(self.PREFILL, now_ns - age_ns)
+            else:
+                # Earlier than it began here: another frontend had sent it.
+                self._since_ns = min(self._since_ns, now_ns - age_ns)
+        if progress.first_age_ns is None or self._is_in is None:
+            return
+        if self._is_in == self.PREFILL and progress.prefill_ns is not None:
+            # Steps that were merged have the age of the newest.
+            self._enter(self.DECODE, min(now_ns, self._since_ns + progress.prefill_ns))
+        else:
+            # An engine that reports no events: all until the first token is prefill.
+            self._is_in = self.PREFILL
+            self._enter(self.DECODE, now_ns - progress.first_age_ns)
+
+    def end(self) -> None:
+        """It has ended, or its engine is lost."""
+        if self._is_in is not None:
+            self._enter(None, self._now_ns())
+
+    def _enter(self, phase: int | None, at_ns: int) -> None:
+        if self._is_in is not None:
+            at_ns = max(at_ns, self._since_ns)
+            self.spent_ns[self._is_in] += at_ns - self._since_ns
+        self._is_in, self._since_ns = phase, at_ns
