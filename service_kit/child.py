@@ -48,6 +48,7 @@ class Announcement:
     pid: int
     address: str
     admin_address: str
+    admin_http: str = ""
 
 
 class ChildDied(Exception):
@@ -170,9 +171,8 @@ class Child:
             await self.wait()
             raise ChildDied(self, STARTING)
         record = json.loads(line)
-        self.announcement = Announcement(
-            self.pid, record.get("address") or "", record.get("admin_address") or ""
-        )
+        addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http"))
+        self.announcement = Announcement(self.pid, *addresses)
         return self.announcement
 
     async def wait(self) -> None:
