@@ -32,10 +32,10 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Counts:
-    """Events counted by label values."""
+    """Events counted by label values. `zeros`: those that appear before any event."""
 
-    def __init__(self) -> None:
-        self.values: dict[LabelValues, float] = {}
+    def __init__(self, zeros: Mapping[LabelValues, float] | None = None) -> None:
+        self.values = dict(zeros or {})
 
     def add(self, *labels: str, by: float = 1) -> None:
         if labels not in self.values:
@@ -141,8 +141,7 @@ class Metrics:
         zeros: Iterable[LabelValues] = (),
     ) -> Counts:
         """A counter of events that no object counts. `zeros`: label values that appear before any event."""
-        counts = Counts()
-        counts.values.update(dict.fromkeys(zeros if labels else [()], 0))
+        counts = Counts(dict.fromkeys(zeros if labels else [()], 0))
         self.counter(name, help, lambda: counts.values, labels=labels, aliases=aliases)
         return counts
 
@@ -183,7 +182,7 @@ class Metrics:
     def collect(self, *, with_aliases: bool = True) -> Iterator[Metric]:
         """All metrics as Prometheus knows them."""
         yield from self._process.collect()
-        for family in self.families.values():
+        for family in list(self.families.values()):
             try:
                 reading = family.read()
             except Exception:

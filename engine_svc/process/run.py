@@ -240,8 +240,10 @@ def _stop_process() -> None:
 
 
 def _announce(config: EngineConfig, addresses: list[str]) -> None:
-    address, admin_address = addresses
-    logger.info("listening", extra={"address": address, "admin_address": admin_address})
+    address, admin_address, admin_http = addresses
+    logger.info(
+        "listening", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+    )
     write_announcement(
         config.announce_fd,
         {
@@ -250,6 +252,7 @@ def _announce(config: EngineConfig, addresses: list[str]) -> None:
             "pid": os.getpid(),
             "address": address,
             "admin_address": admin_address,
+            "admin_http": admin_http,
         },
     )
 

@@ -10,17 +10,20 @@ from engine_svc.cache.observer import CacheObserver
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan, StepResult
 from service_kit.clock import Clock
+from service_kit.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
     """What features are made with. defer: runs work in another thread.
 
+    metrics: where a feature registers its own, in a line each; they are read on the asyncio side.
     publish_blocks: takes changes of the prefix cache and how many blocks they concern; None: not wanted.
     """
 
     clock: Clock
     defer: Callable[[Callable[[], None]], object]
+    metrics: Metrics
     publish_blocks: Callable[[Sequence[Any], int], None] | None = None
 
 

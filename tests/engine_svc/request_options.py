@@ -11,6 +11,7 @@ from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features import FEATURES
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
+from service_kit.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.convert.feature import WireFeatures
@@ -60,7 +61,7 @@ def make_scheduler_features() -> Sequence[SchedulerFeature]:
     from engine_svc.scheduler.feature import SchedulerContext
     from service_kit.clock import FakeClock
 
-    context = SchedulerContext(FakeClock(), defer=lambda work: work())
+    context = SchedulerContext(FakeClock(), defer=lambda work: work(), metrics=Metrics("engine"))
     return scheduler_features(EngineConfig(model="none"), context)
 
 
