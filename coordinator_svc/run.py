@@ -25,6 +25,7 @@ from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
+from service_kit.otlp_metrics import export_metrics
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import (
     ADMIN,
@@ -122,7 +123,7 @@ async def _serve(config: CoordinatorConfig) -> int:
         await servicer.close()
 
     exit_code = await serve_beside(
-        [servicer.expire_leases(), servicer.step_groups(), scaling.run()],
+        [servicer.expire_leases(), servicer.step_groups(), scaling.run(), export_metrics(metrics)],
         run_server(
             servers,
             on_drain=close,

@@ -128,6 +128,32 @@ class AdminHTTP:
             return Page(b"internal error\n", status=500)
 
 
+async def read_page(address: str, target: str, *, limit_s: float) -> bytes:
+    """The body of a page of another process. Raises OSError if it is not served within the limit."""
+    host, _, port = address.rpartition(":")
+    connection = h11.Connection(h11.CLIENT)
+    request = h11.Request(method="GET", target=target, headers=[("host", address), ("connection", "close")])
+    body = b""
+    async with asyncio.timeout(limit_s):
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        try:
+            writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
+            while True:
+                event = connection.next_event()
+                if event is h11.NEED_DATA:
+                    connection.receive_data(await reader.read(_READ_BYTES))
+                elif isinstance(event, h11.Response) and event.status_code != 200:
+                    raise ConnectionError(f"{address} answered {event.status_code} to {target}")
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                elif isinstance(event, h11.EndOfMessage):
+                    return body
+        except h11.RemoteProtocolError as error:
+            raise ConnectionError(f"{address} speaks no HTTP: {error}") from error
+        finally:
+            writer.close()
+
+
 async def _read_request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
     """The next request, of which the body is dropped; None at the end of the connection."""
     request: h11.Request | None = None

@@ -97,7 +97,7 @@ class Metrics:
 
     def __init__(self, service: str, labels: Mapping[str, str] | None = None) -> None:
         self.families: dict[str, Family] = {}
-        self._labels = dict(labels or {})
+        self.labels = dict(labels or {})
         self._process = ProcessCollector(registry=None)
         version = installed_version()
         self.gauge(
@@ -197,21 +197,21 @@ class Metrics:
     def _metric(
         self, name: str, family: Family, values: Mapping[LabelValues, float | Distribution]
     ) -> Metric:
-        names = (*self._labels, *family.labels)
+        names = (*self.labels, *family.labels)
         if family.kind == "histogram":
             histogram = HistogramMetricFamily(name, family.help, labels=names)
             bounds = [*map(_bound, family.buckets), "+Inf"]
             for labels, value in values.items():
                 if isinstance(value, Distribution):
                     counts = zip(bounds, accumulate(value.counts), strict=True)
-                    histogram.add_metric((*self._labels.values(), *labels), list(counts), value.sum)
+                    histogram.add_metric((*self.labels.values(), *labels), list(counts), value.sum)
             return histogram
         metric = (CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily)(
             name, family.help, labels=names
         )
         for labels, value in values.items():
             if not isinstance(value, Distribution):
-                metric.add_metric((*self._labels.values(), *labels), value)
+                metric.add_metric((*self.labels.values(), *labels), value)
         return metric
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "join_trace",
     "log_fields",
     "recent_spans",
+    "resource",
     "setup_telemetry",
     "shutdown_telemetry",
     "traceparent_of",
@@ -145,6 +146,11 @@ def shutdown_telemetry() -> None:
 def tracer() -> trace.Tracer:
     """The tracer of this process."""
     return _current().tracer
+
+
+def resource() -> Resource:
+    """What this process is, for its spans and metrics."""
+    return _current().provider.resource
 
 
 def recent_spans(trace_id: str | None = None) -> list[SpanRecord]:

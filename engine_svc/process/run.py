@@ -32,6 +32,7 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError, Loaded
 from service_kit.errors import InvalidArgument
 from service_kit.logs import write_log_line
+from service_kit.otlp_metrics import export_metrics
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
@@ -121,6 +122,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
     thread = _engine_thread(config, engine)
     heartbeats = _background(engine, servicer.beat_forever())
+    exporting = _background(engine, export_metrics(engine.metrics))
     memberships: list[asyncio.Task[None]] = []
     engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
     patience = _PATIENT
@@ -154,7 +156,8 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     finally:
         _stop(engine)
         await asyncio.gather(
-            _leave(heartbeats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
+            _leave([heartbeats, exporting], memberships, patience.last_words_s),
+            thread.stop(patience.thread_s),
         )
     if engine.failure is not None:
         # The last line: nothing that is logged at a stop comes after the cause.
@@ -186,14 +189,14 @@ def _stop(engine: ServedEngine) -> None:
 
 
 async def _leave(
-    heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]], last_words_s: float
+    background: list[asyncio.Task[None]], memberships: list[asyncio.Task[None]], last_words_s: float
 ) -> None:
     """Wait for the goodbye to the coordinator, then cancel the background tasks."""
     if memberships:
         await asyncio.wait(memberships, timeout=last_words_s)
-    for task in (heartbeats, *memberships):
+    for task in (*background, *memberships):
         task.cancel()
-    await asyncio.wait((heartbeats, *memberships))
+    await asyncio.wait((*background, *memberships))
 
 
 def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:

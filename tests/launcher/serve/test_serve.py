@@ -31,6 +31,7 @@ from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
 from launcher.serve.serve import plan_stack
 from launcher.services import READINESS, embedded_model
+from service_kit.admin_http import read_page
 from service_kit.channel import open_channel
 from service_kit.config import ConfigError
 from service_kit.limits import INTERNAL
@@ -148,7 +149,14 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         ]
         assert stack.ready["http"] is None
         assert stack.ready["grpc"] == processes[2]["address"]
-        assert len({one["address"] for one in processes} | {one["admin_address"] for one in processes}) == 6
+        kinds = ("address", "admin_address", "admin_http")
+        assert len({one[kind] for one in processes for kind in kinds}) == 9
+        for one in processes:
+            page = await read_page(one["admin_http"], "/metrics", limit_s=10)
+            assert f'triptych_build_info{{service="{one["service"]}"'.encode() in page.replace(
+                b'engine="0",model_name="triptych-tiny",', b""
+            )
+            assert f"http://{one['admin_http']}/metrics" in stack.banner
         assert f"grpc://{stack.ready['grpc']}" in stack.banner
         assert f"triptych chat --url {stack.url}" in stack.banner
 

@@ -1,0 +1,108 @@
+"""Exports a service's metrics to an OTLP collector, if one is configured. Fails open, as spans do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from time import time_ns
+
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from prometheus_client import metrics_core
+
+from service_kit.config import read_environment
+from service_kit.metrics import Metrics
+from service_kit.telemetry import resource
+
+_DEFAULT_INTERVAL_MS = 60_000
+_MIN_INTERVAL_MS = 100
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
+
+
+async def export_metrics(metrics: Metrics) -> None:
+    """Export every OTEL_METRIC_EXPORT_INTERVAL ms, until cancelled. Returns at once without a collector."""
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+    if read_environment("OTEL_METRICS_EXPORTER") == "none" or not any(map(read_environment, endpoints)):
+        return
+    interval_ms = _interval_ms(read_environment("OTEL_METRIC_EXPORT_INTERVAL"))
+    loop, started_at_ns = asyncio.get_running_loop(), time_ns()
+    # In a thread of its own: the exporter waits for its collector.
+    with ThreadPoolExecutor(1, "otlp-metrics") as thread:
+        exporter = await loop.run_in_executor(thread, _make_exporter)
+        try:
+            while True:
+                await asyncio.sleep(interval_ms / 1000)
+                data = to_otlp(metrics.collect(with_aliases=False), resource(), started_at_ns, time_ns())
+                await loop.run_in_executor(thread, exporter.export, data)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+def to_otlp(
+    metrics: Iterable[metrics_core.Metric], of: Resource, started_at_ns: int, now_ns: int
+) -> MetricsData:
+    """The same values in OTLP's terms."""
+    converted = [_converted(metric, started_at_ns, now_ns) for metric in metrics if metric.samples]
+    scope = ScopeMetrics(InstrumentationScope("triptych"), converted, "")
+    return MetricsData([ResourceMetrics(of, [scope], "")])
+
+
+def _converted(metric: metrics_core.Metric, started_at_ns: int, now_ns: int) -> Metric:
+    unit = next(
+        (unit for suffix, unit in (("_seconds", "s"), ("_bytes", "By")) if metric.name.endswith(suffix)), ""
+    )
+    if metric.type == "histogram":
+        points = list(_histogram_points(metric, started_at_ns, now_ns))
+        return Metric(metric.name, metric.documentation, unit, Histogram(points, _CUMULATIVE))
+    numbers = [
+        NumberDataPoint(sample.labels, started_at_ns, now_ns, float(sample.value))
+        for sample in metric.samples
+    ]
+    if metric.type == "counter":
+        total = Sum(numbers, _CUMULATIVE, is_monotonic=True)
+        return Metric(f"{metric.name}_total", metric.documentation, unit, total)
+    return Metric(metric.name, metric.documentation, unit, Gauge(numbers))
+
+
+def _histogram_points(
+    metric: metrics_core.Metric, started_at_ns: int, now_ns: int
+) -> Iterator[HistogramDataPoint]:
+    """One for each series, whose samples follow each other: its buckets, the count, the sum."""
+    bounds: list[float] = []
+    counts: list[int] = []
+    for sample in metric.samples:
+        if sample.name.endswith("_bucket"):
+            bounds.append(float(sample.labels["le"]))
+            counts.append(int(sample.value))
+        elif sample.name.endswith("_sum"):
+            own = [later - earlier for earlier, later in pairwise([0, *counts])]
+            yield HistogramDataPoint(
+                sample.labels, started_at_ns, now_ns, counts[-1], sample.value, own, bounds[:-1], 0.0, 0.0
+            )
+            bounds, counts = [], []
+
+
+def _interval_ms(text: str | None) -> int:
+    return max(_MIN_INTERVAL_MS, int(text)) if text and text.isdigit() else _DEFAULT_INTERVAL_MS
+
+
+def _make_exporter() -> MetricExporter:
+    # Imported here, as the exporter of spans.
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter()
