@@ -25,7 +25,6 @@ from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
-from service_kit.otlp_metrics import export_metrics
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import (
     ADMIN,
@@ -38,7 +37,7 @@ from service_kit.server import (
     run_server,
     write_announcement,
 )
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
 from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)

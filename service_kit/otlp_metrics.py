@@ -1,4 +1,4 @@
-"""Exports a service's metrics to an OTLP collector, if one is configured. Fails open, as spans do."""
+"""Exports metrics to an OTLP collector. Imported only where there is one: it takes long to import."""
 
 from __future__ import annotations
 
@@ -25,32 +25,27 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import metrics_core
 
-from service_kit.config import read_environment
 from service_kit.metrics import Metrics
-from service_kit.telemetry import resource
 
 _DEFAULT_INTERVAL_MS = 60_000
 _MIN_INTERVAL_MS = 100
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
-async def export_metrics(metrics: Metrics) -> None:
-    """Export every OTEL_METRIC_EXPORT_INTERVAL ms, until cancelled. Returns at once without a collector."""
-    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
-    if read_environment("OTEL_METRICS_EXPORTER") == "none" or not any(map(read_environment, endpoints)):
-        return
-    interval_ms = _interval_ms(read_environment("OTEL_METRIC_EXPORT_INTERVAL"))
+async def run_export(metrics: Metrics, of: Resource, interval_text: str) -> None:
+    """Export `metrics` of the process `of` until cancelled, every so many ms, or every minute."""
+    interval_ms = _interval_ms(interval_text)
     loop, started_at_ns = asyncio.get_running_loop(), time_ns()
-    # In a thread of its own: the exporter waits for its collector.
-    with ThreadPoolExecutor(1, "otlp-metrics") as thread:
+    # In a thread of its own, which is never waited for: the exporter waits for its collector.
+    thread = ThreadPoolExecutor(1, "otlp-metrics")
+    try:
         exporter = await loop.run_in_executor(thread, _make_exporter)
-        try:
-            while True:
-                await asyncio.sleep(interval_ms / 1000)
-                data = to_otlp(metrics.collect(with_aliases=False), resource(), started_at_ns, time_ns())
-                await loop.run_in_executor(thread, exporter.export, data)
-        finally:
-            thread.shutdown(wait=False, cancel_futures=True)
+        while True:
+            await asyncio.sleep(interval_ms / 1000)
+            data = to_otlp(metrics.collect(with_aliases=False), of, started_at_ns, time_ns())
+            await loop.run_in_executor(thread, exporter.export, data)
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def to_otlp(
@@ -97,8 +92,8 @@ def _histogram_points(
             bounds, counts = [], []
 
 
-def _interval_ms(text: str | None) -> int:
-    return max(_MIN_INTERVAL_MS, int(text)) if text and text.isdigit() else _DEFAULT_INTERVAL_MS
+def _interval_ms(text: str) -> int:
+    return max(_MIN_INTERVAL_MS, int(text)) if text.isdigit() else _DEFAULT_INTERVAL_MS
 
 
 def _make_exporter() -> MetricExporter:

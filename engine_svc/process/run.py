@@ -32,10 +32,9 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError, Loaded
 from service_kit.errors import InvalidArgument
 from service_kit.logs import write_log_line
-from service_kit.otlp_metrics import export_metrics
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 

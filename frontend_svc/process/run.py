@@ -13,10 +13,9 @@ from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
-from service_kit.otlp_metrics import export_metrics
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, run_server, write_announcement
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 
 from service_kit.metrics import Metrics
-from service_kit.otlp_metrics import export_metrics
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
