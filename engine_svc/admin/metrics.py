@@ -81,6 +81,11 @@ def register_engine(metrics: Metrics, engine: ServedEngine, sessions: Sessions) 
         labels=("block_size", "num_gpu_blocks"),
         aliases=("vllm:cache_config_info",),
     )
+    metrics.gauge(
+        "triptych_engine_device_memory_bytes",
+        "Memory of this process's tensors on its GPU; without a GPU, the resident memory of the process.",
+        lambda: 0 if engine.core is None else engine.core.num_device_bytes(),
+    )
     _register_scheduler(metrics, engine)
     _register_loop(metrics, engine)
     _register_sessions(metrics, sessions)

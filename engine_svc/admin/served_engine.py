@@ -52,6 +52,7 @@ class LoadedCore:
     )
     lockstep: LockstepDriver | None = None  # None: it does not step together with other engines
     rank_ids: Sequence[int] = ()  # process ids of the ranks
+    num_device_bytes: Callable[[], int] = int  # memory in use
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,9 @@ def _put_together(
     side: RunnerSide,
     defer: Callable[[Callable[[], None]], object],
 ) -> tuple[Engine, LoadedCore]:
+    # Imported here, as what builds the side.
+    from engine_svc.runner.memory.free_memory import num_bytes_in_use
+
     facts = _describe(config, served.artifacts, side)
     scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(
@@ -253,7 +256,13 @@ def _put_together(
     )
     controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
     return engine, LoadedCore(
-        facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep, side.rank_ids
+        facts,
+        core.scheduler.refusal,
+        core.kv_cache.hasher.extend,
+        controls,
+        lockstep,
+        side.rank_ids,
+        num_bytes_in_use,
     )
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 FEATURES = (
     "request_spans",
     "kv_events",
+    "kv_residency",
     "log_steps",
     "prompt_embeds",
     "prompt_logprobs",
