@@ -139,6 +139,12 @@ def _register_engines(metrics: Metrics, frontend: Frontend) -> None:
         labels=labels,
     )
     metrics.counter(
+        "triptych_frontend_engine_heartbeats_total",
+        "Heartbeats of an engine, of which two come in a second.",
+        of_each(lambda client: client.num_heartbeats),
+        labels=labels,
+    )
+    metrics.counter(
         "triptych_frontend_engine_streams_resumed_total",
         "Streams that continued the session with an engine after one broke.",
         of_each(lambda client: client.requests.num_resumed),

@@ -1,7 +1,8 @@
 """Metrics of a service: each is registered in one line, at zero, and most are read only when scraped.
 
-Prometheus' text format comes from `prometheus_client`; its own counters are not used, since a lock for each
-event is too much for events that happen with each token.
+Prometheus' text format comes from `prometheus_client`, imported when it is needed: a machine that only runs
+models does not have it. Its own counters are not used, since a lock is too much for what happens with each
+token.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
-
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
+from typing import TYPE_CHECKING, Literal
 
 from service_kit.version import installed_version
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,6 @@ class Metrics:
     def __init__(self, service: str, labels: Mapping[str, str] | None = None) -> None:
         self.families: dict[str, Family] = {}
         self.labels = dict(labels or {})
-        self._process = ProcessCollector(registry=None)
         version = installed_version()
         self.gauge(
             "triptych_build_info",
@@ -181,7 +180,9 @@ class Metrics:
 
     def collect(self, *, with_aliases: bool = True) -> Iterator[Metric]:
         """All metrics as Prometheus knows them."""
-        yield from self._process.collect()
+        from prometheus_client import ProcessCollector
+
+        yield from ProcessCollector(registry=None).collect()
         for family in list(self.families.values()):
             try:
                 reading = family.read()
@@ -197,6 +198,8 @@ class Metrics:
     def _metric(
         self, name: str, family: Family, values: Mapping[LabelValues, float | Distribution]
     ) -> Metric:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
         names = (*self.labels, *family.labels)
         if family.kind == "histogram":
             histogram = HistogramMetricFamily(name, family.help, labels=names)
@@ -219,9 +222,8 @@ def _bound(value: float) -> str:
     return str(float(value))
 
 
-class _Collected(CollectorRegistry):
+class _Collected:
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        super().__init__(auto_describe=False)
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
@@ -230,4 +232,6 @@ class _Collected(CollectorRegistry):
 
 def to_text(metrics: Iterable[Metric]) -> bytes:
     """The metrics in Prometheus' text format."""
+    from prometheus_client import generate_latest
+
     return generate_latest(_Collected(metrics))
