@@ -12,8 +12,9 @@ from service_kit.metrics import Metrics
 def sums(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """Count and sum of each time of blocks."""
     values = {sample.name: sample.value for metric in metrics.collect() for sample in metric.samples}
+    prefix = "triptych_engine_kv_block"
     return {
-        name: tuple(values[f"triptych_engine_kv_block_{name}_seconds_{part}"] for part in ("count", "sum"))
+        name: (values[f"{prefix}_{name}_seconds_count"], values[f"{prefix}_{name}_seconds_sum"])
         for name in ("lifetime", "idle", "reuse_gap")
     }
 
