@@ -42,6 +42,8 @@ class CoreConfig:
     admin_port: int = option(
         0, help="port of the admin listener, always on loopback; 0 lets the kernel choose"
     )
+    admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
+    admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
     coordinator: str | None = option(None, help="host:port of the coordinator; unset: none")
     advertise_address: str | None = option(
         None, help="host[:port] frontends reach this engine at (default: where it listens)"
@@ -207,7 +209,7 @@ class CoreConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value >= least, name, value, f"at least {least}")
-        for name in ("port", "admin_port"):
+        for name in ("port", "admin_port", "admin_http_port"):
             require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
         require(
             self.long_prefill_token_threshold >= 0,

@@ -26,6 +26,8 @@ class FrontendConfig:
     host: str = option("127.0.0.1", help="address to listen on")
     port: int = option(50051, help="port to listen on; 0 lets the kernel choose")
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
+    admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
+    admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
     coordinator: str | None = option(None, help="coordinator that lists the engines, host:port")
     routing_policy: str = option(
@@ -101,7 +103,7 @@ class FrontendConfig:
             raise ValueError(
                 "engine_label chooses among a coordinator's engines, and there is no --coordinator"
             )
-        for name in ("port", "admin_port"):
+        for name in ("port", "admin_port", "admin_http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)} is not in 0..65535")
         for name in ("max_queued_requests", "max_queued_prompt_tokens", "max_n", "stream_interval"):

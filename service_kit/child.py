@@ -49,6 +49,7 @@ class Announcement:
     pid: int
     address: str
     admin_address: str
+    admin_http: str = ""
 
 
 class ChildDied(Exception):
@@ -174,9 +175,8 @@ class Child:
             await self.wait()
             raise ChildDied(self, STARTING)
         record = json.loads(line)
-        self.announcement = Announcement(
-            self.pid, record.get("address") or "", record.get("admin_address") or ""
-        )
+        addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http"))
+        self.announcement = Announcement(self.pid, *addresses)
         return self.announcement
 
     async def wait(self) -> None:

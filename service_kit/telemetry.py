@@ -24,11 +24,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from service_kit.config import read_environment
 from service_kit.logs import bind_log_fields, log_fields, setup_logs
+from service_kit.metrics import Metrics
 
 __all__ = [
     "SpanRecord",
     "bind_log_fields",
     "context_from",
+    "export_metrics",
     "join_trace",
     "log_fields",
     "recent_spans",
@@ -145,6 +147,19 @@ def shutdown_telemetry() -> None:
 def tracer() -> trace.Tracer:
     """The tracer of this process."""
     return _current().tracer
+
+
+async def export_metrics(metrics: Metrics) -> None:
+    """Export every OTEL_METRIC_EXPORT_INTERVAL ms, until cancelled. Returns at once without a collector."""
+    if read_environment("OTEL_METRICS_EXPORTER") == "none" or not (
+        read_environment("OTEL_EXPORTER_OTLP_ENDPOINT")
+        or read_environment("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+    ):
+        return
+    from service_kit.otlp_metrics import run_export
+
+    interval = read_environment("OTEL_METRIC_EXPORT_INTERVAL") or ""
+    await run_export(metrics, _current().provider.resource, interval)
 
 
 def recent_spans(trace_id: str | None = None) -> list[SpanRecord]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
+from engine_svc.admin.metrics import register_engine
 from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine, UtilityCall
 from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.build.features import scheduler_features, wire_features
@@ -45,8 +46,10 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
+from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
+from service_kit.metrics import Metrics
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.server import Lifecycle as ServiceLifecycle
@@ -108,6 +111,10 @@ def build_served_engine(
         kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
         if config.enable_kv_events
         else None,
+        metrics=Metrics(
+            "engine",
+            {"model_name": _served_name(config), "engine": str(config.data_parallel_rank)},
+        ),
         features=features,
         tensors=TensorReceiver(is_open=features.take_tensors),
         options=_options(config, origins),
@@ -118,8 +125,9 @@ def build_served_engine(
 
 def build_servers(
     config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: ServiceLifecycle
-) -> list[Server]:
-    """The listener for frontends, then the admin listener."""
+) -> tuple[Server, Server, AdminHTTP]:
+    """The listener for frontends, then the admin listeners."""
+    register_engine(engine.metrics, engine, servicer)
     admin = AdminServicer(
         "engine",
         f"engine-{config.index}",
@@ -127,7 +135,7 @@ def build_servers(
         lifecycle=lifecycle,
         utility=AdminCalls(engine).serve,
     )
-    return [
+    return (
         Server(
             listen=f"{config.host}:{config.port}",
             registrations=[Registration(FULL_NAME, servicer.add_to)],
@@ -142,7 +150,11 @@ def build_servers(
             service="engine",
             reflection=config.reflection,
         ),
-    ]
+        AdminHTTP(
+            f"{config.admin_http_host}:{config.admin_http_port}",
+            {"/metrics": metrics_page(engine.metrics.collect)},
+        ),
+    )
 
 
 def build_memberships(
@@ -196,6 +208,9 @@ def _put_together(
     side: RunnerSide,
     defer: Callable[[Callable[[], None]], object],
 ) -> tuple[Engine, LoadedCore]:
+    # Imported here, as what builds the side.
+    from engine_svc.runner.memory.free_memory import num_bytes_in_use
+
     facts = _describe(config, served.artifacts, side)
     scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(
@@ -211,6 +226,7 @@ def _put_together(
         defer,
         scheduler_config,
         cache_config,
+        served.metrics,
         None if kv_event_log is None else kv_event_log.publish,
     )
     features = scheduler_features(config, context)
@@ -239,7 +255,13 @@ def _put_together(
     )
     controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
     return engine, LoadedCore(
-        facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep, side.rank_ids
+        facts,
+        core.scheduler.refusal,
+        core.kv_cache.hasher.extend,
+        controls,
+        lockstep,
+        side.rank_ids,
+        num_bytes_in_use,
     )
 
 
@@ -340,7 +362,7 @@ def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
 def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: RunnerSide) -> EngineFacts:
     folder, model = Path(config.model), side.model
     return EngineFacts(
-        model_name=config.served_model_name or folder.resolve().name,
+        model_name=_served_name(config),
         fingerprint=_fingerprint(folder, artifacts, side, model.weights_digest),
         max_model_len=side.max_model_len,
         block_size=config.block_size,
@@ -355,6 +377,10 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
     )
+
+
+def _served_name(config: EngineConfig) -> str:
+    return config.served_model_name or Path(config.model).resolve().name
 
 
 def _fingerprint(

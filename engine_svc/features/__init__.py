@@ -12,6 +12,7 @@ FEATURES = (
     "request_spans",
     "request_events",
     "kv_events",
+    "kv_residency",
     "log_steps",
     "sched_trace",
     "nan_counts",

@@ -64,6 +64,7 @@ class EngineRequests:
         """End requests; their final outputs go out with what is published next."""
         for output in self._scheduler.abort(request_ids, self._clock.now(), cause, reason):
             output.message = message
+            self._stats.count_abort(cause)
             self._ended.append(output)
 
     def adopt(self, command: Adopt) -> None:

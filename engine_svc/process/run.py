@@ -35,7 +35,7 @@ from service_kit.errors import InvalidArgument
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +121,10 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     servers = build_servers(config, engine, servicer, lifecycle)
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
     thread = _engine_thread(config, engine)
-    beats = [
+    background = [
         _background(engine, servicer.beat_forever()),
         _background(engine, LoadLog(engine.stats_snapshot, engine.clock).run()),
+        _background(engine, export_metrics(engine.metrics)),
     ]
     memberships: list[asyncio.Task[None]] = []
     engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
@@ -158,7 +159,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     finally:
         _stop(engine)
         await asyncio.gather(
-            _leave(beats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
+            _leave(background, memberships, patience.last_words_s), thread.stop(patience.thread_s)
         )
     if engine.failure is not None:
         # The last line: nothing that is logged at a stop comes after the cause.
@@ -190,14 +191,14 @@ def _stop(engine: ServedEngine) -> None:
 
 
 async def _leave(
-    beats: list[asyncio.Task[None]], memberships: list[asyncio.Task[None]], last_words_s: float
+    background: list[asyncio.Task[None]], memberships: list[asyncio.Task[None]], last_words_s: float
 ) -> None:
     """Wait for the goodbye to the coordinator, then cancel the background tasks."""
     if memberships:
         await asyncio.wait(memberships, timeout=last_words_s)
-    for task in (*beats, *memberships):
+    for task in (*background, *memberships):
         task.cancel()
-    await asyncio.wait((*beats, *memberships))
+    await asyncio.wait((*background, *memberships))
 
 
 def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
@@ -244,8 +245,10 @@ def _stop_process() -> None:
 
 
 def _announce(config: EngineConfig, addresses: list[str]) -> None:
-    address, admin_address = addresses
-    logger.info("listening", extra={"address": address, "admin_address": admin_address})
+    address, admin_address, admin_http = addresses
+    logger.info(
+        "listening", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+    )
     write_announcement(
         config.announce_fd,
         {
@@ -254,6 +257,7 @@ def _announce(config: EngineConfig, addresses: list[str]) -> None:
             "pid": os.getpid(),
             "address": address,
             "admin_address": admin_address,
+            "admin_http": admin_http,
         },
     )
 

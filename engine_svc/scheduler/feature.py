@@ -12,6 +12,7 @@ from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.clock import Clock
+from service_kit.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.cache.kv_cache import KVCache
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 class SchedulerContext:
     """What features are made with. defer: runs work in another thread.
 
+    metrics: where a feature registers its own, in a line each; they are read on the asyncio side.
     publish_blocks: takes changes of the prefix cache and how many blocks they concern; None: not wanted.
     """
 
@@ -29,6 +31,7 @@ class SchedulerContext:
     defer: Callable[[Callable[[], None]], object]
     scheduler_config: SchedulerConfig
     cache_config: CacheConfig
+    metrics: Metrics
     publish_blocks: Callable[[Sequence[Any], int], None] | None = None
 
 

@@ -65,6 +65,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._windows: dict[Session, asyncio.TimerHandle] = {}  # replay windows of sessions without a stream
         self._numbers = itertools.count(1)
         self._progressed = asyncio.Event()  # a request, a session or a subscription has ended
+        self.num_resumed = 0
+        self._num_closed_bytes = 0  # sent by sessions that are closed
         engine.lifecycle.subscribe(self._on_state)
 
     @property
@@ -85,6 +87,21 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     @property
     def num_kv_subscriptions(self) -> int:
         return len(self._kv_subscriptions)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Outputs that are not written to streams yet."""
+        return sum(session.num_unread_bytes for session in self._sessions)
+
+    @property
+    def num_unacknowledged_bytes(self) -> int:
+        """Messages that are kept until frontends acknowledge them."""
+        return sum(session.stream.log.size_bytes for session in self._sessions)
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Messages to frontends since the start."""
+        return self._num_closed_bytes + sum(session.num_sent_bytes for session in self._sessions)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service. `Connect` writes messages that are serialized once, for wire and replay."""
@@ -270,6 +287,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             if window is not None:
                 window.cancel()
             self._orphaned_requests.mark_found(resumed.number)
+            self.num_resumed += 1
             self._log(resumed, "session resumed")
             return resumed, refusal
         session = Session(
@@ -344,7 +362,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
 
     def _close(self, session: Session) -> None:
         num_aborted = session.close()
-        self._sessions.discard(session)
+        if session in self._sessions:
+            self._sessions.discard(session)
+            self._num_closed_bytes += session.num_sent_bytes
         window = self._windows.pop(session, None)
         if window is not None:
             window.cancel()

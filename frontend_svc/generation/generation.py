@@ -19,6 +19,7 @@ from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
 from frontend_svc.generation.group import make_states
+from frontend_svc.generation.metrics import OutputMeter, RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
@@ -66,6 +67,7 @@ class OpenRequest:
         self._clock = failover.clock
         self._arrived_at = arrived_at
         self.on_read: Callable[[], None] = lambda: None  # called for each output that is read
+        self.meter: OutputMeter | None = None
         self._num_output_tokens: dict[int, int] = {}
         self._handles: list[int] = []
         self._num_sent_tokens = 0
@@ -105,6 +107,8 @@ class OpenRequest:
             self._num_output_tokens[piece.index] = piece.num_output_tokens
             if piece.ending is not None:
                 self.finish_reason = piece.ending.reason.name.lower()
+                if self.meter is not None:
+                    self.meter.reasons[piece.index] = self.finish_reason
                 if piece.ending.reason is EndReason.ABORT and self._caller.is_late():
                     raise too_late()
         return output
@@ -243,7 +247,9 @@ class Generation:
         reader_limit: ReaderLimit,
         requests: OpenRequests,
         drain: Drain,
+        metrics: RequestMetrics,
     ) -> None:
+        self._metrics = metrics
         self._directory = directory
         self._failover = failover
         self._admission = admission
@@ -271,6 +277,7 @@ class Generation:
         with (
             self._drain.counted(),
             trace,
+            self._metrics.counted(),
             self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
@@ -279,7 +286,9 @@ class Generation:
             self._admission.add_prompt(ticket, len(prepared.prompt.token_ids))
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked)
             opened.on_read = lambda: self._admission.leave_queue(ticket)
-            with _kept_open(opened, caller, trace):
+            age_s = self._failover.clock.now() - tracked.arrived_at
+            timed = self._metrics.timed(opened, age_s=age_s, is_late=caller.is_late)
+            with _kept_open(opened, caller, trace), timed:
                 opened.start()
                 tracked.follow(opened)
                 yield opened
@@ -307,6 +316,7 @@ class Generation:
                 max_bytes=self._reader_limit.max_bytes + adopted.size_bytes,
             )
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked, limit=limit)
+            self._metrics.adopted.add()
             with _kept_open(opened, caller, trace):
                 opened.take_over(adopted)
                 tracked.follow(opened)
@@ -355,7 +365,7 @@ class Generation:
         self, request: AnyRequest, prompt: Prompt, model: ServedModel, caller: Caller, trace: RequestTrace
     ) -> Prepared:
         await check_request(request, prompt, model, self._limits)
-        with trace.tokenizing():
+        with trace.tokenizing(), self._metrics.tokenizing():
             prepared = await prepare(request, prompt, model)
         if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
             request_id = request.request_id or caller.request_id

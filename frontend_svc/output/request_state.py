@@ -38,6 +38,12 @@ class OutputReader(Protocol):
     def fill(self, message: Message) -> None: ...
 
 
+class TokenMeter(Protocol):
+    """Counts and times tokens. before_ns: when those before them arrived; 0: there were none."""
+
+    def note_tokens(self, num_tokens: int, now_ns: int, before_ns: int) -> None: ...
+
+
 class RequestState:
     """One request in flight, output `index` of its collector.
 
@@ -49,8 +55,8 @@ class RequestState:
 
     __slots__ = (
         "_has_read", "_index", "_logprobs", "_readers", "_text", "collector", "detokenize_ns",
-        "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "on_lost", "on_output",
-        "output_token_ids", "times",
+        "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter", "on_lost",
+        "on_output", "output_token_ids", "times",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +94,7 @@ class RequestState:
         self.is_continued = False  # whether its group began on an engine that was lost
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
+        self.meter: TokenMeter | None = None
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
         self.last_output_at_ns = 0
@@ -131,9 +138,12 @@ class RequestState:
             logprobs = self._logprobs.read(token_ids, columns)
             cumulative = self._logprobs.cumulative
             self.collector.put(self._index, text, token_ids, ending, logprobs, cumulative, parts=parts)
-        self.last_output_at_ns = time_ns()
+        now_ns = time_ns()
+        if self.meter is not None and token_ids:
+            self.meter.note_tokens(len(token_ids), now_ns, self.last_output_at_ns)
+        self.last_output_at_ns = now_ns
         if not self.first_output_at_ns:
-            self.first_output_at_ns = self.last_output_at_ns
+            self.first_output_at_ns = now_ns
         self.detokenize_ns += perf_counter_ns() - started_at_ns
         if self.on_output is not None:
             on_output, self.on_output = self.on_output, None

@@ -15,7 +15,7 @@ from service_kit.config import Loaded
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, run_server, write_announcement
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,10 @@ async def _serve(config: FrontendConfig) -> int:
     gc.freeze()
 
     def announce(addresses: list[str]) -> None:
-        address, admin_address = addresses
-        logger.info("serving", extra={"address": address, "admin_address": admin_address})
+        address, admin_address, admin_http = addresses
+        logger.info(
+            "serving", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+        )
         frontend.connect(address)
         write_announcement(
             config.announce_fd,
@@ -57,6 +59,7 @@ async def _serve(config: FrontendConfig) -> int:
                 "pid": os.getpid(),
                 "address": address,
                 "admin_address": admin_address,
+                "admin_http": admin_http,
             },
         )
 
@@ -70,9 +73,10 @@ async def _serve(config: FrontendConfig) -> int:
     async def cut(cause: DrainCut) -> None:
         await frontend.cut()
 
+    exporting = asyncio.ensure_future(export_metrics(frontend.metrics))
     try:
         exit_code = await run_server(
-            [frontend.public, frontend.admin],
+            [frontend.public, frontend.admin, frontend.admin_http],
             on_drain=drain,
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
@@ -82,5 +86,6 @@ async def _serve(config: FrontendConfig) -> int:
         end_at_once_on_signals(exit_code)
         return exit_code
     finally:
+        exporting.cancel()
         await frontend.close()
         gc.unfreeze()

@@ -16,9 +16,12 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from frontend_svc.config import FrontendConfig
+from frontend_svc.process.worker_metrics import WorkerMetrics
+from service_kit.admin_http import AdminHTTP, Page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
+from service_kit.metrics import TEXT_FORMAT, to_text
 from service_kit.process import child_command, end_at_once_on_signals, leave_process, process_environment
 from service_kit.server import check_address, write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
@@ -48,9 +51,7 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
                 process_environment(),
                 limits,
             )
-            exit_code = asyncio.run(
-                serve_until_signal(group, lambda addresses: _announce(config, port, addresses))
-            )
+            exit_code = asyncio.run(_serve(config, group, port))
     except OSError as error:
         write_log_line(f"triptych frontend: {error}")
         exit_code = 2
@@ -73,6 +74,9 @@ def worker_command(
         f"--port={port}",
         "--share-port",
         f"--admin-port={admin_port}",
+        # Scraped by this process, which adds up what all have counted.
+        "--admin-http-host=127.0.0.1",
+        "--admin-http-port=0",
         f"--index={config.index * config.workers + index}",
     ]
     if not config.text_workers:
@@ -200,6 +204,22 @@ async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[An
     return exit_code
 
 
+async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
+    metrics = WorkerMetrics(lambda: group.addresses)
+
+    async def page(target: str) -> Page:
+        return Page(to_text(await metrics.collect()), TEXT_FORMAT)
+
+    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", {"/metrics": page})
+    admin_http = await listener.start()
+    try:
+        return await serve_until_signal(
+            group, lambda addresses: _announce(config, port, admin_http, addresses)
+        )
+    finally:
+        await listener.stop(0)
+
+
 def _give_up(died: ChildDied) -> int:
     logger.error("workers given up", extra={"reason": str(died)})
     return died.exit_code
@@ -226,10 +246,13 @@ def _reserved(config: FrontendConfig) -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _announce(config: FrontendConfig, port: int, addresses: Sequence[Announcement]) -> None:
+def _announce(config: FrontendConfig, port: int, admin_http: str, addresses: Sequence[Announcement]) -> None:
     address = f"{config.host}:{port}"
     admin_addresses = [one.admin_address for one in addresses]
-    logger.info("serving", extra={"address": address, "admin_addresses": admin_addresses})
+    logger.info(
+        "serving",
+        extra={"address": address, "admin_addresses": admin_addresses, "admin_http": admin_http},
+    )
     write_announcement(
         config.announce_fd,
         {
@@ -238,6 +261,7 @@ def _announce(config: FrontendConfig, port: int, addresses: Sequence[Announcemen
             "pid": os.getpid(),
             "address": address,
             "admin_address": admin_addresses[0],
+            "admin_http": admin_http,
             "admin_addresses": admin_addresses,
             "worker_pids": [one.pid for one in addresses],
         },

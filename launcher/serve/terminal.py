@@ -71,6 +71,7 @@ def banner(
     addresses: Sequence[str],
     ready: session_pb2.Ready,
     admin_addresses: Mapping[str, str],
+    admin_https: Mapping[str, str],
     kv_cache_memory: int | None,
 ) -> str:
     """The text printed once everything is ready. kv_cache_memory: what was asked for, in bytes."""
@@ -85,6 +86,7 @@ def banner(
             f" in {ready.num_kv_blocks:,} blocks{asked}",
             *(f"  gRPC    grpc://{one}" for one in addresses),
             "  admin   " + ", ".join(f"{name} {address}" for name, address in admin_addresses.items()),
+            "  metrics " + ", ".join(f"{name} http://{one}/metrics" for name, one in admin_https.items()),
             f"  try     triptych chat --url {url}",
             f"  or      triptych complete --url {url} 'Once upon a time'",
         )

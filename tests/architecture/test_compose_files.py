@@ -20,7 +20,7 @@ from tests.compose.files import CPU_FILE, GPU_FILE, ROOT, flags_of, read, variab
 FILES = (GPU_FILE, CPU_FILE)
 CPU = f"-f {CPU_FILE.name}"
 # Read by libraries, not by us.
-FOREIGN = {"HF_TOKEN", "HF_HUB_OFFLINE", "OTEL_EXPORTER_OTLP_ENDPOINT"}
+FOREIGN = {"HF_TOKEN", "HF_HUB_OFFLINE", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_METRICS_EXPORTER"}
 DEPLOY_GUIDE = ROOT / "docs" / "deploy.md"
 
 

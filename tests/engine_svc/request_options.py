@@ -11,6 +11,7 @@ from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features import FEATURES
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
+from service_kit.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.convert.feature import WireFeatures
@@ -64,7 +65,11 @@ def make_scheduler_features() -> Sequence[SchedulerFeature]:
     from service_kit.clock import FakeClock
 
     context = SchedulerContext(
-        FakeClock(), lambda work: work(), SchedulerConfig(64), CacheConfig(10, (FullAttention(4),))
+        FakeClock(),
+        lambda work: work(),
+        SchedulerConfig(64),
+        CacheConfig(10, (FullAttention(4),)),
+        Metrics("engine"),
     )
     return scheduler_features(EngineConfig(model="none"), context)
 
