@@ -22,6 +22,7 @@ from frontend_svc.output.collector import Output, OutputKind
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.clock import FakeClock
 from service_kit.errors import DeadlineExceeded, NotFound
+from service_kit.metrics import to_text
 from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
@@ -255,8 +256,10 @@ async def test_a_slow_reader_is_ended_and_aborted():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
+        text = to_text(frontend.metrics.collect())
     assert request.abort_reason == engine_pb2.ABORT_REASON_SLOW_CONSUMER
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert b'requests_aborted_total{cause="slow_consumer"} 1.0' in text
 
 
 def refuse(engine, request, code=grpc.StatusCode.UNAVAILABLE):
