@@ -13,6 +13,8 @@ from launcher.verbs.failures import Asked, print_failure
 from service_kit.errors import InvalidArgument, ServiceError, Unavailable
 from tests.launcher.fakes import fake_frontend, triptych
 
+NO_STATS = {"queue_ms": 0, "prefill_ms": 0, "decode_ms": 0, "num_preemptions": 0, "num_migrations": 0}
+
 
 def completion(
     prompt: str | None = "hi", ids: str | None = None, **sampling: SamplingValue | None
@@ -82,6 +84,7 @@ async def test_json_is_one_object_under_the_trace_that_the_server_received() -> 
         "logprobs": [],
         "cumulative_logprob": None,
         "error_message": "",
+        "stats": NO_STATS,
         "outputs": [
             {
                 "output_index": 0,
@@ -92,6 +95,7 @@ async def test_json_is_one_object_under_the_trace_that_the_server_received() -> 
                 "logprobs": [],
                 "cumulative_logprob": None,
                 "error_message": "",
+                "stats": NO_STATS,
             }
         ],
         "usage": {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_completion_tokens": 2},
