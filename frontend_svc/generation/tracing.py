@@ -62,6 +62,8 @@ class RequestTrace:
             self._span.set_status(
                 Status(StatusCode.ERROR, str(error) if isinstance(error, ServiceError) else code)
             )
+        elif self._reason == "abort":
+            cause = "request"
         self._span.end()
         duration_ms = round((time.perf_counter() - self._arrived_at) * 1000, 1)
         logger.info(

@@ -22,7 +22,7 @@ from tests.frontend_svc.fakes import (
     read_all,
     serving,
 )
-from triptych.api.v1 import chat_message_pb2
+from triptych.api.v1 import chat_message_pb2, request_pb2
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
 
@@ -136,6 +136,16 @@ async def test_a_call_that_is_cancelled_late_or_refused_is_logged_with_its_cause
     assert gone["queue_ms"] > 0
     assert shown(gone, "prefill_ms", "decode_ms", "num_output_tokens") == (0, 0, 0)
     assert shown(wrong, "engine", "queue_ms") == (None, None)
+
+
+async def test_a_request_that_an_abort_call_ends_is_logged_as_that(lines):
+    engine = FakeEngine(lambda engine, request: None)
+    async with serving(engine) as (client, _):
+        reading = asyncio.ensure_future(read_all(client.generate(request_id="mine")))
+        await engine.wait_for_requests(1)
+        await client.request.Abort(request_pb2.AbortRequest(request_id="mine"), timeout=WAIT_S)
+        assert (await reading)[3].reason == output_pb2.FINISH_REASON_ABORT
+    assert [shown(line, "reason", "cause") for line in lines.found] == [("abort", "request")]
 
 
 async def test_logits_that_are_no_numbers_are_in_the_line_of_their_request(lines):
