@@ -38,7 +38,9 @@ def test_a_line_on_a_terminal_takes_the_place_of_a_bar():
     with os.fdopen(slave, "w") as stream, os.fdopen(master, "rb", buffering=0) as terminal:
         stream.write("loading 50 %")
         LogStream(stream).write("line\n")
-        shown = terminal.read(4096)
+        shown = b""
+        while not shown.endswith(b"\n"):
+            shown += terminal.read(4096)
     assert shown == b"loading 50 %\r\x1b[2Kline\r\n"
 
 
