@@ -37,7 +37,8 @@ class EngineTimes:
     """Adds up the time of one output in the queue, the prefill and the decode of the engines that run it."""
 
     __slots__ = (
-        "_is_in", "_now_ns", "_since_ns", "num_migrations", "num_nan_logits", "num_preemptions", "spent_ns",
+        "_is_in", "_now_ns", "_since_ns", "boundary_ns", "num_migrations", "num_nan_logits",
+        "num_preemptions", "spent_ns",
     )  # fmt: skip
 
     QUEUE, PREFILL, DECODE = range(3)
@@ -48,6 +49,7 @@ class EngineTimes:
         self.num_preemptions = 0
         self.num_migrations = 0
         self.num_nan_logits = 0
+        self.boundary_ns: int | None = None  # to an engine and, with the first answer, back
         self._is_in: int | None = None  # None: in no engine
         self._since_ns = 0
 
@@ -66,9 +68,11 @@ class EngineTimes:
                 continue
             elif kind is EventKind.SCHEDULED:
                 self._enter(self.PREFILL, now_ns - age_ns)
+            elif (way_ns := now_ns - age_ns - self._since_ns) >= 0:
+                self.boundary_ns = way_ns
             else:
                 # Earlier than it began here: another frontend had sent it.
-                self._since_ns = min(self._since_ns, now_ns - age_ns)
+                self._since_ns = now_ns - age_ns
         if progress.first_age_ns is None or self._is_in is None:
             return
         if self._is_in == self.PREFILL and progress.prefill_ns is not None:

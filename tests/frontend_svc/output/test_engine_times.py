@@ -35,6 +35,8 @@ def test_times_follow_each_other_from_the_sending_to_the_end():
     # In one message, read 20 ms after the first token of a prompt that took 30 ms.
     one.at(200, Progress([(EventKind.QUEUED, 95 * MS), (EventKind.SCHEDULED, 50 * MS)], 5 * MS, 30 * MS))
     assert one.end(260) == (50, 30, 80)
+    # 5 ms more than the engine had it.
+    assert one.times.boundary_ns == 5 * MS
     # What comes after the end changes nothing.
     one.at(300, Progress([(EventKind.SCHEDULED, 0)], 0, 0))
     assert one.end(400) == (50, 30, 80)
