@@ -1,4 +1,4 @@
-"""Errors of executors that are not a request's fault. Knows no device."""
+"""Errors of executors that are not a request's fault, and the one that is. Knows no device."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ class PeersLost(RuntimeError):
 
     No request is the cause: all of them run again once the remaining ranks have formed a group.
     """
+
+
+class RequestFailed(Exception):
+    """One request cannot be served and ends alone, with this status. code: name of a gRPC status code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
 
 
 def clear_frames(error: BaseException) -> None:

@@ -23,6 +23,16 @@ class Extra(Protocol):
     def decode(cls, data: bytes) -> Self: ...
 
 
+class PreparedExtra(Extra, Protocol):
+    """An extra that every rank that samples prepares before its request may be admitted.
+
+    blocker: the name that blocks the request until then; "" if this one needs no preparation.
+    """
+
+    @property
+    def blocker(self) -> str: ...
+
+
 class OutputExtra(Protocol):
     """An extra that goes to the client with the request's output. One that a rank makes is an Extra too."""
 
@@ -38,6 +48,11 @@ class OutputExtra(Protocol):
     def split(self, max_bytes: int) -> Sequence[Self]:
         """The same in parts of at most `max_bytes`, as far as it can be divided."""
         ...
+
+
+def blocker_of(extra: object) -> str:
+    """The name that blocks a request with this extra until it is prepared; "" if it need not be."""
+    return getattr(extra, "blocker", "")
 
 
 def merge_extras(earlier: Extras, later: Extras) -> Extras:

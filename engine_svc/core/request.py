@@ -187,6 +187,7 @@ class RequestOutput:
     stop_token_id: int | None = None  # the stop token that ended it; None for the end-of-sequence token
     first: FirstOutput | None = None  # in the first output of the request only
     message: str = ""  # for people, if it ended by an error
+    code: str = ""  # the name of its gRPC status code then, if it has one
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
 

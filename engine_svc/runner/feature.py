@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
-from engine_svc.core.extras import Extra, Extras
+from engine_svc.core.extras import Extra, Extras, blocker_of
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
@@ -62,6 +63,17 @@ class RunnerFeature:
 
     State per row is a function of the request and its tokens, so that a request continues anywhere.
     """
+
+    prepares: type[Extra] | None = None  # the extra that `prepare` takes, one with a `blocker`
+
+    def prepare(self, extra: Any) -> Any:
+        """Slow work for a request that is blocked meanwhile, in a thread beside the steps.
+
+        What is returned stands in the place of the extra in what `uses` and `add_row` get. It is kept until
+        the request ends. RequestFailed ends the request with its status; other errors as internal ones. It
+        must be safe beside the stages, and beside another call, as a call that hangs is left behind.
+        """
+        raise NotImplementedError
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         """Whether the request uses the feature. Other rows cost it nothing."""
@@ -139,6 +151,8 @@ class RunnerFeatures:
             self._num_rows[index] += 1
             self._latest_rows = None
             with self._errors_end(index, (row,)):
+                if feature.prepares is not None and blocker_of(admitted.extras.get(feature.prepares)):
+                    raise RuntimeError(f"{feature.prepares.__name__} was not prepared")
                 feature.add_row(row, admitted)
 
     def remove_row(self, row: int) -> None:
@@ -147,9 +161,13 @@ class RunnerFeatures:
             self._stop_using(index, row)
 
     def examples(self) -> Extras:
-        """Extras of a request that uses all features with kernels of their own."""
-        examples = [feature.example() for feature in self._features]
-        return {type(extra): extra for extra in examples if extra is not None}
+        """Extras of a request that uses all features with kernels of their own, prepared where needed."""
+        examples = {feature: feature.example() for feature in self._features}
+        return {
+            type(extra): feature.prepare(extra) if feature.prepares is type(extra) else extra
+            for feature, extra in examples.items()
+            if extra is not None
+        }
 
     def reads_logits(self, admitted: AdmittedRequest) -> bool:
         """Whether more than the largest logit of its row is needed.

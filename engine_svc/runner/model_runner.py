@@ -21,6 +21,7 @@ from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.memory.kv_tensors import KVTensors
+from engine_svc.runner.preparer import OnPrepared, Preparer
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
@@ -62,10 +63,12 @@ class ModelRunner:
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
         on_failed: OnFailed | None = None,
+        on_prepared: OnPrepared = lambda number, failure: None,
     ) -> None:
         """exchange: for a model whose experts are divided over engines, which run steps together.
 
         on_failed: for a rank whose results are not read; called before a step's forward.
+        on_prepared: called in the thread that prepares extras.
         """
         self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
@@ -96,6 +99,7 @@ class ModelRunner:
         # First: what a feature forces is forced regardless of `min_tokens`.
         features = (MinTokens(facts.vocab_size, kv.device), *make_features(context))
         self._features = RunnerFeatures(features, config.max_num_seqs)
+        self.preparer = Preparer(features, on_prepared)
         self._sampler = Sampler(
             ops,
             max_num_seqs=config.max_num_seqs,
@@ -244,6 +248,7 @@ class ModelRunner:
             self._features.remove_row(row)
         for admitted in plan.admitted:
             row = self._batch.enter(admitted)
+            admitted = self.preparer.with_prepared(admitted)
             self._features.add_row(row, admitted)
             self._sampler.enter(row, admitted)
         fresh = self._batch.extend(plan)

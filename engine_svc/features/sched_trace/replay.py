@@ -159,6 +159,8 @@ class Playback:
             case "add":
                 self.run.num_requests += 1
                 scheduler.add(read_request(event["request"]))
+            case "unblock":
+                scheduler.unblock(event["id"], event["name"])
             case "abort":
                 reason = FinishReason(event.get("reason", "abort"))
                 self._check(event, scheduler.abort(event["ids"], at, event.get("cause", ""), reason))

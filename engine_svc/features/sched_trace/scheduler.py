@@ -123,6 +123,10 @@ class TracedScheduler:
         if self._sink.is_open:
             self._note({"op": "add", "request": request_record(request)}, request.num_tokens)
 
+    def unblock(self, request_id: str, name: str) -> None:
+        self._scheduler.unblock(request_id, name)
+        self._note({"op": "unblock", "id": request_id, "name": name}, 1)
+
     def abort(
         self,
         request_ids: Iterable[str],

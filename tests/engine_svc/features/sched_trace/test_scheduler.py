@@ -64,6 +64,7 @@ def test_a_trace_replays_whatever_happened(setup: Setup):
         seen += traffic.seen
         seen["hits"] += run.num_hits
     expected = {"preempted", "withdrawn", "reset", "stop", "length", "abort", "error", "repetition", "hits"}
+    expected.add("unblocked")
     assert {name for name in expected if not seen[name]} == (
         set() if setup.cache.enable_prefix_caching else {"hits"}
     )

@@ -91,6 +91,7 @@ class Traffic:
         self._rng = random.Random(seed)
         self._head = [self._rng.randrange(3, 9) for _ in range(12)]
         self._alive: list[str] = []
+        self._blocked: list[str] = []
         self._num_added = 0
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._now = 1.0
@@ -132,6 +133,9 @@ class Traffic:
         for _ in range(rng.choice((0, 0, 1, 2))):
             if len(self._alive) < 14:
                 self._add()
+        if self._blocked and rng.random() < 0.3:
+            self._scheduler.unblock(self._blocked.pop(rng.randrange(len(self._blocked))), "preparation")
+            self.seen["unblocked"] += 1
         if self._alive and rng.random() < 0.08:
             ended = rng.sample(self._alive, min(len(self._alive), rng.randrange(1, 3)))
             reason = rng.choice((FinishReason.ABORT, FinishReason.ERROR))
@@ -166,6 +170,9 @@ class Traffic:
             cache_salt=rng.choice(("", "", "", "salt")),
             extra_keys=rng.choice(((), (), ("adapter",))),
         )
+        if rng.random() < 0.1:
+            request.blockers.add("preparation")
+            self._blocked.append(request.request_id)
         self._num_added += 1
         self._alive.append(request.request_id)
         self._scheduler.add(request)
