@@ -58,6 +58,19 @@ class LogitRows:
     rows: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class HostTokens:
+    """What has become known of the rows with one feature since its last `on_tokens`, on the host.
+
+    rows, token_ids: [K] int64, tokens that were sampled for these rows of the batch; each is given once.
+    sampling_rows: [M] int64, rows that sample in this step.
+    """
+
+    rows: Ints
+    token_ids: Ints
+    sampling_rows: Ints
+
+
 class RunnerFeature:
     """One feature on the device, in every rank. Override the stages that it needs, which come in this order.
 
@@ -98,6 +111,15 @@ class RunnerFeature:
         fails, and the engine loses its ranks.
         """
 
+    def on_tokens(self, tokens: HostTokens) -> Mapping[int, str] | None:
+        """The tokens of the step before are on the host, and the forward of this step runs meanwhile.
+
+        For what `apply` needs and takes time. On a CPU in another thread: it must not use the step's tensors.
+        On a GPU, a step in which such rows sample waits for the tokens of the one before, once its forward is
+        launched. `add_row` has all tokens until then. Returns rows that cannot go on, with the reason for the
+        client.
+        """
+
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
         """The model's own logits [M, V] of its extra positions."""
 
@@ -121,7 +143,20 @@ class FeaturePart:
     read: PendingPart
 
 
-_STAGES = ("before_forward", "extra_positions", "apply", "after_sampling")
+_NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
+_STAGES = ("before_forward", "extra_positions", "on_tokens", "apply", "after_sampling")
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Tokens of one step that a feature has not been given. read: waits until they are on the host.
+
+    entries, rows: [K], of the rows with the feature; -1 where the row has left the batch.
+    """
+
+    entries: Ints
+    rows: Ints
+    read: Callable[[], Ints]
 
 
 class RunnerFeatures:
@@ -142,6 +177,7 @@ class RunnerFeatures:
         # Of the last step: consecutive steps mostly have the same rows.
         self._latest_rows: Ints | None = None
         self._latest: dict[int, LogitRows] = {}
+        self._unread: dict[int, list[_Unread]] = {index: [] for index in self._with_stage["on_tokens"]}
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         for index, feature in enumerate(self._features):
@@ -196,6 +232,36 @@ class RunnerFeatures:
                 if positions is not None:
                     found.append((index, positions))
         return found
+
+    def reads_tokens(self, rows: Ints) -> bool:
+        """Whether `on_tokens` is to be called in a step in which these rows sample."""
+        return any(self._uses[index, rows].any() for index in self._used("on_tokens"))
+
+    def on_tokens(self, rows: Ints) -> None:
+        """rows: of the batch, that sample in this step."""
+        for index in self._used("on_tokens"):
+            sampling = rows[self._uses[index, rows]]
+            if not len(sampling):
+                continue
+            tokens = self._take_unread(index, sampling)
+            with self._errors_end(index, sorted({*tokens.rows.tolist(), *sampling.tolist()})):
+                for row, why in (self._features[index].on_tokens(tokens) or {}).items():
+                    self._failed[row] = why
+                    self._stop_using(index, row)
+
+    def keep_sampled(self, rows: Ints, read: Callable[[], Ints]) -> None:
+        """A step was launched in which these rows sample. read: [N], waits for their tokens."""
+        for index in self._used("on_tokens"):
+            entries = self._uses[index, rows].nonzero()[0]
+            if len(entries):
+                self._unread[index].append(_Unread(entries, rows[entries], read))
+
+    def _take_unread(self, index: int, sampling: Ints) -> HostTokens:
+        unread, self._unread[index] = self._unread[index], []
+        rows = np.concatenate([_NO_ROWS, *(one.rows for one in unread)])
+        token_ids = np.concatenate([_NO_ROWS, *(one.read()[one.entries] for one in unread)])
+        is_there = rows >= 0
+        return HostTokens(rows[is_there], token_ids[is_there], sampling)
 
     def before_sampling(
         self, inputs: StepInputs, logits: Tensor, extra: Sequence[tuple[int, Ints]]
@@ -267,6 +333,10 @@ class RunnerFeatures:
         self._uses[index, row] = False
         self._num_rows[index] -= 1
         self._latest_rows = None
+        for unread in self._unread.get(index, ()):
+            unread.rows[unread.rows == row] = -1
+        if index in self._unread and not self._num_rows[index]:
+            self._unread[index].clear()
         with self._errors_end(index, ()):
             self._features[index].remove_row(row)
 

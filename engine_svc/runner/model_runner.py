@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from engine_svc.runner.preparer import OnPrepared, Preparer
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 from engine_svc.runner.sleep import Resident, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
@@ -99,6 +100,7 @@ class ModelRunner:
         # First: what a feature forces is forced regardless of `min_tokens`.
         features = (MinTokens(facts.vocab_size, kv.device), *make_features(context))
         self._features = RunnerFeatures(features, config.max_num_seqs)
+        self._host_tokens = _HostTokens(self._features, kv.device)
         self.preparer = Preparer(features, on_prepared)
         self._sampler = Sampler(
             ops,
@@ -152,7 +154,9 @@ class ModelRunner:
             self._on_failed(plan.step_number, failed)
         if extra:
             inputs = inputs.with_logits_of([positions for _, positions in extra])
-        with self._profiler.range("forward"):
+        reads_tokens = features.reads_tokens(inputs.sampling_rows)
+        beside = self._host_tokens.given(inputs.sampling_rows) if reads_tokens else nullcontext()
+        with self._profiler.range("forward"), beside:
             found = self._forward(model, inputs, context, needs_all=bool(extra))
         parts: list[FeaturePart] = []
         # An earlier stage of a pipeline has no logits.
@@ -164,9 +168,12 @@ class ModelRunner:
         if sampled is not None:
             parts += sampled.parts
         failed = features.failed(inputs.rows)
-        return RunningStep(
+        step = RunningStep(
             plan, sampled, self._kv.device, inputs.rows, parts=parts, failed=failed, check=self._check
         )
+        if reads_tokens and sampled is not None:
+            features.keep_sampled(inputs.sampling_rows, step.sampled_ids)
+        return step
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
         """A step without tokens of this engine; computes those of other engines, if experts are shared."""
@@ -274,3 +281,34 @@ class ModelRunner:
                     inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept
                 )
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+
+
+class _HostTokens:
+    """Gives features the newest tokens while a forward runs.
+
+    On a CPU in a thread: the tokens are known, and the forward leaves the interpreter to others. On a GPU
+    once the forward is launched, as the tokens may be those of a step that still runs.
+    """
+
+    def __init__(self, features: RunnerFeatures, device: torch.device) -> None:
+        self._features = features
+        # Its thread starts when it is first used.
+        self._thread = ThreadPoolExecutor(1, "host-tokens") if device.type == "cpu" else None
+
+    @contextmanager
+    def given(self, rows: Ints) -> Iterator[None]:
+        """Around the launch of a forward. rows: of the batch, that sample in this step."""
+        if self._thread is None:
+            yield
+            self._features.on_tokens(rows)
+            return
+        given = self._thread.submit(self._give, rows)
+        try:
+            yield
+        finally:
+            # Also after an error: the rows of the features are released next.
+            given.result()
+
+    @torch.inference_mode()
+    def _give(self, rows: Ints) -> None:
+        self._features.on_tokens(rows)

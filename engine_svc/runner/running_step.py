@@ -48,6 +48,12 @@ class RunningStep:
             self._done = torch.cuda.Event()
             self._done.record()
 
+    def sampled_ids(self) -> Ints:
+        """The tokens of the rows that sample, [N]; waits until they are on the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._token_ids.numpy()
+
     def result(self) -> StepResult:
         """The step's result; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""
         try:
