@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.core.request import Request
+from engine_svc.core.extras import Extras
+from engine_svc.core.request import Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.clock import Clock
@@ -52,6 +53,13 @@ class SchedulerFeature:
 
     def on_plan(self, plan: StepPlan) -> None:
         """A plan with rows is complete. May attach a part: `plan.extras[Type] = value`."""
+
+    def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+        """Whether its newest tokens end the request. Only for requests with `needs_verdict`, set by `on_add`.
+
+        output: without its extras; with a finish reason if the request ends anyway, which a verdict replaces.
+        extras: of its row, from the runner's half. The first feature with a verdict decides.
+        """
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """The tokens of a step have been appended. May change its own part of `result.extras`.

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from engine_svc.build.engine import Core, build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.extras import Extras
+from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import Record, Setup, encode
 from engine_svc.features.sched_trace.replay import Run, replay
 from engine_svc.features.sched_trace.scheduler import SchedTrace
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from engine_svc.scheduler.feature import SchedulerFeature
 from service_kit.clock import FakeClock
 
 EOS = 2
@@ -25,9 +27,27 @@ CACHE = CacheConfig(num_blocks=26, groups=(FullAttention(4),))
 SETUP = Setup(SCHEDULER, CACHE)
 
 
-def build(setup: Setup) -> Core:
+class OddEnds(SchedulerFeature):
+    """Ends some requests at a token, with or without it."""
+
+    def on_add(self, request: Request) -> None:
+        request.needs_verdict = len(request.token_ids) % 3 == 0
+
+    def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+        token = request.token_ids[-1]
+        if token % 5:
+            return None
+        reason = (FinishReason.STOP, FinishReason.ERROR)[token % 2]
+        return Verdict(reason, None if token < 18 else len(output.new_token_ids) - 1)
+
+
+def build(setup: Setup, features: Sequence[SchedulerFeature] = ()) -> Core:
     return build_core(
-        setup.scheduler, setup.cache, policy=setup.policy, scheduler_class=setup.scheduler_class
+        setup.scheduler,
+        setup.cache,
+        policy=setup.policy,
+        scheduler_class=setup.scheduler_class,
+        features=features,
     )
 
 
@@ -45,11 +65,11 @@ def request(request_id: str, num_tokens: int = 6, *, max_tokens: int = 16) -> Re
 class Tracing:
     """A traced scheduler, and the records of it."""
 
-    def __init__(self, setup: Setup = SETUP) -> None:
+    def __init__(self, setup: Setup = SETUP, features: Sequence[SchedulerFeature] = ()) -> None:
         self.records: list[Record] = []
         self.num_items: list[int] = []
         self.is_open = True
-        self.core = build(setup)
+        self.core = build(setup, features)
         self.feature = SchedTrace(setup, FakeClock(), self)
         self.scheduler = self.feature.wrap(self.core.scheduler, self.core.kv_cache)
 
