@@ -309,6 +309,15 @@ def test_a_stop_at_no_token_names_none():
     assert second.stop_token_id == 11
 
 
+def test_an_error_has_its_status():
+    finished = [
+        FinishedRow(0, FinishReason.ERROR, message="no such thing", code="INVALID_ARGUMENT"),
+        FinishedRow(1, FinishReason.ERROR, message="no luck"),
+    ]
+    step = messages.to_step(StepOutput(4, [9, 10], [0, 0], [], finished=finished), {}, FEATURES, 0.0)
+    assert [(end.code, end.message) for end in step.finished] == [(3, "no such thing"), (0, "no luck")]
+
+
 def test_the_first_record_says_how_the_prompt_was_computed():
     prefill = PrefillStats(num_prompt_tokens=40, num_chunks=3, queue_s=0.25, prefill_s=0.0000015)
     output = StepOutput(4, [9], [1], [5], first=[(0, FirstOutput(16, prefill))])
