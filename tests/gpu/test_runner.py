@@ -11,8 +11,11 @@ from engine_svc.runner.cuda_graphs import CudaRecorder
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
 from tests.engine_svc.features.prompt_embeds.test_runner import add_embedded
+from tests.engine_svc.runner.chains import Chain
 from tests.engine_svc.runner.fakes import LogitsOfAllRows
+from tests.engine_svc.runner.test_chains import Rig
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
+from tests.gpu.rig import BLOCK_SIZE
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 32
@@ -148,3 +151,15 @@ def test_requests_are_admitted_without_waiting_for_the_device(gpu_model):
         assert all(len(tokens) == 1 for tokens in result.sampled)
         for name in list(driver.requests):
             driver.finish(name)
+
+
+def test_chains_hold_with_two_steps_in_flight(gpu_model):
+    model = gpu_model("llama", "native", False)
+    rig = Rig(model, depth=2, block_size=BLOCK_SIZE, options={"has_graphs": True})
+    for handle, chain in enumerate((None, Chain(3))):
+        rig.add(handle, chain, max_tokens=4)
+    rig.run(2)
+    rig.close()
+    # Each step was launched before the result of the one before it was read.
+    assert rig.keeps_chain(1)
+    assert len(rig.tokens[1]) == 4

@@ -7,13 +7,13 @@ import threading
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.feature import HostTokens, LogitRows, RunnerFeature
-from engine_svc.runner.sampling.transfer import Ints
+from engine_svc.runner.sampling.transfer import Ints, to_device
 
 LIMIT_S = 60.0
 
@@ -103,8 +103,7 @@ class ChainRows(RunnerFeature):
             row = self.rows[number]
             assert row.token_ids == token_ids[number, :position].tolist(), "a token was lost or came twice"
             assert row.allowed is not None, "the tokens of this step did not come"
-            allowed = torch.tensor([token % self.vocab_size for token in row.allowed])
-            kept = logits[entry, allowed]
-            logits[entry] = float("-inf")
-            logits[entry, allowed] = kept
+            allowed = to_device(np.array(row.allowed) % self.vocab_size, logits.device)
+            kept = logits[entry].index_select(0, allowed)
+            logits[entry].fill_(float("-inf")).index_copy_(0, allowed, kept)
             row.allowed = None

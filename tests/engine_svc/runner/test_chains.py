@@ -26,6 +26,7 @@ from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, TinyModel
 from tests.engine_svc.runner.test_model_runner import prompt_of
+from tests.gpu.rig import GpuModel
 
 NUM_TOKENS = 16
 WAYS = [(False, 1), (True, 1), (True, 2)]
@@ -35,11 +36,13 @@ WAYS = [(False, 1), (True, 1), (True, 2)]
 class Rig:
     """An engine over a tiny model; the test runs each turn."""
 
-    model: TinyModel
+    model: TinyModel | GpuModel
     is_beside: bool = False
     depth: int = 1
     num_blocks: int = 128
     max_num_batched_tokens: int = 24
+    block_size: int = BLOCK_SIZE
+    options: dict[str, bool] = field(default_factory=dict)  # of the runner
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, FinishedRow] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Rig:
             self.inbox.put(Prepared(number, failure))
             self.answered.set()
 
-        runner = self.model.runner(features=(self.feature,), on_prepared=on_prepared)
+        runner = self.model.runner(features=(self.feature,), on_prepared=on_prepared, **self.options)
         clock = FakeClock()
         self.preparations = Preparations(runner.preparer, clock)
         self.core = build_core(
@@ -65,7 +68,7 @@ class Rig:
                 async_scheduling=self.depth > 1,
                 max_steps_in_flight=self.depth,
             ),
-            CacheConfig(self.num_blocks, (FullAttention(BLOCK_SIZE),)),
+            CacheConfig(self.num_blocks, (FullAttention(self.block_size),)),
             features=[self.preparations],
         )
         self.executor = ThreadExecutor(runner) if self.is_beside else InlineExecutor(runner)
@@ -135,16 +138,24 @@ class Rig:
         return chain.keeps(request.token_ids, request.num_prompt_tokens, self.feature.vocab_size)
 
 
+_ALONE: dict[tuple[object, ...], list[int]] = {}
+
+
 def alone(model: TinyModel, handle: int, chain: Chain | None, **options) -> list[int]:
-    rig = Rig(model)
-    rig.add(handle, chain, **options)
-    rig.run(1)
-    rig.close()
-    return rig.tokens[handle]
+    """The tokens of a request of which the engine has no other. Models live as long as all tests."""
+    key = (id(model), handle, chain, *options.items())
+    if key not in _ALONE:
+        rig = Rig(model)
+        rig.add(handle, chain, **options)
+        rig.run(1)
+        rig.close()
+        _ALONE[key] = rig.tokens[handle]
+    return _ALONE[key]
 
 
-@pytest.mark.parametrize("model_impl", ["native", "transformers"])
-@pytest.mark.parametrize(("is_beside", "depth"), WAYS)
+@pytest.mark.parametrize(
+    ("is_beside", "depth", "model_impl"), [*((*way, "native") for way in WAYS), (True, 2, "transformers")]
+)
 def test_no_row_gets_a_token_that_its_chain_forbids(tiny_model, is_beside, depth, model_impl):
     model = tiny_model("llama", model_impl)
     rig = Rig(model, is_beside, depth)
