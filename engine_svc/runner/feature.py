@@ -198,11 +198,10 @@ class RunnerFeatures:
 
     def examples(self) -> Extras:
         """Extras of a request that uses all features with kernels of their own, prepared where needed."""
-        examples = {feature: feature.example() for feature in self._features}
         return {
             type(extra): feature.prepare(extra) if feature.prepares is type(extra) else extra
-            for feature, extra in examples.items()
-            if extra is not None
+            for feature in self._features
+            if (extra := feature.example()) is not None
         }
 
     def reads_logits(self, admitted: AdmittedRequest) -> bool:

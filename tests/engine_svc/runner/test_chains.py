@@ -18,6 +18,7 @@ from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.loop.step_output import FinishedRow
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
+from engine_svc.runner.feature import RunnerFeatures
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import LIMIT_S
@@ -213,6 +214,14 @@ def test_what_was_not_prepared_ends_its_row(tiny_model):
     driver = model.driver(features=(ChainRows(model.ours.facts.vocab_size),))
     driver.add("a", prompt_of(9, seed=1)).extras[Chain] = Chain(3)
     assert driver.step({"a": 9}).failed == {0: "ChainRows failed: RuntimeError: Chain was not prepared"}
+
+
+def test_an_example_is_prepared_as_well():
+    class WithExample(ChainRows):
+        def example(self) -> Chain:
+            return Chain(7)
+
+    assert RunnerFeatures([WithExample(32), ChainRows(32)], max_num_seqs=4).examples() == {Chain: 7}
 
 
 def test_a_request_that_another_engine_began_goes_on_as_there(tiny_model):
