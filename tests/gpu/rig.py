@@ -14,7 +14,6 @@ from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_siz
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, RunnerConfig
-from engine_svc.runner.preparer import OnPrepared
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import make_runner_features
 from tests.engine_svc.runner.fakes import PlanDriver
@@ -48,7 +47,6 @@ class GpuModel:
         has_graphs: bool = False,
         features: Sequence[RunnerFeature] = (),
         takes_embeds: bool = False,
-        on_prepared: OnPrepared = lambda number, failure: None,
     ) -> ModelRunner:
         kv = KVTensors(self.ours.facts, KVSizing(NUM_BLOCKS, BLOCK_SIZE, 0), self.ours.device)
         # The memory is used as it comes, so the worst that it can hold must reach no result.
@@ -65,7 +63,6 @@ class GpuModel:
                 *features,
             ],
             graphs=self._graphs(kv) if has_graphs else None,
-            on_prepared=on_prepared,
         )
 
     def driver(self, runner: ModelRunner) -> PlanDriver:

@@ -27,7 +27,6 @@ from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, TinyModel
 from tests.engine_svc.runner.test_model_runner import prompt_of
-from tests.gpu.rig import GpuModel
 
 NUM_TOKENS = 16
 WAYS = [(False, 1), (True, 1), (True, 2)]
@@ -37,13 +36,11 @@ WAYS = [(False, 1), (True, 1), (True, 2)]
 class Rig:
     """An engine over a tiny model; the test runs each turn."""
 
-    model: TinyModel | GpuModel
+    model: TinyModel
     is_beside: bool = False
     depth: int = 1
     num_blocks: int = 128
     max_num_batched_tokens: int = 24
-    block_size: int = BLOCK_SIZE
-    options: dict[str, bool] = field(default_factory=dict)  # of the runner
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, FinishedRow] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -58,7 +55,7 @@ class Rig:
             self.inbox.put(Prepared(number, failure))
             self.answered.set()
 
-        runner = self.model.runner(features=(self.feature,), on_prepared=on_prepared, **self.options)
+        runner = self.model.runner(features=(self.feature,), on_prepared=on_prepared)
         clock = FakeClock()
         self.preparations = Preparations(runner.preparer, clock)
         self.core = build_core(
@@ -69,7 +66,7 @@ class Rig:
                 async_scheduling=self.depth > 1,
                 max_steps_in_flight=self.depth,
             ),
-            CacheConfig(self.num_blocks, (FullAttention(self.block_size),)),
+            CacheConfig(self.num_blocks, (FullAttention(BLOCK_SIZE),)),
             features=[self.preparations],
         )
         self.executor = ThreadExecutor(runner) if self.is_beside else InlineExecutor(runner)
