@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -96,28 +97,66 @@ class SchemaDocument:
         if not isinstance(target, dict):
             return False
         if id(target) not in self._recursive:
-            self._recursive[id(target)] = self._reaches(target)
+            self._find_cycles(target)
         return self._recursive[id(target)]
 
-    def _reaches(self, target: dict[str, Any]) -> bool:
-        seen: set[int] = set()
-        open_schemas: list[Any] = [target]
-        while open_schemas:
-            node = open_schemas.pop()
-            if isinstance(node, list):
-                open_schemas.extend(node)
-            if not isinstance(node, dict) or id(node) in seen:
+    def _find_cycles(self, start: dict[str, Any]) -> None:
+        """Tarjan's strongly connected components of the schemas that are reached, without recursion."""
+        order: dict[int, int] = {}
+        lowest: dict[int, int] = {}
+        open_ids: list[int] = []
+        is_open: set[int] = set()
+        path: list[tuple[dict[str, Any], Iterator[dict[str, Any]]]] = []
+
+        def enter(node: dict[str, Any]) -> None:
+            order[id(node)] = lowest[id(node)] = len(order)
+            open_ids.append(id(node))
+            is_open.add(id(node))
+            self._recursive[id(node)] = False
+            path.append((node, iter(self._referenced(node))))
+
+        enter(start)
+        while path:
+            node, edges = path[-1]
+            for target in edges:
+                if target is node:
+                    self._recursive[id(node)] = True
+                if id(target) not in self._recursive:
+                    enter(target)
+                    break
+                if id(target) in is_open:
+                    lowest[id(node)] = min(lowest[id(node)], order[id(target)])
+            else:
+                path.pop()
+                if path:
+                    parent = id(path[-1][0])
+                    lowest[parent] = min(lowest[parent], lowest[id(node)])
+                if lowest[id(node)] == order[id(node)]:
+                    component: list[int] = []
+                    while not component or component[-1] != id(node):
+                        component.append(open_ids.pop())
+                    is_open.difference_update(component)
+                    for member in component if len(component) > 1 else ():
+                        self._recursive[member] = True
+
+    def _referenced(self, node: dict[str, Any]) -> list[dict[str, Any]]:
+        """Targets of the references in a schema, not of those in the targets."""
+        found: list[dict[str, Any]] = []
+        open_values: list[Any] = [node]
+        while open_values:
+            value = open_values.pop()
+            if isinstance(value, list):
+                open_values.extend(value)
+            if not isinstance(value, dict):
                 continue
-            seen.add(id(node))
-            for name, value in node.items():
-                if name in ("$ref", "$dynamicRef") and isinstance(value, str):
-                    found = self.resolve(node, name)
-                    if found is target:
-                        return True
-                    open_schemas.append(found)
+            for name, entry in value.items():
+                if name in ("$ref", "$dynamicRef") and isinstance(entry, str):
+                    target = self.resolve(value, name)
+                    if isinstance(target, dict):
+                        found.append(target)
                 elif name not in ("$defs", "definitions", "const", "enum", "default", "examples"):
-                    open_schemas.append(value)
-        return False
+                    open_values.append(entry)
+        return found
 
     def copied(self, copy: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
         """The copy of a schema or of a part of it; its references lead where those of the schema lead."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from frontend_svc.text.json_schema.document import InvalidSchema, SchemaDocument
+from frontend_svc.text.json_schema.document import InvalidSchema, SchemaDocument, SchemaTooLarge
 from frontend_svc.text.json_schema.patterns import pattern_without
 
 # "fraction" is a number that is not an integer.
@@ -26,8 +26,11 @@ ANNOTATIONS = frozenset(
     }
 )  # fmt: skip
 _MAX_DEPTH = 8
-_MAX_CALLS = 2_000
+_MAX_CALLS = 2_000  # of one proof
+MAX_STEPS = 400_000  # of all proofs for a document: parts of schemas looked at; about 2 us each
 _MAX_TEXT = 200
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_UNBOUNDED = re.compile(r"[*+{]")
 # Which kinds a keyword speaks of; all others satisfy it.
 NUMBER_KEYWORDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 STRING_KEYWORDS = frozenset({"minLength", "maxLength", "pattern", "format"})
@@ -123,6 +126,7 @@ class _Facts:
     is_false: bool = False
 
 
+_COUNTED = ("properties", "required", "patternProperties", "prefixItems", "enum")
 _LOWS = {
     "minLength": "maxLength",
     "minItems": "maxItems",
@@ -137,6 +141,7 @@ class Prover:
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
         self._num_calls = 0
+        self._num_steps = 0
 
     def is_unsatisfiable(self, *schemas: Any) -> bool:
         self._num_calls = 0
@@ -185,6 +190,7 @@ class Prover:
             facts.is_false = True
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return
+        self._spend(4 + len(schema))
         for keyword in ("$ref", "$dynamicRef"):
             if keyword in schema:
                 self._collect(self._document.resolve(schema, keyword), facts, depth + 1)
@@ -204,6 +210,7 @@ class Prover:
 
     def _collect_parts(self, schema: dict[str, Any], facts: _Facts) -> None:
         facts.required |= {name for name in schema.get("required") or () if isinstance(name, str)}
+        self._spend(sum(len(schema[name]) for name in _COUNTED if isinstance(schema.get(name), dict | list)))
         properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
         for name, entry in (properties or {}).items():
             facts.properties.setdefault(name, []).append(entry)
@@ -226,6 +233,11 @@ class Prover:
         ):
             if _is_number(schema.get(name)):
                 limits[name] = pick(limits.get(name, schema[name]), schema[name])
+
+    def _spend(self, num_steps: int) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise SchemaTooLarge(f"json_schema takes more than {MAX_STEPS} steps of proof")
 
     def _has_none(self, facts: _Facts, kind: str, depth: int) -> bool:
         """Whether no value of a kind satisfies the facts."""
@@ -314,6 +326,7 @@ class Prover:
             return True
         if depth > _MAX_DEPTH:
             raise CannotNegate("$ref")
+        self._spend(len(schema))
         found: list[Any] = []
         for keyword, value in schema.items():
             if keyword not in ANNOTATIONS and not is_trivial(keyword, within):
@@ -438,8 +451,13 @@ def _other_values(values: list[Any], within: frozenset[str]) -> Any:
 
 
 def _mismatches(pattern: str, text: str) -> bool:
+    """Whether a pattern is not in a text; not asked where Python's search might take long."""
+    if len(text) > _MAX_TEXT or len(pattern) > _MAX_TEXT or _REPEATED_GROUP.search(pattern):
+        return False
+    if len(_UNBOUNDED.findall(pattern)) > 2:
+        return False
     try:
-        return len(text) <= _MAX_TEXT and len(pattern) <= _MAX_TEXT and not re.search(pattern, text)
+        return not re.search(pattern, text)
     except (re.error, RecursionError):
         return False
 

@@ -23,7 +23,8 @@ from engine_svc.features.structured_output.backends.backend import (
     MatcherError,
     Vocabulary,
     check_masks,
-)  # fmt: skip
+)
+from engine_svc.features.structured_output.backends.limits import check_repetitions, check_text
 from engine_svc.features.structured_output.backends.structural_tags import read_structural_tags
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outs
 # Escapes of strings. Without "u" a key cannot be spelled in two ways, so that a property cannot pass as an
 # additional one under another schema.
 _ESCAPES = '"\\bfnrt'
-_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(\d+)\}|\{\d+,\}|.", re.DOTALL)
 _LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
 _MAX_ERROR_CHARS = 300
 
@@ -192,14 +192,14 @@ class LLGuidanceMatcher:
 
 def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
     """The constraint in llguidance's own form, not checked yet. special_ids: of special tokens, by text."""
-    _check_size(constraint)
+    check_text(constraint, max_bytes=MAX_TEXT_BYTES, max_nesting=MAX_NESTING)
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             return _json_grammar(_prepared_schema(_parsed(constraint.text), constraint), constraint)
         case ConstraintKind.JSON_OBJECT:
             return _json_grammar({"type": "object"}, constraint)
         case ConstraintKind.REGEX:
-            _check_repetitions(constraint.text, "regex")
+            check_repetitions(constraint.text, "regex", MAX_REPETITIONS)
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.CHOICE:
             if not constraint.choices or "" in constraint.choices:
@@ -207,51 +207,10 @@ def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
             pattern = "|".join(_escaped(choice) for choice in constraint.choices)
             return LLMatcher.grammar_from_regex(f"(?:{pattern})")
         case ConstraintKind.GRAMMAR:
-            _check_repetitions(constraint.text, "grammar")
+            check_repetitions(constraint.text, "grammar", MAX_REPETITIONS)
             return LLMatcher.grammar_from_lark(_lark(constraint.text))
         case ConstraintKind.STRUCTURAL_TAG:
             return LLMatcher.grammar_from_lark(_tags_lark(constraint, special_ids))
-
-
-def _check_size(constraint: Constraint) -> None:
-    size = len(constraint.text.encode()) + sum(len(choice.encode()) + 1 for choice in constraint.choices)
-    if size > MAX_TEXT_BYTES:
-        raise GrammarTooComplex(f"{constraint.kind.value} has {size} bytes, {MAX_TEXT_BYTES} are allowed")
-    if any("\0" in text for text in (constraint.text, *constraint.choices)):
-        raise GrammarError(f"{constraint.kind.value} contains a NUL character")
-    depth = deepest = 0
-    for character in constraint.text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    if deepest > MAX_NESTING:
-        raise GrammarTooComplex(
-            f"{constraint.kind.value} is nested {deepest} levels deep, {MAX_NESTING} are allowed"
-        )
-
-
-def _check_repetitions(pattern: str, name: str) -> None:
-    """Refuse nested counts like (a{1000}){1000}, which cost their product."""
-    totals = [0]  # of each open group
-    last = 0  # of the part that a count would repeat
-    for found in _REGEX_PARTS.finditer(pattern):
-        part = found[0]
-        if part == "(":
-            totals.append(0)
-        elif part == ")" and len(totals) > 1:
-            last = totals.pop()
-            totals[-1] += last
-        elif found[1]:
-            repeated = last * int(found[1])
-            totals[-1] += repeated - last
-            last = repeated
-        elif part not in "?*+|":
-            last = 1
-            totals[-1] += 1
-        if totals[-1] > MAX_REPETITIONS:
-            raise GrammarTooComplex(f"{name} repeats {totals[-1]} parts, {MAX_REPETITIONS} are allowed")
 
 
 def _check_schema(schema: Any, multiple: int = 1) -> int:
@@ -263,10 +222,10 @@ def _check_schema(schema: Any, multiple: int = 1) -> int:
         return multiple
     for name, value in schema.items():
         if name == "pattern" and isinstance(value, str):
-            _check_repetitions(value, name)
+            check_repetitions(value, name, MAX_REPETITIONS)
         elif name == "patternProperties" and isinstance(value, dict):
             for pattern in value:
-                _check_repetitions(pattern, name)
+                check_repetitions(pattern, name, MAX_REPETITIONS)
         elif name in ("properties", "required") and isinstance(value, dict | list):
             if len(value) > MAX_PROPERTIES:
                 raise GrammarTooComplex(f"{name} has {len(value)} entries, {MAX_PROPERTIES} are allowed")

@@ -24,14 +24,18 @@ from engine_svc.features.structured_output.backends.backend import (
     MatcherError,
     Vocabulary,
     check_masks,
-)  # fmt: skip
+)
+from engine_svc.features.structured_output.backends.limits import check_repetitions, check_text
 from engine_svc.features.structured_output.backends.structural_tags import read_structural_tags
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128
-MAX_REPETITIONS = 2_000  # sum of the counts in a text: each is unrolled
+MAX_PARTS = 5_000  # of a text read as a regular expression, counts multiplied: each is unrolled
+MAX_COUNT = 2_000  # sum of the limits on lengths in a schema, for the same reason
+_COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
 _MAX_ERROR_CHARS = 300
-_REPETITION = re.compile(r'\{\d*,?(\d+)\}|"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
+_ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
 
 
 class XGrammarBackend:
@@ -53,7 +57,11 @@ class XGrammarBackend:
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        _check_size(constraint)
+        check_text(constraint, max_bytes=MAX_TEXT_BYTES, max_nesting=MAX_NESTING)
+        if constraint.kind in (ConstraintKind.REGEX, ConstraintKind.GRAMMAR):
+            check_repetitions(constraint.text, constraint.kind.value, MAX_PARTS)
+        elif (total := sum(map(int, _COUNT.findall(constraint.text)))) > MAX_COUNT:
+            raise GrammarTooComplex(f"{constraint.kind.value} counts to {total}, {MAX_COUNT} is allowed")
         try:
             return _XGrammarGrammar(self._compile(constraint), self.vocabulary)
         except GrammarError:
@@ -87,7 +95,7 @@ class XGrammarBackend:
             case ConstraintKind.JSON_OBJECT:
                 return compiler.compile_json_schema('{"type": "object"}', **_json_options(constraint))
             case ConstraintKind.REGEX:
-                return compiler.compile_regex(constraint.text)
+                return compiler.compile_regex(_regex(constraint.text))
             case ConstraintKind.CHOICE:
                 if not constraint.choices or "" in constraint.choices:
                     raise GrammarError("choice has no texts, or an empty one")
@@ -166,6 +174,13 @@ class XGrammarMatcher:
         return XGrammarMatcher(self.inner.fork(), self._vocabulary, self._num_accepted)
 
 
+def _regex(text: str) -> str:
+    """With what this backend reads differently spelled out or refused."""
+    if "[[:" in text:
+        raise GrammarError("regex: classes by name, as in [[:alpha:]], are not supported by xgrammar")
+    return _REGEX_PARTS.sub(lambda found: r"[^\n]" if found[0] == "." else found[0], text)
+
+
 def _json_options(constraint: Constraint) -> dict[str, Any]:
     whitespace = constraint.whitespace
     if whitespace.pattern:
@@ -201,28 +216,6 @@ def _structural_tag(constraint: Constraint) -> dict[str, Any]:
     return {"type": "structural_tag", "format": triggered}
 
 
-def _check_size(constraint: Constraint) -> None:
-    texts = (constraint.text, *constraint.choices)
-    size = sum(len(text.encode()) for text in texts)
-    if size > MAX_TEXT_BYTES:
-        raise GrammarTooComplex(f"{constraint.kind.value} has {size} bytes, {MAX_TEXT_BYTES} are allowed")
-    if any("\0" in text for text in texts):
-        raise GrammarError(f"{constraint.kind.value} contains a NUL character")
-    depth = deepest = 0
-    for character in constraint.text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
-        raise GrammarTooComplex(
-            f"{constraint.kind.value} is nested {deepest} levels deep, {MAX_NESTING} are allowed"
-        )
-    total = sum(int(first or second) for first, second in _REPETITION.findall(constraint.text))
-    if total > MAX_REPETITIONS:
-        raise GrammarTooComplex(
-            f"{constraint.kind.value} repeats {total} times, {MAX_REPETITIONS} are allowed"
-        )
-
-
 def _texts(vocabulary: Vocabulary) -> list[str]:
     """The tokens' texts by id, as the tokenizer's file spells them."""
     document = json.loads(vocabulary.tokenizer_json)
@@ -241,5 +234,5 @@ def _texts(vocabulary: Vocabulary) -> list[str]:
 
 
 def _short(message: str) -> str:
-    text = " ".join(message.split())
+    text = _ERROR_PLACE.sub("", " ".join(message.split()))
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."

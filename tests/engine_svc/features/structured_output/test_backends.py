@@ -97,6 +97,8 @@ CASES = [
     (schema({"type": "object", "properties": {"a": {}}}), '{"b": 1}', "[1]"),
     (Constraint(ConstraintKind.JSON_OBJECT), '{"x": [1, null]}', "[]"),
     (regex("ab+c?"), "abb", "abba"),
+    (regex("^a.c$"), "a.c", "a\nc"),
+    (regex(r"[.]\.(?:b|c){2}"), "..bc", "a.bc"),
     (Constraint(ConstraintKind.CHOICE, choices=("yes", "yes!", "n/o (a|b)")), "n/o (a|b)", "no"),
     (Constraint(ConstraintKind.CHOICE, choices=("yes", "yes!")), "yes!", "ye"),
     (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a" root "b" | "c"'), "aacbb", "aacb"),
@@ -337,6 +339,24 @@ def test_masks_of_several_rows_are_those_of_each_alone(name):
 def test_what_cannot_be_enforced_is_refused_by_name(constraint, words):
     with pytest.raises(GrammarError, match=words):
         backend("llguidance").compile(constraint)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (regex("(?=a)b"), "Lookahead"),
+        (regex(r"(a)\1"), "Backreference"),
+        (regex(r"\bword"), "Word boundary"),
+        (regex("[[:alpha:]]"), "classes by name"),
+        (regex("[a-z]{0,9}(a{1000}){10}"), "repeats 10009 parts"),
+        (schema({"type": "string", "maxLength": 100_000}), "counts to 100000"),
+        (schema({"type": "array"}, whitespace=Whitespace(pattern=" ?")), "whitespace_pattern"),
+        (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a'), "Expect"),
+    ],
+)
+def test_what_xgrammar_cannot_enforce_is_refused_by_name(constraint, words):
+    with pytest.raises(GrammarError, match=words):
+        backend("xgrammar").compile(constraint)
 
 
 @pytest.mark.parametrize(

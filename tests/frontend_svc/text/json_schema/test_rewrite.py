@@ -201,6 +201,14 @@ def test_what_is_no_schema_is_refused(schema, words):
         '{"items":' * 5000 + "{}" + "}" * 5000,
         json.dumps({"enum": list(range(60_000))}),
         json.dumps({"const": "x" * (1 << 20)}),
+        # All pairs of branches are compared, each of many parts.
+        json.dumps(
+            {
+                "oneOf": [
+                    {"required": [str(i)], "properties": {f"{j}": {} for j in range(99)}} for i in range(64)
+                ]
+            }
+        ),
         # Each branch excludes all others.
         json.dumps({"oneOf": [{"required": [f"{i}{j}" for j in range(9)]} for i in range(64)]}),
     ],
@@ -221,6 +229,31 @@ def test_a_recursive_schema_stays_recursive():
     validator = Draft202012Validator(rewritten.schema)
     assert validator.is_valid({"id": 1, "next": {"id": 2}})
     assert not validator.is_valid({"id": 1, "next": {"id": "2"}})
+
+
+def test_schemas_that_contain_each_other_are_joined_with_siblings():
+    schema = {
+        "$defs": {
+            "a": {"properties": {"b": {"$ref": "#/$defs/b", "required": ["x"]}}},
+            "b": {"properties": {"a": {"$ref": "#/$defs/a", "type": "object"}}},
+        },
+        "$ref": "#/$defs/a",
+    }
+    rewritten = rewrite(json.dumps(schema))
+    validator = Draft202012Validator(rewritten.schema)
+    for instance, is_valid in (
+        ({"b": {"x": 1, "a": {"b": {"x": 1}}}}, True),
+        ({"b": {"x": 1, "a": {"b": {}}}}, False),
+        ({"b": {"x": 1, "a": 1}}, False),
+    ):
+        assert validator.is_valid(instance) is is_valid
+    text = json.dumps(rewritten.schema)
+    assert text.count('"$ref"') == text.count('{"$ref"')  # each stands alone
+
+
+def test_a_pattern_that_takes_exponential_time_is_not_searched():
+    schema = {"oneOf": [{"pattern": "^(a+)+$"}, {"const": "a" * 100 + "b"}]}
+    assert [found.keyword for found in rewrite(json.dumps(schema)).unenforced] == ["oneOf"]
 
 
 def test_spellings_of_earlier_drafts():
