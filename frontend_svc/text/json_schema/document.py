@@ -56,6 +56,7 @@ class SchemaDocument:
         self._copies: list[Any] = []  # kept, because schemas are known by identity
         dialect = self.root.get("$schema") if isinstance(self.root, dict) else None
         self._is_old = isinstance(dialect, str) and "draft-0" in dialect  # where nothing counts beside $ref
+        self._has_id = isinstance(dialect, str) and ("draft-03" in dialect or "draft-04" in dialect)
         self._index(self.root, "")
         self._modernise(self.root)
 
@@ -204,7 +205,7 @@ class SchemaDocument:
                 self._index(entry, base)
         if not isinstance(node, dict):
             return
-        own = node.get("$id", node.get("id"))
+        own = node.get("$id", node.get("id") if self._has_id else None)
         if isinstance(own, str) and not ("$ref" in node and self._is_old):
             if own.startswith("#"):
                 self._by_uri.setdefault(base + own, node)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from frontend_svc.text.json_schema.document import InvalidSchema, SchemaDocument, SchemaTooLarge
@@ -107,6 +107,19 @@ def json_key(value: Any) -> str:
     return json.dumps(value)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of the values among which a schema is negated."""
+
+    kinds: frozenset[str] = KINDS
+    names: frozenset[str] | None = None  # the only properties that objects have; None: any
+    items: tuple[Any, ...] = ()  # what all items of arrays satisfy
+    properties: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # what each satisfies
+
+
+_ANY_VALUE = Known()
+
+
 @dataclass
 class _Facts:
     """What several schemas together say."""
@@ -119,6 +132,7 @@ class _Facts:
         default_factory=list
     )  # names and patterns that are allowed
     prefix: dict[int, list[Any]] = field(default_factory=dict)
+    items: list[Any] = field(default_factory=list)  # of arrays without a prefix
     low: dict[str, float] = field(default_factory=dict)  # by keyword of a lower limit: the largest
     high: dict[str, float] = field(default_factory=dict)
     patterns: list[str] = field(default_factory=list)
@@ -126,6 +140,12 @@ class _Facts:
     is_false: bool = False
 
 
+# Keywords whose meaning does not depend on those beside them.
+_ALONE = (
+    NUMBER_KEYWORDS
+    | STRING_KEYWORDS
+    | {"$ref", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties"}
+)
 _COUNTED = ("properties", "required", "patternProperties", "prefixItems", "enum")
 _LOWS = {
     "minLength": "maxLength",
@@ -220,6 +240,8 @@ class Prover:
         if isinstance(prefix, list):
             for index, entry in enumerate(prefix):
                 facts.prefix.setdefault(index, []).append(entry)
+        elif "items" in schema:
+            facts.items.append(schema["items"])
         if isinstance(schema.get("pattern"), str):
             facts.patterns.append(schema["pattern"])
         for low, high in _LOWS.items():
@@ -300,24 +322,46 @@ class Prover:
             )
         return False
 
-    def only_names(self, *schemas: Any) -> frozenset[str] | None:
-        """Names that an object which satisfies all of them may have; None: any."""
+    def known(self, *schemas: Any) -> Known:
+        """What is known of values that satisfy all of them."""
         facts = _Facts()
         for schema in schemas:
             self._collect(schema, facts, 0)
         closed = [names for names, patterns in facts.closed if not patterns]
-        return frozenset(set.intersection(*closed)) if closed else None
+        names = frozenset(set.intersection(*closed)) if closed else None
+        return Known(self.kinds(*schemas), names, tuple(facts.items), facts.properties)
 
-    def negation(
-        self,
-        schema: Any,
-        within: frozenset[str] = KINDS,
-        names: frozenset[str] | None = None,
-        depth: int = 0,
-    ) -> Any:
-        """A schema of those values that do not satisfy `schema`, among values of the kinds `within`.
+    def implies(self, schema: Any, other: Any, depth: int = 0) -> bool:
+        """Whether all that satisfies a schema was found to satisfy the other."""
+        if other is True or schema is False or json_key(schema) == json_key(other):
+            return True
+        if depth > _MAX_DEPTH or not isinstance(schema, dict) or not isinstance(other, dict):
+            return False
+        self._spend(len(schema) + len(other))
+        words = {name for name in schema if name not in ANNOTATIONS}
+        if words == {"$ref"} and "$ref" not in other:
+            return self.implies(self._document.resolve(schema), other, depth + 1)
+        if words <= {"type", "anyOf"} and "anyOf" in words:
+            return all(self.implies(branch, other, depth + 1) for branch in _schemas(schema["anyOf"]))
+        return all(
+            self._implies_keyword(schema, name, value, depth)
+            for name, value in other.items()
+            if name not in ANNOTATIONS
+        )
 
-        names: the only ones that objects among them have; None: any.
+    def _implies_keyword(self, schema: dict[str, Any], name: str, value: Any, depth: int) -> bool:
+        if name == "type":
+            return self.kinds(schema) <= kinds_of_type(value)
+        if name == "items" and "prefixItems" not in schema:
+            return "items" in schema and self.implies(schema["items"], value, depth + 1)
+        if name == "anyOf":
+            return any(self.implies(schema, branch, depth + 1) for branch in _schemas(value))
+        is_alone = name in _ALONE and name in schema
+        return is_alone and json_key(schema[name]) == json_key(value)
+
+    def negation(self, schema: Any, known: Known = _ANY_VALUE, depth: int = 0) -> Any:
+        """A schema of those values that do not satisfy `schema`, among those of which `known` holds.
+
         CannotNegate names a keyword for which there is none.
         """
         if schema is True:
@@ -329,22 +373,15 @@ class Prover:
         self._spend(len(schema))
         found: list[Any] = []
         for keyword, value in schema.items():
-            if keyword not in ANNOTATIONS and not is_trivial(keyword, within):
-                found.append(self._negated(keyword, value, schema, within, names, depth))
+            if keyword not in ANNOTATIONS and not is_trivial(keyword, known.kinds):
+                found.append(self._negated(keyword, value, schema, known, depth))
         found = [entry for entry in found if entry is not False]
         if not found:
             return False
         return found[0] if len(found) == 1 else {"anyOf": found}
 
-    def _negated(
-        self,
-        keyword: str,
-        value: Any,
-        schema: dict[str, Any],
-        within: frozenset[str],
-        names: frozenset[str] | None,
-        depth: int,
-    ) -> Any:
+    def _negated(self, keyword: str, value: Any, schema: dict[str, Any], known: Known, depth: int) -> Any:
+        within = known.kinds
         match keyword:
             case "type":
                 kinds = within - kinds_of_type(value)
@@ -358,24 +395,33 @@ class Prover:
             case "not":
                 return value
             case "allOf":
-                return {"anyOf": [self.negation(entry, within, names, depth + 1) for entry in value]}
+                return {"anyOf": [self.negation(entry, known, depth + 1) for entry in value]}
             case "anyOf":
-                return {"allOf": [self.negation(entry, within, names, depth + 1) for entry in value]}
+                return {"allOf": [self.negation(entry, known, depth + 1) for entry in value]}
+            case "oneOf" if len(value) <= 16 and all(
+                self.is_unsatisfiable(first, second) for first, second in combinations(value, 2)
+            ):
+                return {"allOf": [self.negation(entry, known, depth + 1) for entry in value]}
             case "$ref":
-                return self.negation(self._document.resolve(schema), within, names, depth + 1)
+                return self.negation(self._document.resolve(schema), known, depth + 1)
             case "required":
                 absent = [{"type": "object", "properties": {name: False}} for name in value]
                 return {"anyOf": absent} if absent else False
             case "properties":
                 wrong: list[Any] = []
                 for name, entry in value.items():
-                    negated = self.negation(entry, KINDS, None, depth + 1)
+                    inner = self.known(*known.properties[name]) if name in known.properties else _ANY_VALUE
+                    negated = self.negation(entry, inner, depth + 1)
                     if negated is not False:
                         wrong.append({"type": "object", "required": [name], "properties": {name: negated}})
                 return {"anyOf": wrong} if wrong else False
-            case "additionalProperties" if names is not None and not schema.get("patternProperties"):
-                others = names - set(schema.get("properties", ()))
-                negated = self.negation(value, KINDS, None, depth + 1)
+            case "items" if (
+                known.items and "prefixItems" not in schema and self.is_unsatisfiable(value, *known.items)
+            ):
+                return {"type": "array", "minItems": 1}
+            case "additionalProperties" if known.names is not None and not schema.get("patternProperties"):
+                others = known.names - set(schema.get("properties", ()))
+                negated = self.negation(value, _ANY_VALUE, depth + 1)
                 if negated is False or not others:
                     return False
                 return {

@@ -41,16 +41,21 @@ _DATE = (
     f"(?:(?:{_D}{_D}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29|{_D}{{4}}-(?:"
     f"(?:0[13578]|1[02])-(?:0[1-9]|[12]{_D}|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]{_D}|30)|02-(?:0[1-9]|1{_D}|2[0-8])))"
 )
+_VARIABLE = (
+    rf"(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{{2}})(?:\.?(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{{2}}))*(?::[1-9]{_D}{{0,3}}|\*)?"
+)
 _FORMAT_PATTERNS = {
+    "uri-template": (
+        r"^(?:[^\x00-\x20\x7f\"'%<>\\^`{|}]|%[0-9A-Fa-f]{2}|"
+        rf"\{{[+#./;?&=,!@|]?{_VARIABLE}(?:,{_VARIABLE})*\}})*$"
+    ),
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }
 # Formats of the standard that are annotations here, as all unknown ones: by the standard every format may be.
-ANNOTATED_FORMATS = frozenset(
-    {"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "regex"}
-)
+ANNOTATED_FORMATS = frozenset({"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "regex"})
 _PLAIN = (
     "type", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     "multipleOf", "required", "minItems", "maxItems",
@@ -291,8 +296,8 @@ class _Rewriting:
             self._one_of(rest, place, more)
         base = self._without(rest, "not", "if", "then", "else")
         if "not" in rest and not self._prover.is_unsatisfiable(base, rest["not"]):
-            within, names = self._prover.kinds(base), self._prover.only_names(base)
-            self._try("not", place, more, lambda: self._prover.negation(rest["not"], within, names))
+            known = self._prover.known(base)
+            self._try("not", place, more, lambda: self._prover.negation(rest["not"], known))
         if "if" in rest and ("then" in rest or "else" in rest):
             self._if(rest, base, place, more)
 
@@ -340,11 +345,10 @@ class _Rewriting:
                 choices.append(entry)
                 continue
             for shared, found in overlaps.items():
-                kinds = frozenset(found) & self._prover.kinds(entry)
-                names = self._prover.only_names(base, entry)
-                negated = [self._prover.negation(branches[number], kinds, names) for number in shared]
-                if False not in negated and kinds:
-                    choices.append({"allOf": [{"type": type_of_kinds(kinds)}, entry, *negated]})
+                known = self._prover.known(base, entry, {"type": type_of_kinds(frozenset(found))})
+                negated = [self._prover.negation(branches[number], known) for number in shared]
+                if False not in negated and known.kinds:
+                    choices.append({"allOf": [{"type": type_of_kinds(known.kinds)}, entry, *negated]})
         return choices or [False]
 
     def _without(self, rest: dict[str, Any], *keywords: str) -> dict[str, Any]:
@@ -358,10 +362,10 @@ class _Rewriting:
         condition, then, other = rest["if"], rest.get("then", True), rest.get("else", True)
         if then is True and other is True:
             return
-        within = self._prover.kinds(base)
+        known = self._prover.known(base)
 
         def branches() -> Any:
-            negated = self._prover.negation(condition, within)
+            negated = self._prover.negation(condition, known)
             first = condition if then is True else {"allOf": [condition, then]}
             return {"anyOf": [first, {"allOf": [negated, other]}]}
 
@@ -495,11 +499,10 @@ class _Rewriting:
                 where = pointer(place, "patternProperties", name)
                 if translated is not None and _matches_all(translated):
                     # Not beside other patterns, from which backends keep it apart.
-                    named = [json_key(value) for value in rest.get("properties", {}).values()]
-                    if (
-                        all(value == json_key(entry) for value in named)
-                        and "additionalProperties" not in rest
-                    ):
+                    named = rest.get("properties", {}).values()
+                    is_implied = all(self._prover.implies(value, entry) for value in named)
+                    is_alone = len(rest["patternProperties"]) == 1 and "additionalProperties" not in rest
+                    if is_implied and is_alone:
                         out["additionalProperties"] = self._node(entry, where)
                     else:
                         more.append(({"additionalProperties": entry}, where))
@@ -712,8 +715,8 @@ def _or_other(kind: str, *choices: Any) -> dict[str, Any]:
 
 
 def _matches_all(pattern: str) -> bool:
-    """Whether a translated pattern is found in every text, since it is in the empty one, wherever that is."""
-    return not set(pattern) & set("^$") - {"^" if "[^" in pattern else ""} and bool(re.search(pattern, ""))
+    """Whether a translated pattern is found in every text: the empty match at its start is in all of them."""
+    return "$" not in pattern and bool(re.search(pattern, ""))
 
 
 def _has_control(value: Any) -> bool:
