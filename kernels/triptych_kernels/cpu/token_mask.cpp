@@ -13,6 +13,30 @@ namespace {
 
 constexpr int kWordsPerTask = 1024;
 
+// For each four bits the bits of four logits that stay: the compiler makes one vector of them.
+struct Kept {
+    uint32_t bits[16][4];
+    constexpr Kept() : bits() {
+        for (int four = 0; four < 16; ++four) {
+            for (int bit = 0; bit < 4; ++bit) bits[four][bit] = (four >> bit) & 1 ? ~uint32_t{0} : 0;
+        }
+    }
+};
+alignas(16) constexpr Kept kKept{};
+constexpr uint32_t kForbiddenBits = 0xff800000;  // of -inf
+
+void mask_word(float* logits, uint32_t word) {
+    for (int four = 0; four < 8; ++four, word >>= 4, logits += 4) {
+        uint32_t values[4];
+        std::memcpy(values, logits, sizeof values);
+        const uint32_t* kept = kKept.bits[word & 15];
+        for (int bit = 0; bit < 4; ++bit) {
+            values[bit] = (values[bit] & kept[bit]) | (kForbiddenBits & ~kept[bit]);
+        }
+        std::memcpy(logits, values, sizeof values);
+    }
+}
+
 // Tokens of words first to end - 1 of one row.
 void mask_row(float* logits, const uint32_t* words, int64_t first, int64_t end, int64_t vocab_size) {
     constexpr float kForbidden = -std::numeric_limits<float>::infinity();
@@ -23,6 +47,8 @@ void mask_row(float* logits, const uint32_t* words, int64_t first, int64_t end, 
         const int64_t count = vocab_size - index * 32 < 32 ? vocab_size - index * 32 : 32;
         if (word == 0) {
             for (int64_t bit = 0; bit < count; ++bit) out[bit] = kForbidden;
+        } else if (count == 32) {
+            mask_word(out, word);
         } else {
             for (int64_t bit = 0; bit < count; ++bit) out[bit] = (word >> bit) & 1 ? out[bit] : kForbidden;
         }
