@@ -35,7 +35,8 @@ class SchemaTooLarge(ValueError):
 
 
 class SchemaDocument:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, has_additional_properties: bool = True) -> None:
+        self._is_open = has_additional_properties  # objects whose schema does not say
         size = len(text.encode("utf-8", "surrogatepass"))
         if size > MAX_BYTES:
             raise SchemaTooLarge(f"json_schema has {size} bytes, {MAX_BYTES} are allowed")
@@ -182,6 +183,8 @@ class SchemaDocument:
         for exclusive, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and limit in node:
                 node[exclusive] = node.pop(limit)
+        if not self._is_open and "properties" in node and "unevaluatedProperties" not in node:
+            node.setdefault("additionalProperties", False)
         dependencies = node.pop("dependencies", None)
         if isinstance(dependencies, dict):
             for name, value in dependencies.items():

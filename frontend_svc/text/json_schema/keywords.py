@@ -55,13 +55,20 @@ class UnenforcedKeywords(ValueError):
         super().__init__(f"{unenforced[0]}{rest}")
 
 
-def serve(text: str, backends: Sequence[str] = BACKENDS, *, is_lenient: bool = False) -> ServedSchema:
+def serve(
+    text: str,
+    backends: Sequence[str] = BACKENDS,
+    *,
+    is_lenient: bool = False,
+    has_additional_properties: bool = True,
+) -> ServedSchema:
     """The schema for the first backend that enforces all of it.
 
+    The backend is given the text as it is, with additional properties: rewriting has dealt with them.
     With is_lenient, for the first backend, without the keywords that it cannot enforce. Raises
     UnenforcedKeywords, InvalidSchema, SchemaTooLarge.
     """
-    rewritten = rewrite(text)
+    rewritten = rewrite(text, has_additional_properties=has_additional_properties)
     first: ServedSchema | None = None
     for backend in backends:
         unenforced = rewritten.unenforced

@@ -83,10 +83,14 @@ class Rewritten:
     unenforced: tuple[Unenforced, ...]
 
 
-def rewrite(text: str) -> Rewritten:
-    """Raises InvalidSchema or SchemaTooLarge."""
+def rewrite(text: str, *, has_additional_properties: bool = True) -> Rewritten:
+    """Raises InvalidSchema or SchemaTooLarge.
+
+    Without has_additional_properties each schema with `properties` allows no others, unless it says so.
+    """
     try:
-        return _Rewriting(SchemaDocument(text)).run()
+        document = SchemaDocument(text, has_additional_properties=has_additional_properties)
+        return _Rewriting(document).run()
     except RecursionError:
         raise SchemaTooLarge("json_schema becomes too deep") from None
 

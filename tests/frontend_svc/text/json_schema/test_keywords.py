@@ -189,6 +189,21 @@ def test_a_lenient_request_is_served_without_the_keyword():
     assert not accepts(served.text, '["a"]')
 
 
+def test_objects_are_closed_before_they_are_rewritten():
+    schema = {
+        "properties": {
+            "a": {"properties": {"b": {}}},
+            "c": {},
+            "d": {"additionalProperties": True, "properties": {}},
+        },
+        "dependentRequired": {"a": ["c"]},
+    }
+    served = serve(json.dumps(schema), has_additional_properties=False)
+    assert accepts(served.text, '{"a": {"b": 1}, "c": 1, "d": {"x": 1}}')
+    for text in ('{"x": 1}', '{"a": {"x": 1}, "c": 1}', '{"a": {}}'):
+        assert not accepts(served.text, text)
+
+
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
