@@ -20,6 +20,7 @@ FEATURES = (
     "prompt_logprobs",
     "token_rules",
     "penalties",
+    "structured_output",
     "thinking_budget",
 )
 

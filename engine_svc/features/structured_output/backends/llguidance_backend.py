@@ -1,0 +1,189 @@
+"""Grammars by llguidance: an Earley parser over lexemes, whose every step has a limit in fuel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from engine_svc.features.structured_output.backends.backend import (
+    CompiledGrammar,
+    Constraint,
+    GrammarError,
+    GrammarTooComplex,
+    Matcher,
+    MatcherError,
+    Vocabulary,
+    check_masks,
+)
+from engine_svc.features.structured_output.backends.llguidance_grammar import grammar_text, short_message
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# All are counts, the same on every machine; behind each what it costs on a current core.
+INITIAL_LEXER_FUEL = 1_000_000  # to build the regular expressions; 20 ms
+STEP_LEXER_FUEL = 200_000  # of one mask; 15 ms
+STEP_MAX_ITEMS = 50_000  # of the parser in one mask; 3 ms
+MAX_ITEMS_IN_ROW = 2_000
+MAX_LEXER_STATES = 100_000  # at most 200 MB; a mask of usual schemas adds a few
+MAX_GRAMMAR_SIZE = 500_000  # symbols; 100 bytes each
+
+
+_LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+
+
+class LLGuidanceBackend:
+    """Compiles for one vocabulary, which takes a second to prepare at 128k tokens."""
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
+        self.vocabulary = vocabulary
+        if not vocabulary.eos_ids:
+            raise ValueError("a vocabulary without an end token cannot end an output")
+        self._tokenizer = LLTokenizer(
+            vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids)
+        )
+        self._special_ids = _special_ids(vocabulary.tokenizer_json)
+        self._executor = LLExecutor(num_threads)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        grammar = grammar_text(constraint, self._special_ids)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise _grammar_error(matcher.get_error())
+        return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
+
+    def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
+        check_masks(masks, self.vocabulary.num_words)
+        for _, row in matchers:
+            if not 0 <= row < masks.shape[0]:
+                raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+        pairs = [(cast(LLGuidanceMatcher, matcher).inner, row) for matcher, row in matchers]
+        self._executor.unsafe_compute_mask_ptr(
+            pairs, masks.data_ptr(), 4 * self.vocabulary.num_words, masks.shape[0]
+        )
+        return [index for index, (inner, _) in enumerate(pairs) if inner.is_error()]
+
+
+class _LLGuidanceGrammar:
+    def __init__(self, initial: LLMatcher, vocabulary: Vocabulary, num_chars: int) -> None:
+        self._initial = initial  # never advanced
+        self._vocabulary = vocabulary
+        self.size_bytes = 100_000 + 100 * num_chars
+
+    def matcher(self) -> Matcher:
+        return LLGuidanceMatcher(self._initial.deep_copy(), self._vocabulary, has_ended=False)
+
+
+class LLGuidanceMatcher:
+    """A matcher whose errors, which llguidance keeps as a state, are raised.
+
+    Where nothing may follow, llguidance stops by itself and does not count an end token: this class does.
+    """
+
+    def __init__(self, inner: LLMatcher, vocabulary: Vocabulary, has_ended: bool) -> None:
+        self.inner = inner
+        self._vocabulary = vocabulary
+        self._has_ended = has_ended  # by an end token after llguidance had stopped
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.inner.is_accepting()
+
+    @property
+    def is_terminated(self) -> bool:
+        return self.inner.is_stopped()
+
+    def fill_mask(self, masks: Tensor, row: int) -> None:
+        check_masks(masks, self._vocabulary.num_words)
+        if not 0 <= row < masks.shape[0]:
+            raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+        size = 4 * self._vocabulary.num_words
+        self.inner.unsafe_compute_mask_ptr(masks.data_ptr() + row * size, size)
+        self._check()
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        known = self._known(token_ids)
+        count = self.inner.try_consume_tokens(known)
+        self._check()
+        if self._ends_at(known, count):
+            self._has_ended = True
+            count += 1
+        return count
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        if self._has_ended:
+            return 0
+        known = self._known(token_ids)
+        count = self.inner.validate_tokens(known)
+        self._check()
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}, at least 0 is needed")
+        if num_tokens and self._has_ended:
+            self._has_ended = False
+            num_tokens -= 1
+        if num_tokens and not self.inner.rollback(num_tokens):
+            self._check()
+            raise MatcherError(f"cannot forget {num_tokens} tokens")
+
+    def forced_tokens(self) -> list[int]:
+        tokens = self.inner.compute_ff_tokens()
+        self._check()
+        return tokens
+
+    def copy(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self.inner.deep_copy(), self._vocabulary, self._has_ended)
+
+    def _known(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens before the first that is not in the vocabulary, which would be an error for good."""
+        known = []
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocabulary.size:
+                break
+            known.append(token_id)
+        return known
+
+    def _ends_at(self, token_ids: list[int], index: int) -> bool:
+        return (
+            index < len(token_ids)
+            and token_ids[index] in self._vocabulary.eos_ids
+            and not self._has_ended
+            and self.inner.stop_reason() == "NoExtension"
+        )
+
+    def _check(self) -> None:
+        if self.inner.is_error():
+            raise MatcherError(short_message(self.inner.get_error()))
+
+
+def _special_ids(tokenizer_json: str) -> dict[str, int]:
+    document = json.loads(tokenizer_json)
+    return {
+        entry["content"]: entry["id"]
+        for entry in document.get("added_tokens") or ()
+        if entry.get("special") and entry["content"]
+    }
+
+
+def _grammar_error(message: str) -> GrammarError:
+    short = short_message(message)
+    is_limit = any(word in message.lower() for word in _LIMIT_WORDS)
+    return GrammarTooComplex(short) if is_limit else GrammarError(short)

@@ -1,0 +1,238 @@
+"""Grammars by xgrammar, an extra: it is imported with this file alone.
+
+It has no limit on the work of a compilation, so that constraints are limited by their text: schemas it would
+take seconds for reach an engine only if a frontend's worker has compiled them within its time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import xgrammar
+from torch import Tensor
+
+from engine_svc.features.structured_output.backends.backend import (
+    CompiledGrammar,
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+    GrammarTooComplex,
+    Matcher,
+    MatcherError,
+    Vocabulary,
+    check_masks,
+)
+from engine_svc.features.structured_output.backends.limits import check_repetitions, check_text
+from engine_svc.features.structured_output.backends.structural_tags import read_structural_tags
+
+MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
+MAX_NESTING = 128
+MAX_PARTS = 5_000  # of a text read as a regular expression, counts multiplied: each is unrolled
+MAX_COUNT = 2_000  # sum of the limits on lengths in a schema, for the same reason
+_COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
+_MAX_ERROR_CHARS = 300
+_ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
+
+
+class XGrammarBackend:
+    """Compiles for one vocabulary, on the calling thread, without a cache of its own."""
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
+        self.vocabulary = vocabulary
+        if not vocabulary.eos_ids:
+            raise ValueError("a vocabulary without an end token cannot end an output")
+        metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(vocabulary.tokenizer_json)
+        self._tokenizer = xgrammar.TokenizerInfo(
+            _texts(vocabulary),
+            metadata["vocab_type"],
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.eos_ids),
+            add_prefix_space=metadata["add_prefix_space"],
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        check_text(constraint, max_bytes=MAX_TEXT_BYTES, max_nesting=MAX_NESTING)
+        if constraint.kind in (ConstraintKind.REGEX, ConstraintKind.GRAMMAR):
+            check_repetitions(constraint.text, constraint.kind.value, MAX_PARTS)
+        elif (total := sum(map(int, _COUNT.findall(constraint.text)))) > MAX_COUNT:
+            raise GrammarTooComplex(f"{constraint.kind.value} counts to {total}, {MAX_COUNT} is allowed")
+        try:
+            return _XGrammarGrammar(self._compile(constraint), self.vocabulary)
+        except GrammarError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise GrammarError(_short(str(error))) from None
+
+    def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
+        check_masks(masks, self.vocabulary.num_words)
+        failed = []
+        live: list[xgrammar.GrammarMatcher] = []
+        rows: list[int] = []
+        for index, (matcher, row) in enumerate(matchers):
+            inner = cast(XGrammarMatcher, matcher).inner
+            if not 0 <= row < masks.shape[0]:
+                raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+            if inner.is_terminated():
+                failed.append(index)
+            else:
+                live.append(inner)
+                rows.append(row)
+        if live:
+            self._batch.batch_fill_next_token_bitmask(live, masks, rows)
+        return failed
+
+    def _compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        match constraint.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                return compiler.compile_json_schema(constraint.text, **_json_options(constraint))
+            case ConstraintKind.JSON_OBJECT:
+                return compiler.compile_json_schema('{"type": "object"}', **_json_options(constraint))
+            case ConstraintKind.REGEX:
+                return compiler.compile_regex(_regex(constraint.text))
+            case ConstraintKind.CHOICE:
+                if not constraint.choices or "" in constraint.choices:
+                    raise GrammarError("choice has no texts, or an empty one")
+                texts = " | ".join(json.dumps(choice) for choice in constraint.choices)
+                return compiler.compile_grammar(f"root ::= {texts}")
+            case ConstraintKind.GRAMMAR:
+                if "::=" in constraint.text:
+                    return compiler.compile_grammar(constraint.text)
+                return compiler.compile_lark(constraint.text)
+            case ConstraintKind.STRUCTURAL_TAG:
+                return compiler.compile_structural_tag(_structural_tag(constraint))
+
+
+class _XGrammarGrammar:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self.size_bytes = int(compiled.memory_size_bytes)
+
+    def matcher(self) -> Matcher:
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary, 0)
+
+
+class XGrammarMatcher:
+    def __init__(self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, num_accepted: int) -> None:
+        self.inner = inner
+        self._vocabulary = vocabulary
+        self._num_accepted = num_accepted
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self.inner.is_completed()) or self.is_terminated
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self.inner.is_terminated())
+
+    def fill_mask(self, masks: Tensor, row: int) -> None:
+        check_masks(masks, self._vocabulary.num_words)
+        if not 0 <= row < masks.shape[0]:
+            raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+        if self.is_terminated:
+            raise MatcherError("nothing may follow the end of the output")
+        self.inner.fill_next_token_bitmask(masks, row)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        count = 0
+        for token_id in token_ids:
+            if (
+                not 0 <= token_id < self._vocabulary.size
+                or self.is_terminated
+                or not self.inner.accept_token(token_id)
+            ):
+                break
+            count += 1
+        self._num_accepted += count
+        return count
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        count = self.accept(token_ids)
+        self.rollback(count)
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= self._num_accepted:
+            raise MatcherError(f"cannot forget {num_tokens} of {self._num_accepted} tokens")
+        if num_tokens:
+            self.inner.rollback(num_tokens)
+            self._num_accepted -= num_tokens
+
+    def forced_tokens(self) -> list[int]:
+        """None: it reports forced text, whose tokens only the tokenizer knows."""
+        return []
+
+    def copy(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self.inner.fork(), self._vocabulary, self._num_accepted)
+
+
+def _regex(text: str) -> str:
+    """With what this backend reads differently spelled out or refused."""
+    if "[[:" in text:
+        raise GrammarError("regex: classes by name, as in [[:alpha:]], are not supported by xgrammar")
+    return _REGEX_PARTS.sub(lambda found: r"[^\n]" if found[0] == "." else found[0], text)
+
+
+def _json_options(constraint: Constraint) -> dict[str, Any]:
+    whitespace = constraint.whitespace
+    if whitespace.pattern:
+        raise GrammarError("whitespace_pattern is not supported by xgrammar")
+    # Not any_order, with which required keys may be missing and keys may repeat.
+    return {
+        "any_whitespace": whitespace.is_any,
+        "separators": None if whitespace.is_any else (", ", ": "),
+        "strict_mode": not constraint.has_additional_properties,
+    }
+
+
+def _structural_tag(constraint: Constraint) -> dict[str, Any]:
+    found = read_structural_tags(constraint.text)
+    tags = [
+        {
+            "type": "tag",
+            "begin": tag.begin,
+            "content": {"type": "json_schema", "json_schema": tag.schema},
+            "end": tag.end,
+        }
+        for tag in found.tags
+    ]
+    if not found.triggers:
+        return {"type": "structural_tag", "format": tags[0]}
+    triggered = {
+        "type": "triggered_tags",
+        "triggers": list(found.triggers),
+        "tags": tags,
+        "at_least_one": found.at_least_one,
+        "stop_after_first": found.stop_after_first,
+    }
+    return {"type": "structural_tag", "format": triggered}
+
+
+def _texts(vocabulary: Vocabulary) -> list[str]:
+    """The tokens' texts by id, as the tokenizer's file spells them."""
+    document = json.loads(vocabulary.tokenizer_json)
+    vocab = document["model"]["vocab"]
+    pairs = (
+        [(entry[0], index) for index, entry in enumerate(vocab)]
+        if isinstance(vocab, list)
+        else list(vocab.items())
+    )
+    pairs += [(entry["content"], entry["id"]) for entry in document.get("added_tokens") or ()]
+    texts = [""] * min(vocabulary.size, max((index for _, index in pairs), default=-1) + 1)
+    for text, index in pairs:
+        if index < len(texts):
+            texts[index] = text
+    return texts
+
+
+def _short(message: str) -> str:
+    text = _ERROR_PLACE.sub("", " ".join(message.split()))
+    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."
