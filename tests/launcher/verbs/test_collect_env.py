@@ -1,0 +1,88 @@
+"""The verb `collect-env`: what a report of a bug needs, without secrets, on any machine."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.services import SERVICES, config_of
+from launcher.verbs.collect_env import masked
+from service_kit.config import flag_names
+from service_kit.limits import PUBLIC
+from tests.launcher.fakes import fake_frontend, triptych
+
+_PARTS = {
+    *("triptych", "python", "packages", "torch", "system", "cpu", "memory", "gpus", "container", "limits"),
+    *("environment", "doctor"),
+}
+# Found by whatever imports them, as in an image without torch.
+_NOT_INSTALLED = "raise ImportError('not installed here')\n"
+
+
+async def test_it_has_all_parts_and_tests_the_link_to_each_target() -> None:
+    async with fake_frontend() as served:
+        outcome = await triptych(
+            "collect-env", "--json", "--target", served.url, "--target", "127.0.0.1:1", "--target", "nowhere"
+        )
+    report = json.loads(outcome.out)
+    assert set(report) == {*_PARTS, "links"}
+    assert report["packages"]["grpcio"]
+    assert report["python"]["version"].startswith(sys.version.split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert report["limits"]["NOFILE"] == f"{soft} of {hard}"
+    link = report["links"][served.url]
+    assert (link["service"], link["status"]) == ("frontend", "SERVING")
+    times = link["rtt_ms"]
+    assert 0 < times["min"] <= times["median"] <= times["p99"]
+    assert link["max_message_bytes"] == PUBLIC.max_receive_bytes
+    assert "bytes passed in" in link["large_message"]
+    assert f"{PUBLIC.keepalive_time_ms} ms" in link["keepalive"]
+    assert report["links"]["127.0.0.1:1"]["error"].startswith("UNAVAILABLE: ")
+    assert "is not an address" in report["links"]["nowhere"]["error"]
+    assert outcome.exit_code == 1
+
+
+async def test_it_works_where_torch_is_not_installed(tmp_path: Path) -> None:
+    for package in ("torch", "triton", "transformers", "numpy", "psutil", "huggingface_hub", "safetensors"):
+        (tmp_path / f"{package}.py").write_text(_NOT_INSTALLED)
+    path = ":".join((str(tmp_path), *sys.path[1:]))
+    outcome = await triptych("collect-env", environment={"PYTHONPATH": path, "HF_TOKEN": "hf_0123456789"})
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert "cannot be imported  not installed here" in outcome.out
+    assert ["HF_TOKEN", "***"] in [line.split() for line in outcome.out.splitlines()]
+    assert "hf_0123456789" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("HF_TOKEN", "hf_abc", "***"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic abc", "***"),
+        ("TRIPTYCH_FRONTEND_API_KEY", "abc", "***"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://me:pw@host:4317/v1?sig=abc", "https://***@host:4317/v1?***"),
+        ("https_proxy", "http://me:pw@proxy:3128", "http://***@proxy:3128"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "a=1,api_key=abc,b.secret=def,c=2", "a=1,api_key=***,b.secret=***,c=2"),
+        ("TRIPTYCH_ENGINE_MODEL", "hub/hf_0123456789abc", "hub/***"),
+        ("TRIPTYCH_ENGINE_MAX_NUM_BATCHED_TOKENS", "8192", "8192"),
+        ("OTEL_SERVICE_NAME", "engine-0", "engine-0"),
+    ],
+)
+def test_secrets_are_masked(name: str, value: str, shown: str) -> None:
+    assert masked({name: value}) == {name: shown}
+
+
+def test_variables_of_others_are_left_out() -> None:
+    assert masked({"AWS_SECRET_ACCESS_KEY": "abc", "HOME": "/root", "DATABASE_URL": "x://u:p@h"}) == {}
+
+
+def test_the_value_of_every_option_is_shown() -> None:
+    environment = {
+        f"TRIPTYCH_{service}_{flag.removeprefix('--')}".upper().replace("-", "_"): "value"
+        for service in SERVICES
+        for flag in flag_names(config_of(service))
+    }
+    assert masked(environment) == dict(sorted(environment.items()))
