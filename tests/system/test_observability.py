@@ -38,7 +38,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def _panels() -> Iterator[tuple[str, str]]:
+def panels() -> Iterator[tuple[str, str]]:
     """Each expression of a dashboard, with where it is."""
     for name in DASHBOARDS:
         board = json.loads((_DEPLOY / "grafana" / "dashboards" / f"{name}.json").read_text())
@@ -47,7 +47,7 @@ def _panels() -> Iterator[tuple[str, str]]:
                 yield f"{name}: {panel['title']}", target["expr"].replace("$__rate_interval", "1m")
 
 
-def _rules() -> Iterator[tuple[str, str]]:
+def rules() -> Iterator[tuple[str, str]]:
     for group in yaml.safe_load((_DEPLOY / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["alert"], rule["expr"]
@@ -72,7 +72,7 @@ async def series() -> AsyncIterator[Series]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_metric_and_label_of_panels_and_alerts_exists(series: Series) -> None:
     wrong = []
-    for where, expression in (*_panels(), *_rules()):
+    for where, expression in (*panels(), *rules()):
         selectors, grouped = parse(expression)
         assert selectors, expression
         known = set(_ADDED_LABELS)
@@ -115,7 +115,7 @@ def test_every_alert_has_what_an_operator_needs() -> None:
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
     cases = yaml.safe_load((_DEPLOY / "alerts_test.yml").read_text())["tests"]
     fires = {case["alertname"] for test in cases for case in test["alert_rule_test"] if case["exp_alerts"]}
-    assert fires == {alert for alert, _ in _rules()}
+    assert fires == {alert for alert, _ in rules()}
     # Every test has more series than those that fire; promtool refuses an alert that is not expected.
     for test in cases:
         most = max(len(case["exp_alerts"]) for case in test["alert_rule_test"])
@@ -149,7 +149,7 @@ def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
 
 @needs_promtool
 def test_prometheus_can_read_the_expressions_of_panels(tmp_path: Path) -> None:
-    rules = [{"record": f"panel:{number}", "expr": expr} for number, (_, expr) in enumerate(_panels())]
+    rules = [{"record": f"panel:{number}", "expr": expr} for number, (_, expr) in enumerate(panels())]
     file = tmp_path / "panels.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     done = subprocess.run(
