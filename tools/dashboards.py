@@ -196,7 +196,7 @@ _LATENCY = (
         "ms",
         "The same time as the collector counts it from spans: a point is a request, and leads to its trace. "
         "Needs OTEL_EXPORTER_OTLP_ENDPOINT.",
-        _quantiles('triptych_duration_milliseconds{span_name="request"}'),
+        _quantiles('triptych_duration_milliseconds{gen_ai_request_model!=""}'),
         has_exemplars=True,
     ),
 )
