@@ -204,6 +204,31 @@ def test_a_panel_asks_for_what_the_collector_makes() -> None:
         assert grouped == {"le"}
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_prometheus_reaches_the_metrics_of_every_service_and_the_host_does_not(path: Path) -> None:
+    (job,) = (
+        job
+        for job in yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["scrape_configs"]
+        if job["job_name"] == "triptych"
+    )
+    (found,) = job["dns_sd_configs"]
+    for name, service in own_services(path):
+        prefix = f"TRIPTYCH_{service_kind(name)}_ADMIN_HTTP".upper()
+        assert name in found["names"]
+        assert service["environment"][f"{prefix}_HOST"] == "0.0.0.0"
+        assert service["environment"][f"{prefix}_PORT"] == str(found["port"])
+        assert str(found["port"]) in service["expose"]
+        assert [port for port in service.get("ports", ()) if port.endswith(f":{found['port']}")] == []
+
+
+def test_grafana_opens_with_a_dashboard_and_changes_nothing() -> None:
+    environment = read(GPU_FILE)["services"]["grafana"]["environment"]
+    home = Path(environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (ROOT / "deploy" / "grafana" / "dashboards" / home.name).exists()
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
 def test_metrics_distinguish_engines_and_outlive_their_processes() -> None:
     spans = yaml.safe_load((ROOT / "deploy" / "otel-collector.yml").read_text())["connectors"]["spanmetrics"]
     assert "service.instance.id" in {dimension["name"] for dimension in spans["dimensions"]}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.services import SERVICES, config_of
-from launcher.verbs.collect_env import masked
+from launcher.verbs import collect_env
+from launcher.verbs.collect_env import collected, masked
 from service_kit.config import flag_names
 from service_kit.limits import PUBLIC
 from tests.launcher.fakes import fake_frontend, triptych
@@ -55,6 +56,36 @@ async def test_it_works_where_torch_is_not_installed(tmp_path: Path) -> None:
     assert "cannot be imported  not installed here" in outcome.out
     assert ["HF_TOKEN", "***"] in [line.split() for line in outcome.out.splitlines()]
     assert "hf_0123456789" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        (
+            "echo '0, NVIDIA H200, 143771 MiB, 580.1, 9.0, Disabled'",
+            "NVIDIA H200, 143771 MiB, 580.1, 9.0, Disabled",
+        ),
+        ("echo 'NVIDIA-SMI has failed, make sure that the driver runs'; exit 9", None),
+    ],
+    ids=["a GPU", "no driver"],
+)
+def test_gpus_are_those_of_the_driver(
+    program: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\n{program}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert collected({})["gpus"].get("0") == shown
+
+
+def test_limits_of_the_container_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text("4294967296\n")
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    monkeypatch.setattr(collect_env, "_CONTROL_GROUP", tmp_path)
+    container = collected({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})["container"]
+    assert (container["memory.max"], container["cpu.max"]) == ("4294967296", "200000 100000")
+    assert "kubernetes" in container["kind"]
 
 
 @pytest.mark.parametrize(
