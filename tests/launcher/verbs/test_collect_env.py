@@ -11,7 +11,7 @@ import pytest
 
 from launcher.services import SERVICES, config_of
 from launcher.verbs import collect_env
-from launcher.verbs.collect_env import collected, masked
+from launcher.verbs.collect_env import collected, masked, run_collect_env
 from service_kit.config import flag_names
 from service_kit.limits import PUBLIC
 from tests.launcher.fakes import fake_frontend, triptych
@@ -24,15 +24,20 @@ _PARTS = {
 _NOT_INSTALLED = "raise ImportError('not installed here')\n"
 
 
-async def test_it_has_all_parts_and_tests_the_link_to_each_target() -> None:
+async def test_it_has_all_parts_and_tests_links_where_torch_is_not_installed(tmp_path: Path) -> None:
+    for package in ("torch", "triton", "transformers", "numpy", "psutil", "huggingface_hub", "safetensors"):
+        (tmp_path / f"{package}.py").write_text(_NOT_INSTALLED)
+    environment = {"PYTHONPATH": ":".join((str(tmp_path), *sys.path[1:])), "HF_TOKEN": "hf_0123456789"}
     async with fake_frontend() as served:
-        outcome = await triptych(
-            "collect-env", "--json", "--target", served.url, "--target", "127.0.0.1:1", "--target", "nowhere"
-        )
+        targets = [f"--target={target}" for target in (served.url, "127.0.0.1:1", "nowhere")]
+        outcome = await triptych("collect-env", "--json", *targets, environment=environment)
     report = json.loads(outcome.out)
+    assert (outcome.exit_code, outcome.err) == (1, "")
     assert set(report) == {*_PARTS, "links"}
     assert report["packages"]["grpcio"]
-    assert report["python"]["version"].startswith(sys.version.split()[0])
+    assert report["torch"] == {"cannot be imported": "not installed here"}
+    assert report["environment"]["HF_TOKEN"] == "***"
+    assert "hf_0123456789" not in outcome.out
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert report["limits"]["NOFILE"] == f"{soft} of {hard}"
     link = report["links"][served.url]
@@ -44,18 +49,13 @@ async def test_it_has_all_parts_and_tests_the_link_to_each_target() -> None:
     assert f"{PUBLIC.keepalive_time_ms} ms" in link["keepalive"]
     assert report["links"]["127.0.0.1:1"]["error"].startswith("UNAVAILABLE: ")
     assert "is not an address" in report["links"]["nowhere"]["error"]
-    assert outcome.exit_code == 1
 
 
-async def test_it_works_where_torch_is_not_installed(tmp_path: Path) -> None:
-    for package in ("torch", "triton", "transformers", "numpy", "psutil", "huggingface_hub", "safetensors"):
-        (tmp_path / f"{package}.py").write_text(_NOT_INSTALLED)
-    path = ":".join((str(tmp_path), *sys.path[1:]))
-    outcome = await triptych("collect-env", environment={"PYTHONPATH": path, "HF_TOKEN": "hf_0123456789"})
-    assert (outcome.exit_code, outcome.err) == (0, "")
-    assert "cannot be imported  not installed here" in outcome.out
-    assert ["HF_TOKEN", "***"] in [line.split() for line in outcome.out.splitlines()]
-    assert "hf_0123456789" not in outcome.out
+def test_without_targets_it_is_text_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_collect_env({"OTEL_SERVICE_NAME": "here"}, (), 1.0, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.removesuffix(":") for line in lines if not line.startswith(" ")} == _PARTS
+    assert "  OTEL_SERVICE_NAME  here" in lines
 
 
 @pytest.mark.parametrize(
