@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,15 +25,22 @@ from tests.system.stack import Stack
 from tools.dashboards import DASHBOARDS
 
 _DEPLOY = ROOT / "deploy"
-# Prometheus adds them to what it scrapes. A summary of buckets is a label of the text format.
+# Prometheus adds them to what it scrapes.
 _ADDED_LABELS = {"job", "instance"}
 _OWN_SERIES = {"ALERTS": {"alertname", "alertstate"}}
-# Made by the collector from spans; tests/architecture/test_compose_files.py compares them.
-_FROM_SPANS = ("triptych_calls_total", "triptych_duration_milliseconds_bucket")
-# Groups of engines in lockstep have them alone.
-_LOCKSTEP = ("triptych_coordinator_group_engines", "triptych_coordinator_group_engines_wanted")
+# Made by the collector from spans; tests/architecture/test_compose_files.py compares it.
+_FROM_SPANS = "triptych_duration_milliseconds_bucket"
+# Registered by every coordinator, with a series for each lockstep group.
+_OF_GROUPS = re.compile(r"triptych_coordinator_group_\w+")
 
-Series = Mapping[str, list[Mapping[str, str]]]  # the labels of each series, by the name of its metric
+
+@dataclass(slots=True)
+class Served:
+    """What services serve: the labels of each series by its name, and the type of each metric."""
+
+    series: dict[str, list[Mapping[str, str]]] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is part of Debian's package prometheus"
@@ -54,9 +63,9 @@ def rules() -> Iterator[tuple[str, str]]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def series() -> AsyncIterator[Series]:
+async def served() -> AsyncIterator[Served]:
     """What the services of a stack serve, after a request."""
-    found: dict[str, list[Mapping[str, str]]] = {}
+    served = Served()
     async with Stack() as stack:
         trio = await stack.start_all(str(embedded_model()), "--kv-cache-metrics")
         await collect(stack.inference(trio.frontend), request_of("Once upon a time", 4))
@@ -64,24 +73,28 @@ async def series() -> AsyncIterator[Series]:
             assert child.announcement is not None
             page = await read_page(child.announcement.admin_http, "/metrics", limit_s=10.0)
             for family in text_string_to_metric_families(page.decode()):
+                served.types[family.name] = family.type
                 for sample in family.samples:
-                    found.setdefault(sample.name, []).append(sample.labels)
-    yield found
+                    served.series.setdefault(sample.name, []).append(sample.labels)
+    yield served
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_metric_and_label_of_panels_and_alerts_exists(series: Series) -> None:
+async def test_every_metric_and_label_of_panels_and_alerts_exists(served: Served) -> None:
     wrong = []
     for where, expression in (*panels(), *rules()):
         selectors, grouped = parse(expression)
         assert selectors, expression
         known = set(_ADDED_LABELS)
         for selector in selectors:
-            if selector.metric in (*_FROM_SPANS, *_LOCKSTEP):
+            if selector.metric == _FROM_SPANS:
                 known.add("le")
                 continue
+            if _OF_GROUPS.fullmatch(selector.metric):
+                assert selector.metric in served.types
+                continue
             known |= _OWN_SERIES.get(selector.metric, set())
-            labels = series.get(selector.metric, [])
+            labels = served.series.get(selector.metric, [])
             known.update(*labels)
             added = dict.fromkeys(_ADDED_LABELS, "triptych")
             if selector.metric not in _OWN_SERIES and not any(
