@@ -307,6 +307,25 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
+@app.command("collect-env")
+def collect_env(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", metavar="ADDRESS", help="a service to test the link to; repeatable"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="timeout of a call to it, in s")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+) -> None:
+    """Show what a report of a bug needs, without secrets.
+
+    Exits 1 if a service named by --target does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.collect_env import run_collect_env
+
+    raise typer.Exit(run_collect_env(_ENVIRONMENT, targets or (), timeout_s, as_json=as_json))
+
+
 @bench.command("serve", context_settings=_PASS_ON)
 def bench_serve(context: typer.Context) -> None:
     """Put a load on a running frontend, and measure it."""
