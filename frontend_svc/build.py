@@ -45,9 +45,10 @@ from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
+from frontend_svc.ui.page import ui_pages, ui_posts
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
+from service_kit.admin_http import AdminHTTP, is_loopback, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
@@ -78,7 +79,7 @@ _REQUEST = "triptych.api.v1.RequestService"
 
 @dataclass(frozen=True, slots=True)
 class PublicAPI:
-    """The servicers of the public API. A caller in this process may call their unary methods directly."""
+    """The servicers of the public API. A caller in this process may call their methods directly."""
 
     inference: InferenceServicer
     chat: ChatServicer
@@ -179,9 +180,14 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
         )
+        has_ui = config.ui or is_loopback(config.admin_http_host)
         self.admin_http = AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(self.metrics.collect)},
+            {
+                "/metrics": metrics_page(self.metrics.collect),
+                **(ui_pages(lambda: self.address) if has_ui else {}),
+            },
+            ui_posts(self.api.inference, self.api.chat) if has_ui else {},
         )
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
