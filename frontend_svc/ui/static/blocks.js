@@ -5,6 +5,7 @@ import { addCursor, prepare, themeColours } from "./canvas.js";
 const MAX_HEIGHT = 176;
 const MAX_SIZE = 14;
 const MIN_SIZE = 4;
+const MIN_SHOWN = 256; // blocks
 const MAX_NAMES = 4; // of requests in one readout
 const NONE = 0xffff;
 
@@ -16,9 +17,11 @@ export class BlockMap {
     this.colours = colours;
     this.onHighlight = onHighlight;
     this.requests = [];
+    this.fills = []; // by request
+    this.numShown = 0; // blocks from 1 on; all later ones are free
     this.highlighted = null; // the id of a request whose blocks stand out
     this.cell = -1;
-    this.layout = { columns: 1, pitch: 1, size: 1, perCell: 1, numCells: 0 };
+    this.layout = layOut(0, 1);
     this.owners = new Uint16Array(0); // by block: the first of its requests
     this.counts = new Uint16Array(0); // by block: how many requests it has
     this.cached = new Uint8Array(0);
@@ -49,6 +52,8 @@ export class BlockMap {
     this.counts.fill(0);
     this.cached.fill(0);
     this.requests = engine.requests;
+    // Kept, as the requests of an engine that died have other colours where they run now, or none.
+    this.fills = this.requests.map((request) => this.colours.of(request.id));
     this.requests.forEach((request, index) => {
       for (const id of new Set(request.blocks)) {
         if (id === 0) continue;
@@ -57,6 +62,7 @@ export class BlockMap {
       }
     });
     for (const id of engine.cached_blocks) if (id < numIds) this.cached[id] = 1;
+    this.#chooseShown();
     this.#describe();
     this.draw();
     if (this.cell >= 0) this.#point(Math.min(this.cell, this.layout.numCells - 1));
@@ -71,9 +77,7 @@ export class BlockMap {
   }
 
   draw() {
-    const numBlocks = this.owners.length - 1;
-    if (numBlocks < 1) return;
-    this.layout = layOut(numBlocks, this.element.clientWidth);
+    this.layout = layOut(this.numShown, this.element.clientWidth);
     const { columns, pitch, size, perCell, numCells } = this.layout;
     const rows = Math.ceil(numCells / columns);
     const { context } = prepare(this.canvas, rows * pitch);
@@ -84,7 +88,7 @@ export class BlockMap {
       const id = this.#shownBlock(cell);
       const count = this.counts[id];
       context.globalAlpha = own === null || own.has(id) ? 1 : 0.3;
-      if (count > 0) context.fillStyle = this.colours.of(this.requests[this.owners[id]].id);
+      if (count > 0) context.fillStyle = this.fills[this.owners[id]];
       else context.fillStyle = this.cached[id] ? this.theme.cached : this.theme.free;
       context.fillRect(x, y, size, size);
       if (count > 1) {
@@ -107,13 +111,25 @@ export class BlockMap {
   // The block that a cell shows: of several the first with a request, else the first that is cached.
   #shownBlock(cell) {
     const first = 1 + cell * this.layout.perCell;
-    const end = Math.min(first + this.layout.perCell, this.owners.length);
+    const end = Math.min(first + this.layout.perCell, this.numShown + 1);
     let shown = first;
     for (let id = first; id < end; id += 1) {
       if (this.counts[id] > 0) return id;
       if (this.cached[id] && !this.cached[shown]) shown = id;
     }
     return shown;
+  }
+
+  // Most caches are larger than what is in use: then their rest is left out. Doubled, so that squares keep their
+  // positions for long.
+  #chooseShown() {
+    const total = this.owners.length - 1;
+    let last = total;
+    while (last > 0 && this.counts[last] === 0 && !this.cached[last]) last -= 1;
+    if (this.numShown > total) this.numShown = 0;
+    while (this.numShown < Math.max(last, Math.min(MIN_SHOWN, total))) {
+      this.numShown = Math.min(total, Math.max(MIN_SHOWN, 2 * this.numShown));
+    }
   }
 
   #describe() {
@@ -124,7 +140,7 @@ export class BlockMap {
       if (this.counts[id] > 1) shared += 1;
     }
     const total = this.counts.length - 1;
-    Object.assign(this.element.dataset, { total, used, shared, cached });
+    Object.assign(this.element.dataset, { total, used, shared, cached, shown: this.numShown });
     const label = `${total} blocks: ${used} of requests, ${shared} of them shared, ${cached} cached. Arrow keys move.`;
     this.element.setAttribute("aria-label", label);
   }
@@ -146,8 +162,8 @@ export class BlockMap {
     }
     const id = this.#shownBlock(cell);
     const owners = this.requests.filter((request) => request.blocks.includes(id));
-    const last = Math.min(this.owners.length - 1, (cell + 1) * this.layout.perCell);
-    const name = this.layout.perCell > 1 ? `blocks ${1 + cell * this.layout.perCell}–${last}, of ${id}` : `block ${id}`;
+    const [first, last] = [1 + cell * this.layout.perCell, Math.min(this.numShown, (cell + 1) * this.layout.perCell)];
+    const name = last > first ? `block ${id} of ${first}–${last}` : `block ${id}`;
     this.onHighlight(owners[0]?.id ?? null);
     this.readout.textContent = `${name}: ${describeOwners(owners, this.cached[id])}`;
     this.draw();
@@ -155,6 +171,7 @@ export class BlockMap {
 }
 
 function layOut(numBlocks, width) {
+  if (numBlocks < 1) return { columns: 1, pitch: 1, size: 1, perCell: 1, numCells: 0 };
   for (let size = MAX_SIZE; size >= MIN_SIZE; size -= 1) {
     const pitch = size + (size >= 8 ? 2 : 1);
     const columns = Math.max(1, Math.floor((width + 1) / pitch));

@@ -9,7 +9,12 @@ const SILENT_MS = 3000; // without a message of an engine that should send ten a
 const GONE_MS = 30000; // an engine that is not listed any more is shown for so long
 const MAX_CARDS = 64;
 const RATE_MS = 3000; // tokens per second are measured over so long
-const DEAD = { down: "This engine is dead or not reachable.", closed: "This engine was removed.", gone: "This engine is not known any more." };
+const LAST = "Below is what it did last.";
+const DEAD = {
+  dead: `No connection to this engine: it died, or cannot be reached. ${LAST}`,
+  closed: `This engine was removed. ${LAST}`,
+  gone: `This engine is not known any more. ${LAST}`,
+};
 const NOTICES = {
   reconnecting: "The connection to this engine broke; the frontend connects again.",
   connecting: "The frontend connects to this engine.",
@@ -71,6 +76,7 @@ class EngineCard {
     this.element.dataset.address = address;
     this.element.setAttribute("aria-label", `Engine ${address}`);
     this.seenAt = 0;
+    this.wasReady = false;
     this.samples = []; // of the totals of tokens
     const highlight = (id) => {
       this.blocks.highlight(id);
@@ -85,12 +91,16 @@ class EngineCard {
 
   show(engine, atMs) {
     this.seenAt = atMs;
-    this.setState(engine.state, engine.age_ms);
+    if (engine.state === "ready") this.wasReady = true;
+    if (engine.state === "loading") this.wasReady = false;
+    // The attempts to connect again alternate between the two.
+    const isDead = engine.state === "down" || (engine.state === "connecting" && this.wasReady);
+    this.setState(isDead ? "dead" : engine.state, engine.age_ms);
+    if (isDead && this.wasReady) return;
     const used = engine.total_blocks - engine.free_blocks;
     const set = (selector, value) => setText(this.find(selector), value);
     set(".model", engine.model);
     set(".kv-use", engine.total_blocks ? `${Math.round((100 * used) / engine.total_blocks)} %` : "–");
-    set(".scale", engine.total_blocks ? `${used.toLocaleString("en")} of ${engine.total_blocks.toLocaleString("en")} held` : "");
     set(".hit-rate", engine.prefix_hit_rate === null ? "–" : `${Math.round(100 * engine.prefix_hit_rate)} %`);
     set(".preemptions", engine.preemptions);
     set(".rank", engine.rank ?? "");
@@ -103,6 +113,9 @@ class EngineCard {
     this.running.show(engine.requests.filter((request) => request.status === "RUNNING"), engine.running);
     this.waiting.show(engine.requests.filter((request) => request.status !== "RUNNING"), engine.waiting);
     this.blocks.show(engine);
+    const [held, total, shown] = [used, engine.total_blocks, this.blocks.numShown].map((count) => count.toLocaleString("en"));
+    const rest = this.blocks.numShown < engine.total_blocks ? `; the first ${shown} are shown, the others are free` : "";
+    set(".scale", engine.total_blocks ? `${held} of ${total} held${rest}` : "");
     this.steps.show(engine.steps);
   }
 
@@ -111,7 +124,7 @@ class EngineCard {
     const shown = isSilent ? "silent" : state;
     const badge = this.find(".state");
     badge.dataset.state = shown;
-    setText(badge, shown in DEAD && state === "down" ? "dead" : shown);
+    setText(badge, shown);
     this.element.dataset.state = shown;
     this.element.classList.toggle("dead", state in DEAD);
     const notice = this.find(".notice");

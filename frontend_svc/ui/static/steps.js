@@ -5,6 +5,7 @@ import { addCursor, prepare, themeColours } from "./canvas.js";
 
 const MAX_STEPS = 120;
 const HEIGHT = 56;
+const MIN_TOP = 16; // tokens, so that few of them do not fill the chart
 
 export class StepChart {
   constructor(element, readout, scale) {
@@ -38,12 +39,13 @@ export class StepChart {
 
   draw() {
     const { context, width } = prepare(this.canvas, HEIGHT);
-    const most = Math.max(1, ...this.steps.map((step) => step.num_tokens));
+    const most = Math.max(0, ...this.steps.map((step) => step.num_tokens));
+    const top = Math.max(MIN_TOP, most);
     const pitch = width / MAX_STEPS;
     context.fillStyle = this.theme.line;
     context.fillRect(0, HEIGHT - 1, width, 1);
     this.steps.forEach((step, index) => {
-      const height = Math.max(1, (HEIGHT - 2) * Math.sqrt(step.num_tokens / most));
+      const height = Math.max(1, (HEIGHT - 2) * Math.sqrt(step.num_tokens / top));
       context.fillStyle = index === this.cell ? this.theme.text : this.theme.accent;
       context.fillRect(width - (this.steps.length - index) * pitch, HEIGHT - 1 - height, Math.max(1, pitch - 1), height);
     });
