@@ -8,6 +8,7 @@ from typing import Literal
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
+from service_kit.admin_http import is_loopback
 from service_kit.channel import parse_target
 from service_kit.config import option
 from service_kit.errors import InvalidArgument
@@ -87,6 +88,10 @@ class FrontendConfig:
         "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
+
+    @property
+    def serves_ui(self) -> bool:
+        return self.ui or is_loopback(self.admin_http_host)
 
     def __post_init__(self) -> None:
         if not self.engine and self.coordinator is None:
