@@ -15,14 +15,22 @@ export class Answer {
     this.element = byId("answer");
     this.gaps = byId("gaps");
     this.detail = byId("token");
-    this.hint = this.detail.innerHTML;
+    this.hint = this.detail.firstElementChild;
+    this.theme = themeColours("accent", "text");
     this.clear();
     this.element.addEventListener("focusin", (event) => this.#select(event.target));
     this.element.addEventListener("pointerover", (event) => this.#select(event.target));
     this.element.addEventListener("pointerdown", (event) => this.#select(event.target));
     this.element.addEventListener("keydown", (event) => this.#move(event));
     this.gaps.addEventListener("pointermove", (event) => this.#select(this.#tokenAt(event.offsetX)?.element));
-    document.addEventListener("themechange", () => this.draw());
+    this.element.addEventListener("scroll", () => {
+      const { scrollHeight, scrollTop, clientHeight } = this.element;
+      this.isAtEnd = scrollHeight - scrollTop - clientHeight < 30;
+    });
+    document.addEventListener("themechange", () => {
+      this.theme = themeColours("accent", "text");
+      this.draw();
+    });
     addEventListener("resize", () => this.draw());
   }
 
@@ -32,8 +40,9 @@ export class Answer {
     this.median = 0;
     this.selected = null;
     this.isDrawing = false;
+    this.isAtEnd = true; // of what can be scrolled, and to be kept there
     this.element.replaceChildren();
-    this.detail.innerHTML = this.hint;
+    this.detail.replaceChildren(this.hint);
   }
 
   // A delta of the stream; `text` is what it adds to the answer.
@@ -69,7 +78,7 @@ export class Answer {
     const shown = this.tokens.slice(-MAX_BARS);
     const most = Math.max(1, ...shown.slice(1).map((token) => token.gapMs));
     const pitch = this.#pitch(width);
-    const [accent, text] = themeColours("accent", "text");
+    const [accent, text] = this.theme;
     shown.forEach((token, index) => {
       // The first one of all has the time to the first token, which is another scale.
       if (token === this.tokens[0]) return;
@@ -91,10 +100,7 @@ export class Answer {
     element.dataset.index = this.tokens.length;
     element.dataset.gapMs = gapMs.toFixed(2);
     this.tokens.push({ element, atMs, gapMs, entries, isJoined });
-    const box = this.element;
-    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 30;
-    box.append(element);
-    if (isAtEnd) box.scrollTop = box.scrollHeight;
+    this.element.append(element);
     this.#mark(this.tokens.at(-1), this.tokens.length - 1);
   }
 
@@ -117,7 +123,10 @@ export class Answer {
   #drawSoon() {
     if (this.isDrawing) return;
     this.isDrawing = true;
-    requestAnimationFrame(() => this.draw());
+    requestAnimationFrame(() => {
+      this.draw();
+      if (this.isAtEnd) this.element.scrollTop = this.element.scrollHeight;
+    });
   }
 
   #pitch(width) {
