@@ -45,9 +45,11 @@ from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
+from frontend_svc.ui.page import ui_pages, ui_posts
+from frontend_svc.ui.state import StatePage
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
+from service_kit.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
@@ -78,7 +80,7 @@ _REQUEST = "triptych.api.v1.RequestService"
 
 @dataclass(frozen=True, slots=True)
 class PublicAPI:
-    """The servicers of the public API. A caller in this process may call their unary methods directly."""
+    """The servicers of the public API. A caller in this process may call their methods directly."""
 
     inference: InferenceServicer
     chat: ChatServicer
@@ -179,10 +181,13 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
         )
-        self.admin_http = AdminHTTP(
-            f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(self.metrics.collect)},
-        )
+        self._state_page = StatePage(self, clock)
+        pages: dict[str, MakePage] = {"/metrics": metrics_page(self.metrics.collect)}
+        posts: dict[str, TakeBody] = {}
+        if config.serves_ui:
+            pages |= {"/ui/state": self._state_page.make, **ui_pages(lambda: self.address)}
+            posts = ui_posts(self.api.inference, self.api.chat)
+        self.admin_http = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages, posts)
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
         self._closing: asyncio.Task[None] | None = None
@@ -191,6 +196,10 @@ class Frontend:
     def has_coordinator(self) -> bool:
         """Whether there is a session with a coordinator."""
         return self._coordinator is not None and self._coordinator.is_connected
+
+    def wave_of(self, engine_id: str) -> int | None:
+        """The wave of the engine's group, as the coordinator announced it; None: there is none."""
+        return None if self._coordinator is None else self._coordinator.wave_of(engine_id)
 
     def connect(self, address: str) -> None:
         """Start connecting to engines and coordinator; `address` is where this frontend listens."""
@@ -227,6 +236,7 @@ class Frontend:
 
     async def _close(self) -> None:
         self.loop_lag.stop()
+        await self._state_page.close()
         self.directory.leave()
         await self.resumable.close()
         self.failover.close()

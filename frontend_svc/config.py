@@ -8,6 +8,7 @@ from typing import Literal
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
+from service_kit.admin_http import is_loopback
 from service_kit.channel import parse_target
 from service_kit.config import option
 from service_kit.errors import InvalidArgument
@@ -28,6 +29,7 @@ class FrontendConfig:
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
     admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
+    ui: bool = option(False, help="serve the page /ui at an admin HTTP listener that is not on loopback, too")
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
     coordinator: str | None = option(None, help="coordinator that lists the engines, host:port")
     routing_policy: str = option(
@@ -86,6 +88,10 @@ class FrontendConfig:
         "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
+
+    @property
+    def serves_ui(self) -> bool:
+        return self.ui or is_loopback(self.admin_http_host)
 
     def __post_init__(self) -> None:
         if not self.engine and self.coordinator is None:

@@ -404,6 +404,25 @@ def replay(
     raise typer.Exit(run_replay(file))
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="admin HTTP listener of a frontend, http://host:port")],
+    interval_s: Annotated[float, typer.Option(min=0.1, max=60.0, help="time between two pictures")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="print one picture, and end")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print what the frontend says as JSON, and end")
+    ] = False,
+) -> None:
+    """Show engines and their requests while they run.
+
+    q ends it. Without a terminal it prints one picture. Exits with 1 if the frontend does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.top import run_top
+
+    raise typer.Exit(run_top(url, interval_s, once=once, as_json=as_json))
+
+
 def _run_service(service: str, arguments: list[str]) -> int:
     from launcher.services import config_of, main_of
 

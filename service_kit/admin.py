@@ -36,11 +36,11 @@ _STATES = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility if it has a handler.
+    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility and WatchScheduler with a handler.
 
     The rest of AdminService is UNIMPLEMENTED. `status` returns the service's own facts and counters; its key
-    `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` handles
-    calls into an engine process.
+    `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` and `watch`
+    handle calls into an engine process.
     """
 
     def __init__(
@@ -51,12 +51,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         *,
         lifecycle: Lifecycle,
         utility: Callable[[admin_pb2.UtilityRequest], Awaitable[admin_pb2.UtilityResponse]] | None = None,
+        watch: Callable[[admin_pb2.WatchSchedulerRequest], AsyncIterator[admin_pb2.WatchSchedulerResponse]]
+        | None = None,
     ) -> None:
         self._service = service
         self._instance = instance
         self._status = status
         self._lifecycle = lifecycle
         self._utility = utility
+        self._watch = watch
         self._started_at = time.monotonic()
 
     def registration(self) -> Registration:
@@ -131,6 +134,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if self._utility is None:
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
         return await self._utility(request)
+
+    async def WatchScheduler(
+        self,
+        request: admin_pb2.WatchSchedulerRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.WatchSchedulerRequest, admin_pb2.WatchSchedulerResponse],
+    ) -> AsyncIterator[admin_pb2.WatchSchedulerResponse]:
+        """The state of the scheduler at intervals, if this process is an engine."""
+        if self._watch is None:
+            raise Unimplemented(f"a {self._service} has no scheduler to watch", reason="NO_ENGINE")
+        async for response in self._watch(request):
+            yield response
 
 
 def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:

@@ -43,6 +43,7 @@ from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import Policy, PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
@@ -134,6 +135,7 @@ def build_servers(
         lambda: announce.status(engine, servicer.num_sessions),
         lifecycle=lifecycle,
         utility=AdminCalls(engine).serve,
+        watch=servicer.watchers.responses,
     )
     return (
         Server(
@@ -229,7 +231,8 @@ def _put_together(
         served.metrics,
         None if kv_event_log is None else kv_event_log.publish,
     )
-    features = scheduler_features(config, context)
+    watch = SchedulerWatch(served.clock)
+    features = [*scheduler_features(config, context), watch]
     core = build_core(
         scheduler_config,
         cache_config,
@@ -262,6 +265,7 @@ def _put_together(
         lockstep,
         side.rank_ids,
         num_bytes_in_use,
+        watch,
     )
 
 

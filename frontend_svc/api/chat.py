@@ -37,7 +37,7 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
         self._takes_templates = takes_templates
 
     def Chat(
-        self, request: chat_message_pb2.ChatRequest, context: ChatContext
+        self, request: chat_message_pb2.ChatRequest, context: ChatContext | None = None
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
         return self._stream(request, caller_of(context))
 

@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stream_of = functools.partial(stream_generate, generation)
 
     def Generate(
-        self, request: generate_pb2.GenerateRequest, context: StreamContext
+        self, request: generate_pb2.GenerateRequest, context: StreamContext | None = None
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
         return start(request, caller_of(context))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from service_kit.admin_http import AdminHTTP, Page
+from service_kit.admin_http import AdminHTTP, MakePage, Page, read_page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
@@ -30,6 +30,7 @@ from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 logger = logging.getLogger(__name__)
 
 _STARTUP_S = 60.0
+_STATE_LIMIT_S = 2.0
 
 
 def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
@@ -210,7 +211,17 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
     async def page(target: str) -> Page:
         return Page(to_text(await metrics.collect()), TEXT_FORMAT)
 
-    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", {"/metrics": page})
+    async def state(target: str) -> Page:
+        # What each worker knows of the engines; the frontend's own counts are those of this one.
+        worker = group.addresses[0]
+        return Page(
+            await read_page(worker.admin_http, "/ui/state", limit_s=_STATE_LIMIT_S), "application/json"
+        )
+
+    pages: dict[str, MakePage] = {"/metrics": page}
+    if config.serves_ui:
+        pages |= {"/ui/state": state}
+    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages)
     admin_http = await listener.start()
     try:
         return await serve_until_signal(
