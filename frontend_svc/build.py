@@ -39,6 +39,7 @@ from frontend_svc.generation.metrics import RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
+from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
@@ -47,7 +48,7 @@ from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
+from service_kit.admin_http import AdminHTTP, metrics_page, traces_page
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
@@ -148,6 +149,7 @@ class Frontend:
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.metrics = Metrics("frontend")
         self._request_metrics = RequestMetrics(self.metrics)
+        self._traces = RequestTraces(slow_ms=config.trace_slow_ms)
         self.generation = Generation(
             self.directory,
             self.failover,
@@ -157,6 +159,7 @@ class Frontend:
             self.requests,
             self.draining,
             self._request_metrics,
+            self._traces,
         )
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
@@ -181,7 +184,7 @@ class Frontend:
         )
         self.admin_http = AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(self.metrics.collect)},
+            {"/metrics": metrics_page(self.metrics.collect), "/traces/last": traces_page},
         )
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
@@ -197,7 +200,7 @@ class Frontend:
         if shared_memory.is_available():
             # Segments of frontends that were killed and that no engine has removed.
             shared_memory.sweep()
-        self.address = address
+        self.address = self._traces.address = address
         self.directory.set_addresses("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()
@@ -266,7 +269,9 @@ class Frontend:
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
-        pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
+        pooling = Pooling(
+            self.directory, self.failover, self.admission, self.requests, self.draining, self._traces
+        )
         return PublicAPI(
             InferenceServicer(self.generation, self.resumable),
             ChatServicer(self.generation, takes_templates=config.request_templates),

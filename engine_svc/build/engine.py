@@ -46,7 +46,7 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
+from service_kit.admin_http import AdminHTTP, metrics_page, traces_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.metrics import Metrics
@@ -152,7 +152,7 @@ def build_servers(
         ),
         AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(engine.metrics.collect)},
+            {"/metrics": metrics_page(engine.metrics.collect), "/traces/last": traces_page},
         ),
     )
 

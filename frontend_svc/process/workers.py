@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from service_kit.admin_http import AdminHTTP, Page
+from service_kit.admin_http import AdminHTTP, MakePage, Page, json_page, number_of_traces, read_page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
@@ -30,6 +32,7 @@ from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 logger = logging.getLogger(__name__)
 
 _STARTUP_S = 60.0
+_TRACES_LIMIT_S = 2.0
 
 
 def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
@@ -210,7 +213,8 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
     async def page(target: str) -> Page:
         return Page(to_text(await metrics.collect()), TEXT_FORMAT)
 
-    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", {"/metrics": page})
+    pages: dict[str, MakePage] = {"/metrics": page, "/traces/last": partial(_traces_page, group)}
+    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages)
     admin_http = await listener.start()
     try:
         return await serve_until_signal(
@@ -218,6 +222,29 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
         )
     finally:
         await listener.stop(0)
+
+
+async def _traces_page(group: WorkerGroup, target: str) -> Page:
+    """The last traces of all workers that answer, newest end first."""
+    try:
+        num_traces = number_of_traces(target)
+    except ValueError as error:
+        return Page(f"{error}\n".encode(), status=400)
+    answers = await asyncio.gather(
+        *(
+            read_page(one.admin_http, f"/traces/last?n={num_traces}", limit_s=_TRACES_LIMIT_S)
+            for one in group.addresses
+        ),
+        return_exceptions=True,
+    )
+    found = [
+        trace
+        for answer in answers
+        if not isinstance(answer, BaseException)
+        for trace in json.loads(answer)["traces"]
+    ]
+    newest = sorted(found, key=lambda trace: trace["start_unix_ms"] + trace["duration_ms"], reverse=True)
+    return json_page({"traces": newest[:num_traces]})
 
 
 def _give_up(died: ChildDied) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from service_kit import conventions
 from service_kit.config import load_config
 from tests.architecture.test_options import SERVICES, config_class
 from tests.compose.files import CPU_FILE, GPU_FILE, ROOT, flags_of, read, variables_of
@@ -195,12 +196,11 @@ def test_every_panel_asks_for_what_the_collector_makes() -> None:
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert asked
     assert [expr for expr in asked if not any(f"{name}{{" in expr for name in made)] == []
-    names = {expr.split('span_name="')[1].split('"')[0] for expr in asked}
-    code = "".join(
-        (ROOT / name).read_text()
-        for name in ("frontend_svc/generation/tracing.py", "engine_svc/features/request_spans/scheduler.py")
-    )
-    assert [name for name in names if f'"{name}"' not in code] == []
+    names = {found.groups() for expr in asked if (found := re.search(r'span_name(=~?)"(.*?)"', expr))}
+    code = (ROOT / "frontend_svc/generation/tracing.py").read_text()
+    assert [name for equals, name in names if equals == "=" and f'"{name}"' not in code] == []
+    patterns = [name for equals, name in names if equals == "=~"]
+    assert patterns == [f"({conventions.CHAT}|{conventions.TEXT_COMPLETION}) .*"]
     dimensions = {dimension["name"] for dimension in spans["dimensions"]} | {"service.name", "span.name"}
     labels = {
         name.strip()

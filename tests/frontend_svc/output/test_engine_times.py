@@ -21,7 +21,7 @@ class Timed:
 
     def begin(self, now_ms: int, num_attempts: int = 0) -> None:
         self.now_ms = now_ms
-        self.times.begin(num_attempts)
+        self.times.begin(num_attempts, f"engine-{num_attempts}")
 
     def end(self, now_ms: int) -> tuple[float, ...]:
         self.now_ms = now_ms
