@@ -352,11 +352,9 @@ class Generation:
         trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         for entry in prepared.entries:
             entry.trace_context.CopyFrom(trace_context)
-        trace.note_sampling(
-            prepared.entries[0].sampling,
-            len(prepared.entries),
-            is_stream=kind is not OutputKind.FINAL_ONLY,
-        )
+        seed = request.sampling.seed if request.sampling.HasField("seed") else None
+        is_stream = kind is not OutputKind.FINAL_ONLY
+        trace.note_sampling(prepared.entries[0].sampling, len(prepared.entries), seed, is_stream=is_stream)
         states = make_states(
             request,
             prompt,
@@ -367,7 +365,6 @@ class Generation:
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
         )
         model = prepared.prompt.model
-        seed = request.sampling.seed if request.sampling.HasField("seed") else None
         opened = OpenRequest(
             caller,
             request.request_id or caller.request_id,

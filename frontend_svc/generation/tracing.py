@@ -38,7 +38,6 @@ _ALWAYS_SHOWN = {
     names.REQUEST_MAX_TOKENS: "max_tokens",
 }
 _SHOWN_IF_SET = {
-    names.REQUEST_SEED: "seed",
     names.REQUEST_FREQUENCY_PENALTY: "frequency_penalty",
     names.REQUEST_PRESENCE_PENALTY: "presence_penalty",
 }
@@ -85,10 +84,10 @@ class RequestTimeline:
             start_ns, end_ns, busy_ns = self.detokenizing
             parts.append(("detokenize", start_ns, end_ns, {names.BUSY_US: busy_ns // 1000}))
         attributes = dict(self.attributes)
-        if len(parts) >= _MAX_SPANS:
-            attributes[names.NUM_DROPPED_SPANS] = len(parts) - _MAX_SPANS + 1
-            # What is at the end is the detokenizing, and the stays before it are those of the last outputs.
-            del parts[_MAX_SPANS - 2 : -1]
+        if len(parts) > _MAX_SPANS:
+            attributes[names.NUM_DROPPED_SPANS] = len(parts) - _MAX_SPANS
+            # Those of the last outputs. What is at the end is the detokenizing.
+            del parts[_MAX_SPANS - 1 : -1]
         root = self.context.root(
             self.name,
             self.start_unix_ns,
@@ -206,11 +205,15 @@ class RequestTrace:
             names.USAGE_INPUT_TOKENS: num_prompt_tokens,
         }
 
-    def note_sampling(self, sampling: sampling_pb2.SamplingParams, n: int, *, is_stream: bool) -> None:
+    def note_sampling(
+        self, sampling: sampling_pb2.SamplingParams, n: int, seed: int | None, *, is_stream: bool
+    ) -> None:
         """Record the parameters, when all defaults are filled in."""
         attributes = self._timeline.attributes
         attributes[names.REQUEST_STREAM] = is_stream
         attributes[names.OUTPUT_TYPE] = "text"
+        if seed is not None:
+            attributes[names.REQUEST_SEED] = seed
         if n != 1:
             attributes[names.REQUEST_CHOICE_COUNT] = n
         for name, parameter in _ALWAYS_SHOWN.items():
