@@ -21,7 +21,7 @@ from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page, traces_page
+from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
@@ -38,6 +38,7 @@ from service_kit.server import (
     write_announcement,
 )
 from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
+from service_kit.trace_page import traces_page
 from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)

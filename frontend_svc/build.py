@@ -48,12 +48,13 @@ from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page, traces_page
+from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
 from service_kit.process import runtime_folder
 from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
+from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,

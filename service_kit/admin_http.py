@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from urllib.parse import parse_qs
 
 import h11
 from prometheus_client.metrics_core import Metric
 
 from service_kit.metrics import TEXT_FORMAT, to_text
 from service_kit.server import AddressError, check_address
-from service_kit.telemetry import MAX_RECENT, recent_traces
 
 logger = logging.getLogger(__name__)
 
@@ -51,27 +48,6 @@ def metrics_page(collect: Callable[[], Iterable[Metric]]) -> MakePage:
         return Page(to_text(collect()), TEXT_FORMAT)
 
     return make
-
-
-async def traces_page(target: str) -> Page:
-    """The page /traces/last?n=10: the last traces of this process as JSON, newest end first."""
-    try:
-        num_traces = number_of_traces(target)
-    except ValueError as error:
-        return Page(f"{error}\n".encode(), status=400)
-    return json_page({"traces": recent_traces(num_traces)})
-
-
-def number_of_traces(target: str) -> int:
-    """`n` of a target's query. Raises ValueError."""
-    text = parse_qs(target.partition("?")[2]).get("n", ["10"])[-1]
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_RECENT:
-        raise ValueError(f"n {text!r} is not in 1..{MAX_RECENT}")
-    return int(text)
-
-
-def json_page(content: object) -> Page:
-    return Page(json.dumps(content, separators=(",", ":")).encode(), "application/json")
 
 
 class AdminHTTP:

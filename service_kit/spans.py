@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from opentelemetry.trace import TraceState
 
@@ -115,39 +114,3 @@ class RecordedTrace:
 
     context: TraceContext
     make_spans: Callable[[], Sequence[SpanRecord]]
-
-
-def to_json(spans: Sequence[SpanRecord], process: Mapping[str, str | int]) -> dict[str, Any]:
-    """A trace as the page /traces/last has it. Times of spans are in ms since the start of the root."""
-    root = spans[0]
-
-    def since_start_ms(unix_ns: int) -> float:
-        return round((unix_ns - root.start_unix_ns) / 1e6, 3)
-
-    return {
-        "trace_id": root.trace_id,
-        "name": root.name,
-        "start_unix_ms": root.start_unix_ns // 1000 / 1000,
-        "duration_ms": round(root.duration_ms, 3),
-        **process,
-        "spans": [
-            {
-                "name": span.name,
-                "span_id": span.span_id,
-                "parent_span_id": span.parent_span_id,
-                "start_ms": since_start_ms(span.start_unix_ns),
-                "duration_ms": round(span.duration_ms, 3),
-                "error": span.error,
-                "attributes": dict(span.attributes),
-                "events": [
-                    {
-                        "name": event.name,
-                        "at_ms": since_start_ms(event.unix_ns),
-                        "attributes": dict(event.attributes),
-                    }
-                    for event in span.events
-                ],
-            }
-            for span in spans
-        ],
-    }

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -30,7 +29,7 @@ from service_kit.config import read_environment
 from service_kit.errors import ServiceError
 from service_kit.logs import bind_log_fields, log_fields, setup_logs
 from service_kit.metrics import Metrics
-from service_kit.spans import RecordedTrace, SpanRecord, TraceContext, Value, to_json
+from service_kit.spans import RecordedTrace, SpanRecord, TraceContext, Value
 
 __all__ = [
     "StartTrace",
@@ -46,6 +45,7 @@ __all__ = [
     "record_trace",
     "setup_telemetry",
     "shutdown_telemetry",
+    "this_process",
     "traced_operation",
 ]
 
@@ -172,11 +172,14 @@ def recent_spans(trace_id: str | None = None) -> list[SpanRecord]:
     ]
 
 
-def recent_traces(num_traces: int) -> list[dict[str, Any]]:
-    """The last traces as JSON, newest end first."""
-    telemetry = _current()
-    newest = list(telemetry.traces)[::-1][:num_traces]
-    return [to_json(recorded.make_spans(), telemetry.process) for recorded in newest]
+def recent_traces(num_traces: int) -> list[Sequence[SpanRecord]]:
+    """The spans of each of the last traces, newest end first."""
+    return [recorded.make_spans() for recorded in list(_current().traces)[::-1][:num_traces]]
+
+
+def this_process() -> Mapping[str, str | int]:
+    """What distinguishes the traces of this process: service, instance, pid."""
+    return _current().process
 
 
 @contextlib.contextmanager
@@ -256,7 +259,8 @@ def _current() -> _Telemetry:
 
 
 def _exports_traces() -> bool:
-    if read_environment("OTEL_TRACES_EXPORTER") == "none":
+    is_disabled = read_environment("OTEL_SDK_DISABLED").lower() == "true"
+    if is_disabled or read_environment("OTEL_TRACES_EXPORTER") == "none":
         return False
     return bool(
         read_environment("OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -46,13 +46,14 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page, traces_page
+from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.metrics import Metrics
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.server import Lifecycle as ServiceLifecycle
+from service_kit.trace_page import traces_page
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:

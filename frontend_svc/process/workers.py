@@ -19,7 +19,7 @@ from functools import partial
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from service_kit.admin_http import AdminHTTP, MakePage, Page, json_page, number_of_traces, read_page
+from service_kit.admin_http import AdminHTTP, MakePage, Page, read_page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
@@ -28,6 +28,7 @@ from service_kit.process import child_command, end_at_once_on_signals, leave_pro
 from service_kit.server import check_address, write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.trace_page import number_of_traces, page_of
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ async def _traces_page(group: WorkerGroup, target: str) -> Page:
         for trace in json.loads(answer)["traces"]
     ]
     newest = sorted(found, key=lambda trace: trace["start_unix_ms"] + trace["duration_ms"], reverse=True)
-    return json_page({"traces": newest[:num_traces]})
+    return page_of(newest[:num_traces])
 
 
 def _give_up(died: ChildDied) -> int:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from service_kit.admin_http import AdminHTTP, Page, metrics_page, traces_page
+from service_kit.admin_http import AdminHTTP, Page, metrics_page
 from service_kit.metrics import Metrics
 from service_kit.server import AddressError
-from service_kit.telemetry import begin_trace, record_trace
 
 
 async def broken(target: str) -> Page:
@@ -53,19 +51,6 @@ async def test_pages_are_served_by_path():
         assert b"triptych_build_info{" in body
         assert await answer_of(address, request("/echo?a=1")) == ("HTTP/1.1 200 ", b"/echo?a=1")
         assert await answer_of(address, request("/echo", "HEAD")) == ("HTTP/1.1 200 ", b"")
-
-
-async def test_the_last_traces_are_a_page_with_a_limit():
-    context = begin_trace("work")
-    record_trace(context, lambda: [context.root("work", 0, 1)])
-    listener = AdminHTTP("127.0.0.1:0", {"/traces/last": traces_page})
-    address = await listener.start()
-    status, body = await answer_of(address, request("/traces/last?n=1"))
-    wrong = [await answer_of(address, request(f"/traces/last?n={n}")) for n in ("0", "65", "x", "-1")]
-    await listener.stop(0)
-    assert (status, [trace["name"] for trace in json.loads(body)["traces"]]) == ("HTTP/1.1 200 ", ["work"])
-    assert {status for status, _ in wrong} == {"HTTP/1.1 400 "}
-    assert wrong[0][1] == b"n '0' is not in 1..64\n"
 
 
 async def test_several_requests_may_use_one_connection():

@@ -108,25 +108,7 @@ def test_the_last_64_traces_are_kept(engine_telemetry: None) -> None:
     for number in range(70):
         record(str(number))
     assert [span.name for span in recent_spans()] == [str(number) for number in range(6, 70)]
-    assert [one["name"] for one in recent_traces(2)] == ["69", "68"]
-
-
-def test_a_trace_as_json_has_times_since_its_start(engine_telemetry: None) -> None:
-    context = begin_trace("request", PARENT)
-    start_ns = 1_700_000_000_123_456_789
-    spans = [
-        context.root("request", start_ns, start_ns + 5_000_000, {"n": ("a",)}, [SpanEvent("e", start_ns)]),
-        context.child(0, "queue", start_ns + 1_000_000, start_ns + 3_000_000),
-    ]
-    record_trace(context, lambda: spans)
-    (shown,) = json.loads(json.dumps(recent_traces(10)))
-    assert (shown["trace_id"], shown["start_unix_ms"], shown["duration_ms"]) == (
-        TRACE_ID, 1_700_000_000_123.456, 5.0,
-    )  # fmt: skip
-    assert (shown["service"], shown["instance"], shown["pid"]) == ("engine", "engine-0", os.getpid())
-    root, queue = shown["spans"]
-    assert (root["attributes"], root["events"][0]["at_ms"]) == ({"n": ["a"]}, 0.0)
-    assert (queue["start_ms"], queue["duration_ms"], queue["parent_span_id"]) == (1.0, 2.0, root["span_id"])
+    assert [spans[0].name for spans in recent_traces(2)] == ["69", "68"]
 
 
 def test_a_traceparent_joins_two_processes(engine_telemetry: None) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from launcher.verbs.trace import draw
 from service_kit import conventions as names
-from service_kit.admin_http import AdminHTTP, json_page
+from service_kit.admin_http import AdminHTTP
+from service_kit.trace_page import page_of
 from tests.launcher.fakes import triptych
 
 
@@ -83,7 +84,7 @@ async def test_the_verb_draws_the_last_traces_the_newest_last() -> None:
 
     async def page(target: str):
         asked.append(target)
-        return json_page({"traces": [trace_of(span("newer", 0, 1)), trace_of(span("older", 0, 1))]})
+        return page_of([trace_of(span("newer", 0, 1)), trace_of(span("older", 0, 1))])
 
     listener = AdminHTTP("127.0.0.1:0", {"/traces/last": page})
     address = await listener.start()
