@@ -309,6 +309,24 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
+@trace.command("last")
+def trace_last(
+    url: Annotated[str, typer.Option(help="an admin HTTP listener, http://host:port")],
+    num_traces: Annotated[int, typer.Option("-n", min=1, max=64, help="how many")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+) -> None:
+    """Draw the last requests of a frontend, the newest last.
+
+    Of an engine or a coordinator it draws the start, and operations such as a drain. Exits 1 if the service
+    does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.trace import TracesAsked, run_trace_last
+
+    raise typer.Exit(run_trace_last(TracesAsked(url, num_traces, as_json, timeout_s)))
+
+
 @bench.command("serve", context_settings=_PASS_ON)
 def bench_serve(context: typer.Context) -> None:
     """Put a load on a running frontend, and measure it."""
@@ -385,24 +403,6 @@ def replay(
     from launcher.verbs.replay import run_replay
 
     raise typer.Exit(run_replay(file))
-
-
-@trace.command("last")
-def trace_last(
-    url: Annotated[str, typer.Option(help="an admin HTTP listener, http://host:port")],
-    num_traces: Annotated[int, typer.Option("-n", min=1, max=64, help="how many")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
-    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
-) -> None:
-    """Draw the last requests of a frontend, the newest last.
-
-    Of an engine or a coordinator it draws the start, and operations such as a drain. Exits 1 if the service
-    does not answer.
-    """
-    prepare_process("client")
-    from launcher.verbs.trace import TracesAsked, run_trace_last
-
-    raise typer.Exit(run_trace_last(TracesAsked(url, num_traces, as_json, timeout_s)))
 
 
 def _run_service(service: str, arguments: list[str]) -> int:

@@ -97,7 +97,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             newest = recent_spans()[-1:]
             trace_id = newest[0].trace_id if newest else "none"
         spans = sorted(recent_spans(trace_id), key=lambda span: span.start_unix_ns)
-        return admin_pb2.GetTraceResponse(spans=[self._span(span) for span in spans])
+        return admin_pb2.GetTraceResponse(spans=[_span(span, self._service) for span in spans])
 
     async def SetLogLevel(
         self,
@@ -133,33 +133,34 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
         return await self._utility(request)
 
-    def _span(self, record: SpanRecord) -> admin_pb2.Span:
-        return admin_pb2.Span(
-            name=record.name,
-            trace_id=record.trace_id,
-            span_id=record.span_id,
-            parent_span_id=record.parent_span_id,
-            service=self._service,
-            pid=os.getpid(),
-            start_unix_ns=record.start_unix_ns,
-            end_unix_ns=record.end_unix_ns,
-            attributes=[
-                admin_pb2.SpanAttribute(key=key, value=_text_of(value))
-                for key, value in record.attributes.items()
-            ],
-            events=[admin_pb2.SpanEvent(name=event.name, unix_ns=event.unix_ns) for event in record.events],
-            ok=record.error is None,
-        )
-
-
-def _text_of(value: Value) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
 
 def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:
     if isinstance(value, str):
         return admin_pb2.StatusValue(key=key, text=value)
     return admin_pb2.StatusValue(key=key, number=value)
+
+
+def _span(record: SpanRecord, service: str) -> admin_pb2.Span:
+    return admin_pb2.Span(
+        name=record.name,
+        trace_id=record.trace_id,
+        span_id=record.span_id,
+        parent_span_id=record.parent_span_id,
+        service=service,
+        pid=os.getpid(),
+        start_unix_ns=record.start_unix_ns,
+        end_unix_ns=record.end_unix_ns,
+        attributes=[
+            admin_pb2.SpanAttribute(key=key, value=_text_of(value))
+            for key, value in record.attributes.items()
+        ],
+        events=[admin_pb2.SpanEvent(name=event.name, unix_ns=event.unix_ns) for event in record.events],
+        ok=record.error is None,
+    )
+
+
+def _text_of(value: Value) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _nearest_level(level: int) -> admin_pb2.LogLevel:

@@ -12,13 +12,13 @@ from typing import Any
 
 from service_kit import conventions as names
 from service_kit.admin_http import read_page
+from service_kit.channel import parse_target
+from service_kit.errors import InvalidArgument
 
 _WIDTH = 44
 _BLOCK = "█"
 # Shorter than one column.
 _SLIVER = "▏"
-_FAILURE = 1
-_USAGE_ERROR = 2
 
 Trace = Mapping[str, Any]  # as the page /traces/last has it
 
@@ -34,17 +34,14 @@ class TracesAsked:
 
 
 def run_trace_last(asked: TracesAsked) -> int:
-    """Print the last traces, the newest last. Returns 0, or 1 if the service does not answer."""
-    address = asked.url.removeprefix("http://").rstrip("/")
-    if not address.rpartition(":")[2].isdigit():
-        print(f"triptych trace last: --url {asked.url!r} is not http://host:port", file=sys.stderr)
-        return _USAGE_ERROR
+    """Print the last traces, the newest last. Returns 0, or 1 if they cannot be read."""
     try:
+        address = parse_target(asked.url)
         traces = asyncio.run(read_traces(address, asked.num_traces, timeout_s=asked.timeout_s))
-    except (OSError, ValueError) as error:
+    except (InvalidArgument, OSError, ValueError) as error:
         cause = str(error) or f"no answer within {asked.timeout_s:g} s"
         print(f"triptych trace last: {asked.url}: {cause}", file=sys.stderr)
-        return _FAILURE
+        return 1
     if asked.as_json:
         print(json.dumps({"traces": traces}, indent=2))
     elif not traces:

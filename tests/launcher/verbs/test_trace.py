@@ -97,6 +97,6 @@ async def test_the_verb_draws_the_last_traces_the_newest_last() -> None:
     heads = [block.splitlines()[0].split()[0] for block in drawn.out.split("\n\n")]
     assert (drawn.exit_code, heads) == (0, ["older", "newer"])
     assert [trace["name"] for trace in json.loads(as_json.out)["traces"]] == ["newer", "older"]
-    assert (nowhere.exit_code, wrong.exit_code) == (1, 2)
+    assert (nowhere.exit_code, wrong.exit_code) == (1, 1)
     assert address in nowhere.err
-    assert "'engine-0' is not http://host:port" in wrong.err
+    assert "engine-0" in wrong.err
