@@ -15,7 +15,7 @@ from types import TracebackType
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.failover import Move
-from frontend_svc.output.engine_times import EngineTimes
+from frontend_svc.output.engine_times import EngineTimes, Stay
 from frontend_svc.output.request_state import RequestState
 from service_kit import conventions as names
 from service_kit.errors import ServiceError
@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 # A longer id is refused later, when the request is checked.
 _MAX_ID_CHARS = 128
 # Of one trace, whatever n is and however often a request is moved or preempted.
-_MAX_SPANS = 128
-_MAX_EVENTS = 128
+_MAX_STAYS = 126
+_MAX_MOMENTS = 128
+_MAX_MOVES = 64
 _PHASES = {EngineTimes.QUEUE: "queue", EngineTimes.PREFILL: "prefill", EngineTimes.DECODE: "decode"}
 _ALWAYS_SHOWN = {
     names.REQUEST_TEMPERATURE: "temperature",
@@ -61,7 +62,7 @@ class RequestTimeline:
     events: list[SpanEvent] = field(default_factory=list)
     tokenizing_ns: tuple[int, int] | None = None
     detokenizing: tuple[int, int, int] | None = None  # from and to in unix time, and how long of that
-    outputs: Sequence[EngineTimes] = ()
+    stays: list[tuple[Stay, dict[str, Value]]] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -69,47 +70,48 @@ class RequestTimeline:
         """By the GenAI conventions: the operation and the model."""
         return f"{self.operation} {self.model}".rstrip()
 
+    def add_outputs(self, outputs: Sequence[EngineTimes]) -> None:
+        """Take over where the outputs were, up to the limits of a trace."""
+        of_outputs: list[dict[str, Value]] = [
+            {names.OUTPUT_INDEX: index} if len(outputs) > 1 else {} for index in range(len(outputs))
+        ]
+        stays = [
+            (stay, {names.ENGINE: stay.engine_id, **of_output})
+            for times, of_output in zip(outputs, of_outputs, strict=True)
+            for stay in times.stays
+        ]
+        moments = [
+            (moment, {names.ENGINE: moment.engine_id, **of_output})
+            for times, of_output in zip(outputs, of_outputs, strict=True)
+            for moment in times.moments
+        ]
+        self.stays = stays[:_MAX_STAYS]
+        if len(stays) > _MAX_STAYS:
+            self.attributes[names.NUM_DROPPED_SPANS] = len(stays) - _MAX_STAYS
+        for moment, attributes in sorted(moments, key=lambda one: one[0].at_ns)[:_MAX_MOMENTS]:
+            self.events.append(SpanEvent(moment.name, self._unix_ns(moment.at_ns), attributes))
+
     def spans(self) -> list[SpanRecord]:
         """The request's span, then its children: tokenize, stays in engines by output, detokenize."""
         parts: list[tuple[str, int, int, Mapping[str, Value]]] = []
         if self.tokenizing_ns is not None:
             start_ns, end_ns = map(self._unix_ns, self.tokenizing_ns)
             parts.append(("tokenize", start_ns, end_ns, {}))
-        for index, times in enumerate(self.outputs):
-            for stay in times.stays:
-                attributes = self._of_output(index, stay.engine_id)
-                start_ns, end_ns = self._unix_ns(stay.start_ns), self._unix_ns(stay.end_ns)
-                parts.append((_PHASES[stay.phase], start_ns, end_ns, attributes))
+        for stay, attributes in self.stays:
+            start_ns, end_ns = self._unix_ns(stay.start_ns), self._unix_ns(stay.end_ns)
+            parts.append((_PHASES[stay.phase], start_ns, end_ns, attributes))
         if self.detokenizing is not None:
             start_ns, end_ns, busy_ns = self.detokenizing
             parts.append(("detokenize", start_ns, end_ns, {names.BUSY_US: busy_ns // 1000}))
-        attributes = dict(self.attributes)
-        if len(parts) > _MAX_SPANS:
-            attributes[names.NUM_DROPPED_SPANS] = len(parts) - _MAX_SPANS
-            # Those of the last outputs. What is at the end is the detokenizing.
-            del parts[_MAX_SPANS - 1 : -1]
         root = self.context.root(
             self.name,
             self.start_unix_ns,
             self._unix_ns(self.end_ns),
-            attributes,
-            self._all_events(),
+            self.attributes,
+            sorted(self.events, key=lambda event: event.unix_ns),
             self.error,
         )
         return [root, *(self.context.child(index, *part) for index, part in enumerate(parts))]
-
-    def _all_events(self) -> list[SpanEvent]:
-        found = list(self.events)
-        for index, times in enumerate(self.outputs):
-            for moment in times.moments:
-                attributes = self._of_output(index, moment.engine_id)
-                found.append(SpanEvent(moment.name, self._unix_ns(moment.at_ns), attributes))
-        return sorted(found, key=lambda event: event.unix_ns)[-_MAX_EVENTS:]
-
-    def _of_output(self, index: int, engine_id: str) -> dict[str, Value]:
-        if len(self.outputs) == 1:
-            return {names.ENGINE: engine_id}
-        return {names.ENGINE: engine_id, names.OUTPUT_INDEX: index}
 
     def _unix_ns(self, at_ns: int) -> int:
         return self.start_unix_ns + at_ns - self.start_ns
@@ -225,7 +227,7 @@ class RequestTrace:
 
     def note_migration(self, move: Move, num_output_tokens: int) -> None:
         """Record that the request moved to another engine with so many output tokens."""
-        if len(self._timeline.events) < _MAX_EVENTS:
+        if len(self._timeline.events) < _MAX_MOVES:
             self._add_event(
                 "resumed_elsewhere",
                 {
@@ -250,7 +252,7 @@ class RequestTrace:
             **times,
             "engine": engine_id,
         }
-        timeline.outputs = [state.times for state in states]
+        timeline.add_outputs([state.times for state in states])
         timeline.attributes |= {
             names.USAGE_OUTPUT_TOKENS: num_output_tokens,
             names.USAGE_CACHE_READ_TOKENS: num_cached_tokens,

@@ -105,9 +105,8 @@ def test_a_trace_has_a_limit_of_spans_and_events():
         times.note(Progress([(EventKind.QUEUED, 0), (EventKind.SCHEDULED, 0)], 0))
         times.end()
         outputs.append(times)
-    timeline = RequestTimeline(
-        TraceContext(1, 2), "chat", 0, 0, tokenizing_ns=(0, 1), detokenizing=(1, 2, 1), outputs=outputs
-    )
+    timeline = RequestTimeline(TraceContext(1, 2), "chat", 0, 0, tokenizing_ns=(0, 1), detokenizing=(1, 2, 1))
+    timeline.add_outputs(outputs)
     root, *children = timeline.spans()
     assert (len(children), len(root.events)) == (128, 128)
     assert (
