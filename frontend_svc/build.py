@@ -180,10 +180,10 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
         )
-        self._state_page = StatePage(self, clock)
+        self.state_page = StatePage(self, clock)
         pages = {"/metrics": metrics_page(self.metrics.collect)}
         if config.serves_ui:
-            pages |= {"/ui/state": self._state_page.make}
+            pages |= {"/ui/state": self.state_page.make}
         self.admin_http = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages)
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
@@ -233,7 +233,7 @@ class Frontend:
 
     async def _close(self) -> None:
         self.loop_lag.stop()
-        await self._state_page.close()
+        await self.state_page.close()
         self.directory.leave()
         await self.resumable.close()
         self.failover.close()
