@@ -19,7 +19,6 @@ from frontend_svc.config import FrontendConfig
 from service_kit.channel import open_channel
 from service_kit.limits import INTERNAL
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
-from triptych.admin.v1 import admin_pb2_grpc
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -147,15 +146,12 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.num_acks = 0
         self.goodbyes: list[str] = []
         self.address = ""
-        self.admin: admin_pb2_grpc.AdminServiceServicer | None = None  # served with it
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._server = grpc.aio.server(options=INTERNAL.options())
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
-        if self.admin is not None:
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, self._server)
         port = self._server.add_insecure_port(address)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"

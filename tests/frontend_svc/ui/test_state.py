@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from frontend_svc.config import FrontendConfig
+from frontend_svc.engines.connection.client import EngineState
+from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.ui.state import StatePage
 from service_kit.clock import FakeClock
-from tests.frontend_svc.fakes import WAIT_S, FakeEngine, serving
+from service_kit.limits import INTERNAL
+from tests.frontend_svc.fakes import WAIT_S
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import session_pb2
 
@@ -56,20 +61,50 @@ def message(first_step: int = 1, num_steps: int = 1, **stats: int) -> admin_pb2.
     )  # fmt: skip
 
 
+class Engine:
+    """An engine that serves AdminService alone, and what the directory knows of it."""
+
+    def __init__(self, admin: admin_pb2_grpc.AdminServiceServicer | None) -> None:
+        self.address = ""
+        self.engine_id = "engine-0"
+        self.model = SimpleNamespace(name="tiny")
+        self.dp_size = 2
+        self.state = EngineState.READY
+        self.requests = SimpleNamespace(account=EngineAccount("unused"))
+        self._server = grpc.aio.server(options=INTERNAL.options())
+        if admin is not None:
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
+
+    async def start(self) -> None:
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+
 @contextlib.asynccontextmanager
 async def shown(
     admin: admin_pb2_grpc.AdminServiceServicer | None, **options: Any
-) -> AsyncIterator[tuple[FakeEngine, StatePage, FakeClock]]:
-    """A frontend with one engine, and a page of it with a clock of its own."""
-    engine = FakeEngine()
-    engine.admin = admin
+) -> AsyncIterator[tuple[Engine, StatePage, FakeClock]]:
+    """The page of a frontend with one engine."""
+    engine = Engine(admin)
+    await engine.start()
+    frontend: Any = SimpleNamespace(
+        admission=SimpleNamespace(num_queued=2),
+        directory=SimpleNamespace(clients=lambda: [engine]),
+        draining=SimpleNamespace(num_open=3),
+        failover=SimpleNamespace(num_held=1),
+        has_coordinator=True,
+        wave_of={"engine-0": 4}.get,
+    )
     clock = FakeClock(100.0)
-    async with serving(engine) as (_, frontend):
-        page = StatePage(frontend, clock, **options)
-        try:
-            yield engine, page, clock
-        finally:
-            await page.close()
+    page = StatePage(frontend, clock, **options)
+    try:
+        yield engine, page, clock
+    finally:
+        await page.close()
+        await engine.stop()
 
 
 async def state_of(page: StatePage) -> dict[str, Any]:
@@ -96,12 +131,12 @@ async def test_the_first_answer_has_the_newest_state_of_the_engine():
     admin = Watched(message(num_prefix_queries=8, num_prefix_hits=2, num_preemptions=6))
     async with shown(admin) as (engine, page, _):
         state = await state_of(page)
-        assert state["frontend"] == {"open": 0, "queued": 0, "held": 0}
-        assert state["coordinator"] == {"connected": False}
+        assert state["frontend"] == {"open": 3, "queued": 2, "held": 1}
+        assert state["coordinator"] == {"connected": True}
         assert state["engines"] == [
             {
                 "address": engine.address, "engine_id": "engine-0", "model": "tiny", "state": "ready",
-                "rank": 0, "wave": None, "age_ms": 0,
+                "rank": 0, "wave": 4, "age_ms": 0,
                 "running": 1, "waiting": 0, "free_blocks": 37, "total_blocks": 40, "prefix_hit_rate": 0.25,
                 "preemptions": 6, "prompt_tokens": 0, "generated_tokens": 0,
                 "steps": [{"step": 1, "num_tokens": 8, "num_requests": 2, "duration_ms": 1.235}],
@@ -141,15 +176,6 @@ async def test_watching_ends_when_the_page_is_not_asked_for_and_begins_again_whe
         assert (await state_of(page))["engines"][0]["requests"]
 
 
-async def test_nothing_is_watched_before_the_page_is_asked_for():
-    admin = Watched()
-    engine = FakeEngine()
-    engine.admin = admin
-    async with serving(engine) as (client, _):
-        await client.wait_ready()
-        assert admin.requests == []
-
-
 async def test_an_engine_that_serves_no_watch_is_shown_as_routing_knows_it():
     async with shown(None) as (_, page, _):
         [engine] = (await state_of(page))["engines"]
@@ -178,14 +204,24 @@ async def test_an_engine_that_does_not_answer_holds_up_no_later_request():
         assert engine["age_ms"] is None
 
 
-async def test_the_state_of_a_lost_engine_is_not_shown():
-    async with shown(Watched(message())) as (engine, page, _):
+async def test_a_lost_engine_is_not_watched_and_one_that_reconnects_still_is():
+    admin = Watched(message())
+    async with shown(admin) as (engine, page, _):
         await state_of(page)
-        await engine.kill()
-        shown_engine = await engine_when(page, lambda engine: engine["state"] != "ready")
-        assert (shown_engine["age_ms"], shown_engine["requests"]) == (None, [])
-        assert page.num_watches == 0
-        await engine.start(engine.address)
+        engine.state = EngineState.RECONNECTING
+        assert (await state_of(page))["engines"][0]["requests"]
+        engine.state = EngineState.DOWN
+        [lost] = (await state_of(page))["engines"]
+        assert (lost["state"], lost["age_ms"], lost["requests"]) == ("down", None, [])
+        await until(lambda: admin.num_watchers == 0)
+
+
+async def test_watches_end_with_the_page():
+    admin = Watched(message())
+    async with shown(admin) as (_, page, _):
+        await state_of(page)
+        await page.close()
+        await until(lambda: admin.num_watchers == 0)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +233,3 @@ def test_the_page_is_on_where_the_listener_is_on_loopback_or_by_the_flag(
 ):
     config = FrontendConfig(engine=("127.0.0.1:1",), admin_http_host=host, ui=ui)
     assert config.serves_ui is is_served
-
-
-async def test_closing_a_frontend_ends_its_watches():
-    admin = Watched(message())
-    engine = FakeEngine()
-    engine.admin = admin
-    async with serving(engine) as (_, frontend):
-        await state_of(frontend.state_page)
-        assert admin.num_watchers == 1
-    await until(lambda: admin.num_watchers == 0)
