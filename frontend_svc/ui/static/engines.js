@@ -100,8 +100,8 @@ class EngineCard {
     const used = engine.total_blocks - engine.free_blocks;
     const set = (selector, value) => setText(this.find(selector), value);
     set(".model", engine.model);
-    set(".kv-use", engine.total_blocks ? `${Math.round((100 * used) / engine.total_blocks)} %` : "–");
-    set(".hit-rate", engine.prefix_hit_rate === null ? "–" : `${Math.round(100 * engine.prefix_hit_rate)} %`);
+    set(".kv-use", engine.total_blocks ? percent(used / engine.total_blocks) : "–");
+    set(".hit-rate", engine.prefix_hit_rate === null ? "–" : percent(engine.prefix_hit_rate));
     set(".preemptions", engine.preemptions);
     set(".rank", engine.rank ?? "");
     set(".wave", engine.wave ?? "");
@@ -160,6 +160,11 @@ class EngineCard {
 function setText(element, value) {
   const text = String(value);
   if (element.textContent !== text) element.textContent = text;
+}
+
+// Small shares with a decimal: few requests hold little of a large cache.
+function percent(share) {
+  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 }
 
 function describeRunning(request) {

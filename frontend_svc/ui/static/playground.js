@@ -133,7 +133,7 @@ class Playground {
     // A disabled button loses the focus.
     if (document.activeElement === byId("stop")) byId("send").focus();
     byId("stop").disabled = true;
-    byId("progress").textContent = `${outcome}: ${this.answer.numTokens} tokens`;
+    byId("progress").textContent = `${outcome}: ${this.#counted()}`;
     this.answer.finish();
     this.#summarize();
     if (kind === "chat" && this.content) {
@@ -170,7 +170,7 @@ class Playground {
       const called = calls.map((call) => `${call.name ?? ""}${call.arguments_json ?? ""}`).join("");
       this.content += text + content;
       this.answer.add(atMs, text + reasoning + content + called, response.delta, reasoning !== "");
-      byId("progress").textContent = `${this.answer.numTokens} tokens`;
+      byId("progress").textContent = this.#counted();
     } else if (response.finished) {
       this.finished = response.finished;
       const reason = response.finished.reason.replace("FINISH_REASON_", "").toLowerCase();
@@ -178,6 +178,11 @@ class Playground {
       return reason;
     }
     return "";
+  }
+
+  #counted() {
+    const { numTokens, isWhole } = this.answer;
+    return `${numTokens} token${numTokens === 1 ? "" : "s"}${isWhole ? "" : ", the last of which are not shown"}`;
   }
 
   #showError(error) {

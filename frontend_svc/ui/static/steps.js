@@ -7,6 +7,8 @@ const MAX_STEPS = 120;
 const HEIGHT = 56;
 const MIN_TOP = 16; // tokens, so that few of them do not fill the chart
 
+const counted = (count, name) => `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}`;
+
 export class StepChart {
   constructor(element, readout, scale) {
     this.element = element;
@@ -50,11 +52,11 @@ export class StepChart {
       context.fillRect(width - (this.steps.length - index) * pitch, HEIGHT - 1 - height, Math.max(1, pitch - 1), height);
     });
     this.element.dataset.numSteps = this.steps.length;
-    const summary = this.steps.length ? `last ${this.steps.length} steps, at most ${most.toLocaleString("en")} tokens (square-root scale)` : "no step yet";
+    const summary = this.steps.length ? `last ${this.steps.length} steps, at most ${counted(most, "token")} (square-root scale)` : "no step yet";
     if (this.scale.textContent !== summary) this.scale.textContent = summary;
     this.element.setAttribute("aria-label", `Tokens per step: ${summary}. Arrow keys move.`);
     const step = this.steps[this.cell] ?? this.steps.at(-1);
-    const text = step ? `step ${step.step}: ${step.num_tokens} tokens of ${step.num_requests} requests in ${step.duration_ms.toFixed(1)} ms` : "";
+    const text = step ? `step ${step.step}: ${counted(step.num_tokens, "token")} of ${counted(step.num_requests, "request")} in ${step.duration_ms.toFixed(1)} ms` : "";
     if (this.readout.textContent !== text) this.readout.textContent = text;
   }
 
