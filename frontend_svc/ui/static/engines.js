@@ -4,6 +4,7 @@ import { BlockMap } from "./blocks.js";
 import { Colours } from "./colours.js";
 import { Lane } from "./lane.js";
 import { StepChart } from "./steps.js";
+import { setText } from "./text.js";
 
 const SILENT_MS = 3000; // without a message of an engine that should send ten a second
 const GONE_MS = 30000; // an engine that is not listed any more is shown for so long
@@ -155,11 +156,6 @@ class EngineCard {
     if (seconds <= 0) return ["–", "–"];
     return [generated - first.generated, prompt - first.prompt].map((count) => Math.round(count / seconds).toLocaleString("en"));
   }
-}
-
-function setText(element, value) {
-  const text = String(value);
-  if (element.textContent !== text) element.textContent = text;
 }
 
 // Small shares with a decimal: few requests hold little of a large cache.

@@ -2,6 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { writeCommand } from "./commands.js";
+import { counted } from "./text.js";
 
 const NUMBERS = ["temperature", "max_tokens", "seed", "logprobs"];
 const MAX_TURNS = 64; // of a conversation
@@ -134,6 +135,7 @@ class Playground {
     if (document.activeElement === byId("stop")) byId("send").focus();
     byId("stop").disabled = true;
     byId("progress").textContent = `${outcome}: ${this.#counted()}`;
+    byId("progress").setAttribute("aria-busy", "false");
     this.answer.finish();
     this.#summarize();
     if (kind === "chat" && this.content) {
@@ -153,6 +155,8 @@ class Playground {
     byId("waterfall").replaceChildren();
     byId("result").hidden = true;
     byId("progress").textContent = "waits for the first token";
+    // Screen readers announce the end, not each token.
+    byId("progress").setAttribute("aria-busy", "true");
   }
 
   // Shows a line of the stream. Returns how the answer ended, if it did.
@@ -182,7 +186,7 @@ class Playground {
 
   #counted() {
     const { numTokens, isWhole } = this.answer;
-    return `${numTokens} token${numTokens === 1 ? "" : "s"}${isWhole ? "" : ", the last of which are not shown"}`;
+    return `${counted(numTokens, "token")}${isWhole ? "" : ", the last of which are not shown"}`;
   }
 
   #showError(error) {

@@ -2,12 +2,11 @@
 // a step without one, hence the square roots.
 
 import { addCursor, prepare, themeColours } from "./canvas.js";
+import { counted, setText } from "./text.js";
 
 const MAX_STEPS = 120;
 const HEIGHT = 56;
 const MIN_TOP = 16; // tokens, so that few of them do not fill the chart
-
-const counted = (count, name) => `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}`;
 
 export class StepChart {
   constructor(element, readout, scale) {
@@ -18,7 +17,7 @@ export class StepChart {
     this.steps = [];
     this.cell = -1;
     this.readTheme();
-    addCursor(element, {
+    addCursor(element, readout, {
       cellAt: (x) => this.#cellAt(x),
       numCells: () => this.steps.length,
       numColumns: () => 10,
@@ -53,11 +52,11 @@ export class StepChart {
     });
     this.element.dataset.numSteps = this.steps.length;
     const summary = this.steps.length ? `last ${this.steps.length} steps, at most ${counted(most, "token")} (square-root scale)` : "no step yet";
-    if (this.scale.textContent !== summary) this.scale.textContent = summary;
+    setText(this.scale, summary);
     this.element.setAttribute("aria-label", `Tokens per step: ${summary}. Arrow keys move.`);
     const step = this.steps[this.cell] ?? this.steps.at(-1);
     const text = step ? `step ${step.step}: ${counted(step.num_tokens, "token")} of ${counted(step.num_requests, "request")} in ${step.duration_ms.toFixed(1)} ms` : "";
-    if (this.readout.textContent !== text) this.readout.textContent = text;
+    setText(this.readout, text);
   }
 
   #cellAt(x) {
