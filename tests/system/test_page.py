@@ -121,7 +121,7 @@ def loaded(stack: dict[str, Any]) -> Iterator[None]:
 
     def send(client: Client, index: int) -> None:
         while not ended.is_set():
-            options: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "seed": index}
+            options: dict[str, Any] = {"max_tokens": 1800, "ignore_eos": True, "seed": index}
             with (
                 contextlib.suppress(TriptychError),
                 client.generate(PREFIX + str(index), **options) as stream,

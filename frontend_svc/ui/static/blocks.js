@@ -63,6 +63,8 @@ export class BlockMap {
       }
     });
     for (const id of engine.cached_blocks) if (id < numIds) this.cached[id] = 1;
+    // An element that is removed gets no event that the pointer has left it.
+    if (!this.requests.some((request) => request.id === this.highlighted)) this.onHighlight(null);
     this.#chooseShown();
     this.#describe();
     this.draw();

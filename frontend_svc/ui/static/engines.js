@@ -1,7 +1,6 @@
 // A card for each engine: its numbers, blocks, requests and steps.
 
 import { BlockMap } from "./blocks.js";
-import { Colours } from "./colours.js";
 import { Lane } from "./lane.js";
 import { StepChart } from "./steps.js";
 import { setText } from "./text.js";
@@ -10,6 +9,10 @@ const SILENT_MS = 3000; // without a message of an engine that should send ten a
 const GONE_MS = 30000; // an engine that is not listed any more is shown for so long
 const MAX_CARDS = 64;
 const RATE_MS = 3000; // tokens per second are measured over so long
+const PALETTE = [
+  "#4e79a7", "#e08a3c", "#59a14f", "#b07aa1", "#d9605f", "#4aa3a0",
+  "#c2a032", "#9c755f", "#e58a98", "#6f6fb8", "#8cb369", "#a0568a",
+];
 const LAST = "Below is what it did last.";
 const DEAD = {
   dead: `No connection to this engine: it died, or cannot be reached. ${LAST}`,
@@ -65,6 +68,29 @@ export class Engines {
 
   #redraw(isThemeNew) {
     for (const card of this.cards.values()) card.redraw(isThemeNew);
+  }
+}
+
+// A colour for each request, the same in all engines as long as it is open.
+class Colours {
+  #slots = new Map();
+
+  // Gives colours to `ids`, the rarest first, and forgets all other requests.
+  keep(ids) {
+    const open = new Set(ids);
+    for (const id of this.#slots.keys()) if (!open.has(id)) this.#slots.delete(id);
+    const uses = new Array(PALETTE.length).fill(0);
+    for (const slot of this.#slots.values()) uses[slot] += 1;
+    for (const id of open) {
+      if (this.#slots.has(id)) continue;
+      const slot = uses.indexOf(Math.min(...uses));
+      this.#slots.set(id, slot);
+      uses[slot] += 1;
+    }
+  }
+
+  of(id) {
+    return PALETTE[this.#slots.get(id) ?? 0];
   }
 }
 

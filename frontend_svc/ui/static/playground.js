@@ -1,10 +1,9 @@
 // The playground: one request at a time, through the same path as a request over gRPC.
 
 import { Answer } from "./answer.js";
-import { writeCommand } from "./commands.js";
+import { NUMBERS, makeRequest, writeCommand } from "./request.js";
 import { counted } from "./text.js";
 
-const NUMBERS = ["temperature", "max_tokens", "seed", "logprobs"];
 const MAX_TURNS = 64; // of a conversation
 const MAX_LINE = 4 * 1024 * 1024;
 
@@ -65,26 +64,11 @@ class Playground {
     this.#changed();
   }
 
-  // The request as the JSON of its message. What is not a number is sent as it is, and refused by the frontend.
   #request() {
-    const request = {};
-    if (!byId("model-field").hidden) request.model = byId("model").value;
-    const text = byId("prompt").value;
-    if (this.kind === "chat") {
-      const turns = [...this.turns, { role: "USER", text }];
-      if (byId("system").value) turns.unshift({ role: "SYSTEM", text: byId("system").value });
-      request.messages = turns.map((turn) => ({ role: `CHAT_ROLE_${turn.role}`, parts: [{ text: turn.text }] }));
-    } else {
-      request.prompt = text;
-    }
-    const sampling = {};
-    for (const name of NUMBERS) {
-      const value = byId(name).value.trim();
-      const isExact = Number.isFinite(Number(value)) && (!/^-?\d+$/.test(value) || Number.isSafeInteger(Number(value)));
-      if (value !== "") sampling[name] = isExact ? Number(value) : value;
-    }
-    if (Object.keys(sampling).length) request.sampling = sampling;
-    return request;
+    const names = ["prompt", "system", ...NUMBERS];
+    const fields = Object.fromEntries(names.map((name) => [name, byId(name).value]));
+    if (!byId("model-field").hidden) fields.model = byId("model").value;
+    return makeRequest(this.kind, fields, this.turns);
   }
 
   #changed() {
