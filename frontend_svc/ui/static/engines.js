@@ -123,7 +123,8 @@ class EngineCard {
     // The attempts to connect again alternate between the two.
     const isDead = engine.state === "down" || (engine.state === "connecting" && this.wasReady);
     this.setState(isDead ? "dead" : engine.state, engine.age_ms);
-    if (isDead && this.wasReady) return;
+    // What an engine did last stays, instead of the nothing that is known of it now.
+    if (this.wasReady && (isDead || (engine.state === "reconnecting" && engine.age_ms === null))) return;
     const used = engine.total_blocks - engine.free_blocks;
     const set = (selector, value) => setText(this.find(selector), value);
     set(".model", engine.model);
