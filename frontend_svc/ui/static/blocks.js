@@ -6,7 +6,7 @@ import { setText } from "./text.js";
 const MAX_HEIGHT = 176;
 const MAX_SIZE = 14;
 const MIN_SIZE = 4;
-const MIN_SHOWN = 256; // blocks
+const MIN_SHOWN = 1024; // blocks
 const MAX_NAMES = 4; // of requests in one readout
 const NONE = 0xffff;
 
