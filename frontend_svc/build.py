@@ -39,6 +39,7 @@ from frontend_svc.generation.metrics import RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
+from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
@@ -55,6 +56,7 @@ from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
 from service_kit.process import runtime_folder
 from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
+from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -150,6 +152,7 @@ class Frontend:
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.metrics = Metrics("frontend")
         self._request_metrics = RequestMetrics(self.metrics)
+        self._traces = RequestTraces(slow_ms=config.trace_slow_ms)
         self.generation = Generation(
             self.directory,
             self.failover,
@@ -159,6 +162,7 @@ class Frontend:
             self.requests,
             self.draining,
             self._request_metrics,
+            self._traces,
         )
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
@@ -182,7 +186,10 @@ class Frontend:
             reflection=config.reflection,
         )
         self._state_page = StatePage(self, clock)
-        pages: dict[str, MakePage] = {"/metrics": metrics_page(self.metrics.collect)}
+        pages: dict[str, MakePage] = {
+            "/metrics": metrics_page(self.metrics.collect),
+            "/traces/last": traces_page,
+        }
         posts: dict[str, TakeBody] = {}
         if config.serves_ui:
             pages |= {"/ui/state": self._state_page.make, **ui_pages(lambda: self.address)}
@@ -206,7 +213,7 @@ class Frontend:
         if shared_memory.is_available():
             # Segments of frontends that were killed and that no engine has removed.
             shared_memory.sweep()
-        self.address = address
+        self.address = self._traces.address = address
         self.directory.set_addresses("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()
@@ -276,7 +283,9 @@ class Frontend:
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
-        pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
+        pooling = Pooling(
+            self.directory, self.failover, self.admission, self.requests, self.draining, self._traces
+        )
         return PublicAPI(
             InferenceServicer(self.generation, self.resumable),
             ChatServicer(self.generation, takes_templates=config.request_templates),

@@ -84,6 +84,9 @@ class FrontendConfig:
     )
     announce_fd: int | None = option(None, help="inherited pipe to write the bound addresses to")
     index: int = option(0, help="number of this instance, for logs")
+    trace_slow_ms: int = option(
+        60_000, help="a request that takes so long is exported as a trace even if unsampled; 0 is never"
+    )
     log_format: Literal["auto", "text", "json"] = option(
         "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
     )
@@ -122,7 +125,13 @@ class FrontendConfig:
             _check_chat_template(self.chat_template)
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
-        for name in ("drain_deadline_s", "drain_lag_s", "slow_reader_s", "reconnect_window_s"):
+        for name in (
+            "drain_deadline_s",
+            "drain_lag_s",
+            "slow_reader_s",
+            "reconnect_window_s",
+            "trace_slow_ms",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")
         if not 0 <= self.text_workers <= _MAX_TEXT_WORKERS:

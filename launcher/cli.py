@@ -46,6 +46,8 @@ app = typer.Typer(
 )
 
 
+trace = typer.Typer(help="Look at traces without a collector.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(trace, name="trace")
 bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
@@ -305,6 +307,43 @@ def doctor() -> None:
     from launcher.verbs.doctor import run_doctor
 
     raise typer.Exit(run_doctor())
+
+
+@app.command("collect-env")
+def collect_env(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", metavar="ADDRESS", help="a service to test the link to; repeatable"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="timeout of a call to it, in s")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+) -> None:
+    """Show what a report of a bug needs, without secrets.
+
+    Exits 1 if a service named by --target does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.collect_env import run_collect_env
+
+    raise typer.Exit(run_collect_env(_ENVIRONMENT, targets or (), timeout_s, as_json=as_json))
+
+
+@trace.command("last")
+def trace_last(
+    url: Annotated[str, typer.Option(help="an admin HTTP listener, http://host:port")],
+    num_traces: Annotated[int, typer.Option("-n", min=1, max=64, help="how many")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+) -> None:
+    """Draw the last requests of a frontend, the newest last.
+
+    Of an engine or a coordinator it draws the start, and operations such as a drain. Exits 1 if the service
+    does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.trace import TracesAsked, run_trace_last
+
+    raise typer.Exit(run_trace_last(TracesAsked(url, num_traces, as_json, timeout_s)))
 
 
 @bench.command("serve", context_settings=_PASS_ON)

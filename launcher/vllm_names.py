@@ -163,7 +163,10 @@ _FAMILIES: Sequence[tuple[str, str]] = (
         "experts stay in their rank",
     ),
     (r"mamba", "state-space models are not served yet"),
-    (r"metrics|traces|nvtx|nsight", "see OTEL_EXPORTER_OTLP_ENDPOINT, and triptych admin ADDRESS status"),
+    (
+        r"(?<!kv_cache_)metrics|traces|nvtx|nsight",
+        "see docs/metrics.md, and OTEL_EXPORTER_OTLP_ENDPOINT",
+    ),
     (
         r"^allow_credentials|^allowed_|origins|middleware|root_path|fastapi|uvicorn|^h11_|response_role|tool_server|id_headers"
         r"|include_usage|info_endpoint|load_tracking|when_tool_choice",

@@ -15,7 +15,8 @@ from service_kit.errors import Unimplemented
 from service_kit.field_checks import check_enum
 from service_kit.logs import set_log_level
 from service_kit.server import Lifecycle, Registration
-from service_kit.telemetry import SpanRecord, recent_spans
+from service_kit.spans import SpanRecord, Value
+from service_kit.telemetry import recent_spans
 from service_kit.version import installed_version
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -99,7 +100,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             newest = recent_spans()[-1:]
             trace_id = newest[0].trace_id if newest else "none"
         spans = sorted(recent_spans(trace_id), key=lambda span: span.start_unix_ns)
-        return admin_pb2.GetTraceResponse(spans=[_span(span) for span in spans])
+        return admin_pb2.GetTraceResponse(spans=[_span(span, self._service) for span in spans])
 
     async def SetLogLevel(
         self,
@@ -153,22 +154,27 @@ def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:
     return admin_pb2.StatusValue(key=key, number=value)
 
 
-def _span(record: SpanRecord) -> admin_pb2.Span:
+def _span(record: SpanRecord, service: str) -> admin_pb2.Span:
     return admin_pb2.Span(
         name=record.name,
         trace_id=record.trace_id,
         span_id=record.span_id,
         parent_span_id=record.parent_span_id,
-        service=record.service,
-        pid=record.pid,
+        service=service,
+        pid=os.getpid(),
         start_unix_ns=record.start_unix_ns,
         end_unix_ns=record.end_unix_ns,
         attributes=[
-            admin_pb2.SpanAttribute(key=key, value=value) for key, value in record.attributes.items()
+            admin_pb2.SpanAttribute(key=key, value=_text_of(value))
+            for key, value in record.attributes.items()
         ],
-        events=[admin_pb2.SpanEvent(name=name, unix_ns=unix_ns) for name, unix_ns in record.events],
-        ok=record.ok,
+        events=[admin_pb2.SpanEvent(name=event.name, unix_ns=event.unix_ns) for event in record.events],
+        ok=record.error is None,
     )
+
+
+def _text_of(value: Value) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _nearest_level(level: int) -> admin_pb2.LogLevel:

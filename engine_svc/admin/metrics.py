@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver
 
 # Until the model is loaded.
-_NOTHING = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, DraftStats())
+_NOTHING = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, DraftStats())
 
 
 class Sessions(Protocol):
@@ -173,6 +173,11 @@ def _register_scheduler(metrics: Metrics, engine: ServedEngine) -> None:
         "triptych_engine_chunked_prefills_total",
         "Admissions whose first step did not reach the last known token.",
         now(lambda stats: stats.num_chunked_prefills),
+    )
+    counter(
+        "triptych_engine_nan_rows_total",
+        "Rows with NaN or infinite logits; each ended its request with an error.",
+        now(lambda stats: stats.num_non_finite_rows),
     )
     gauge(
         "triptych_engine_step_max_rows",

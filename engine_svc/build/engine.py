@@ -54,6 +54,7 @@ from service_kit.metrics import Metrics
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.server import Lifecycle as ServiceLifecycle
+from service_kit.trace_page import traces_page
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def build_servers(
         ),
         AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(engine.metrics.collect)},
+            {"/metrics": metrics_page(engine.metrics.collect), "/traces/last": traces_page},
         ),
     )
 

@@ -72,6 +72,7 @@ class Scheduler:
         self._has_running_rows = False  # in this step
         self._admission_limit = ""  # of the newest plan
         self._num_chunked_prefills = 0
+        self._num_non_finite_rows = 0
         self._max_rows = 0
         self._drafts = DraftCounter()
 
@@ -117,6 +118,7 @@ class Scheduler:
             num_preemptions=queues.num_preemptions,
             num_chunked_prefills=self._num_chunked_prefills,
             max_rows=self._max_rows,
+            num_non_finite_rows=self._num_non_finite_rows,
             drafts=self._drafts.stats(),
             admission_limit=self._admission_limit if self._pause is PauseState.NONE else PAUSED,
         )
@@ -266,6 +268,7 @@ class Scheduler:
         assert result.step_number == plan.step_number, "a result belongs to its plan"
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
         self._updated_step_number = plan.step_number
+        self._num_non_finite_rows += sum(not rows[row].is_finished for row in result.non_finite)
         broken = [(rows[row], why) for row, why in result.faults() if not rows[row].is_finished]
         outputs = [self._queues.end_broken(request, why, now) for request, why in broken]
         finished = RequestStatus.FINISHED

@@ -39,5 +39,6 @@ class SchedulerStats:
     num_preemptions: int
     num_chunked_prefills: int  # admissions whose first step did not reach their last known token
     max_rows: int  # of any step
+    num_non_finite_rows: int  # each ended its request with an error
     drafts: DraftStats
     admission_limit: str = ""  # why the newest plan admitted no further request; empty: none waited

@@ -10,6 +10,7 @@ from time import time_ns
 from typing import Protocol
 
 from frontend_svc.output.collector import EndReason
+from frontend_svc.output.engine_times import EngineTimes
 from frontend_svc.output.request_state import RequestState
 from service_kit.errors import DeadlineExceeded, ServiceError
 from service_kit.metrics import Distribution, Metrics
@@ -28,6 +29,7 @@ REQUEST_BUCKETS = (
     1920, 7680,
 )  # fmt: skip
 TEXT_BUCKETS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+BOUNDARY_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 # Upper bounds in tokens.
 LENGTH_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
@@ -45,6 +47,10 @@ class ModelMetrics:
     inter_token: Distribution
     per_output_token: Distribution
     duration: Distribution
+    queue: Distribution
+    prefill: Distribution
+    decode: Distribution
+    inference: Distribution
     num_prompt_tokens: Distribution
     num_output_tokens: Distribution
     generated_tokens: int = 0
@@ -122,13 +128,40 @@ class RequestMetrics:
             labels=model,
             aliases=("vllm:request_time_per_output_token_seconds",),
         )
-        # Times in the engine's queue, in prefill and in decode belong here, once engines report them.
         self._duration = histogram(
             "triptych_frontend_request_duration_seconds",
             "Time from a request's arrival to its last token.",
             REQUEST_BUCKETS,
             labels=model,
             aliases=("vllm:e2e_request_latency_seconds",),
+        )
+        self._queue = histogram(
+            "triptych_frontend_request_queue_seconds",
+            "Time of an output in queues of engines, again after a move or a preemption included.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_queue_time_seconds",),
+        )
+        self._prefill = histogram(
+            "triptych_frontend_request_prefill_seconds",
+            "Time of an output in engines from being scheduled to its first token there.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_prefill_time_seconds",),
+        )
+        self._decode = histogram(
+            "triptych_frontend_request_decode_seconds",
+            "Time of an output in engines from its first token there to its last.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_decode_time_seconds",),
+        )
+        self._inference = histogram(
+            "triptych_frontend_request_inference_seconds",
+            "Time of an output in prefill and decode.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_inference_time_seconds",),
         )
         self._prompt_lengths = histogram(
             "triptych_frontend_request_prompt_tokens",
@@ -144,6 +177,11 @@ class RequestMetrics:
             labels=model,
             aliases=("vllm:request_generation_tokens",),
         )
+        self._boundary = histogram(
+            "triptych_frontend_engine_boundary_seconds",
+            "Time of a request on the way to the engine and of its first answer on the way back.",
+            BOUNDARY_BUCKETS,
+        ).of()
         self._tokenize = histogram(
             "triptych_frontend_tokenize_seconds",
             "Time to check and tokenize a request, the wait for a text worker included.",
@@ -165,6 +203,10 @@ class RequestMetrics:
                 self._inter_token.of(name),
                 self._per_output_token.of(name),
                 self._duration.of(name),
+                self._queue.of(name),
+                self._prefill.of(name),
+                self._decode.of(name),
+                self._inference.of(name),
                 self._prompt_lengths.of(name),
                 self._output_lengths.of(name),
             )
@@ -225,12 +267,23 @@ class RequestMetrics:
                 between_ns = state.last_output_at_ns - state.first_output_at_ns
                 model.per_output_token.observe(between_ns / 1e9 / (num_tokens - 1))
             self._detokenize.observe(state.detokenize_ns / 1e9)
+            state.times.end()
+            self._observe_times(model, state.times)
         self._cached_tokens.add(model.name, by=request.num_cached_tokens)
         if cause and (cause == "request" or not has_all):
             self._aborted.add(cause)
         elif has_all:
             last_at_ns = max(state.last_output_at_ns for state in states)
             model.duration.observe((last_at_ns - meter.arrived_at_ns) / 1e9)
+
+    def _observe_times(self, model: ModelMetrics, times: EngineTimes) -> None:
+        queue_s, prefill_s, decode_s = (spent_ns / 1e9 for spent_ns in times.spent_ns)
+        model.queue.observe(queue_s)
+        model.prefill.observe(prefill_s)
+        model.decode.observe(decode_s)
+        model.inference.observe(prefill_s + decode_s)
+        if times.boundary_ns is not None:
+            self._boundary.observe(times.boundary_ns / 1e9)
 
 
 class MeteredRequest(Protocol):

@@ -79,6 +79,11 @@ async def test_counters_equal_what_clients_were_sent():
             assert found[f"triptych_frontend_{name}_count"] == {(): count}, name
             assert 0 < found[f"triptych_frontend_{name}_sum"][()] < 60, name
         assert found["triptych_frontend_output_tokens_sum"] == {(): 4}
+        spent_s = 0.0
+        for name in ("queue", "prefill", "decode"):
+            assert found[f"triptych_frontend_request_{name}_seconds_count"] == {(): 2}
+            spent_s += found[f"triptych_frontend_request_{name}_seconds_sum"][()]
+        assert 0 < spent_s <= found["triptych_frontend_request_duration_seconds_sum"][()] + 0.1
 
 
 async def test_each_output_of_a_request_is_counted_and_the_request_once():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -13,7 +14,8 @@ from service_kit.admin import SERVICE_NAME, AdminServicer
 from service_kit.errors import FailedPrecondition, from_rpc_error
 from service_kit.limits import ADMIN
 from service_kit.server import Lifecycle, ServiceState
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry, tracer
+from service_kit.spans import SpanEvent
+from service_kit.telemetry import begin_trace, record_trace, setup_telemetry, shutdown_telemetry
 from tests.service_kit.fakes import serving
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -58,10 +60,12 @@ async def test_status(admin: admin_pb2_grpc.AdminServiceStub) -> None:
 
 async def test_the_newest_trace(admin: admin_pb2_grpc.AdminServiceStub) -> None:
     for number in range(2):
-        with tracer().start_as_current_span("request", attributes={"number": number}) as span:
-            span.add_event("first_token")
-            with tracer().start_as_current_span("tokenize"):
-                pass
+        context = begin_trace("request")
+        spans = [
+            context.root("request", 10, 40, {"number": number}, [SpanEvent("first_token", 30)]),
+            context.child(0, "tokenize", 20, 30),
+        ]
+        record_trace(context, partial(list, spans))
     answer = await admin.GetTrace(admin_pb2.GetTraceRequest())
     request, tokenize = answer.spans
     assert (request.name, tokenize.name) == ("request", "tokenize")

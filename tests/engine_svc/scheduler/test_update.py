@@ -25,6 +25,7 @@ def test_a_row_without_finite_logits_ends_its_request_and_no_other():
     plan = stage.schedule()
     assert plan.released == ["b"]
     assert plan.request_ids == ["a", "c"]
+    assert stage.scheduler.stats().num_non_finite_rows == 1
 
 
 def test_a_row_whose_rules_leave_no_token_ends_its_request_and_says_so():
@@ -196,6 +197,7 @@ def test_there_is_nothing_to_count_at_the_start():
         num_preemptions=0,
         num_chunked_prefills=0,
         max_rows=0,
+        num_non_finite_rows=0,
         drafts=DraftStats(0, 0, 0, ()),
     )
 

@@ -217,7 +217,7 @@ async def test_what_runs_is_what_its_file_and_its_flags_say(tmp_path: Path) -> N
         assert len(children_of(stack.pid_of("engine"), "engine")) == 2
         assert "triptych-tiny, dtype float16, up to 1,024 tokens a request" in stack.banner
         assert re.search(r"KV +2,048 tokens.* blocks; --kv-cache-memory is 64\.0 MiB", stack.banner)
-        warnings = [line for line in stack.banner.splitlines() if " WARNING " in line]
+        warnings = [line for line in stack.banner.splitlines() if '"warning"' in line]
         assert len([line for line in warnings if "kv_cache_memory is cut" in line]) == 1
         answered = await triptych("complete", "--url", stack.url, "Once upon a time", "--max-tokens", "5")
         assert answered.exit_code == 0

@@ -20,7 +20,9 @@ async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: 
     await one.supervisor.start()
     children = one.supervisor.children
     ready = {
-        f"{name} READY at {one.supervisor.address_of(name)} (pid {children[name].pid})" for name in children
+        f"{name} READY at {address.address} (pid {address.pid}), admin_http {address.admin_http}"
+        for name, child in children.items()
+        if (address := child.announcement)
     }
     assert set(one.reports) == ready
     coordinator = one.supervisor.address_of("coordinator-0")
