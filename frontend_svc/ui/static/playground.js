@@ -6,6 +6,8 @@ import { counted } from "./text.js";
 
 const MAX_TURNS = 64; // of a conversation
 const MAX_LINE = 4 * 1024 * 1024;
+const NUM_TRACES = 32; // of the last requests, among which that of the playground is
+const MAX_ROWS = 32; // of a waterfall
 
 const byId = (id) => document.getElementById(id);
 
@@ -122,6 +124,7 @@ class Playground {
     byId("progress").setAttribute("aria-busy", "false");
     this.answer.finish();
     this.#summarize();
+    if (this.started) this.#drawWaterfall(this.started.request_id);
     if (kind === "chat" && this.content) {
       this.turns.push({ role: "USER", text }, { role: "ASSISTANT", text: this.content });
       byId("prompt").value = "";
@@ -133,7 +136,6 @@ class Playground {
     this.answer.clear();
     this.started = null;
     this.finished = null;
-    this.endedAtMs = 0;
     this.content = "";
     byId("summary").replaceChildren();
     byId("waterfall").replaceChildren();
@@ -145,7 +147,6 @@ class Playground {
 
   // Shows a line of the stream. Returns how the answer ended, if it did.
   #take({ at_ms: atMs, response, error }) {
-    this.endedAtMs = atMs;
     if (error) {
       this.#showError(error);
       return "failed";
@@ -206,21 +207,18 @@ class Playground {
     if (stats?.num_preemptions) facts.preemptions = stats.num_preemptions;
     if (stats?.num_migrations) facts.moves = stats.num_migrations;
     byId("summary").replaceChildren(...Object.entries(facts).map(([name, value]) => fact(name, value)));
-    if (stats) this.#drawWaterfall(stats);
   }
 
-  // What is not the engine's time passed in the frontend, most of it before: text, routing, sending.
-  #drawWaterfall(stats) {
-    const engine = ["queue", "prefill", "decode"].map((name) => [name, stats[`${name}_ms`] ?? 0]);
-    const rest = Math.max(0, this.endedAtMs - engine.reduce((sum, [, ms]) => sum + ms, 0));
-    const total = Math.max(this.endedAtMs, 0.001);
-    let offset = 0;
-    const rows = [["frontend", rest], ...engine].map(([name, ms]) => {
-      const element = row(name, (100 * offset) / total, (100 * ms) / total, `${ms.toFixed(1)} ms`);
-      offset += ms;
-      return element;
-    });
-    byId("waterfall").replaceChildren(...rows);
+  // The request's trace, which the frontend keeps of the last requests: where it spent its time.
+  async #drawWaterfall(requestId) {
+    try {
+      const response = await fetch(`/traces/last?n=${NUM_TRACES}`);
+      const { traces } = await response.json();
+      const trace = traces.find((each) => each.spans[0].attributes["triptych.request_id"] === requestId);
+      if (trace && requestId === this.started?.request_id) byId("waterfall").replaceChildren(...rowsOf(trace));
+    } catch {
+      // The page says already that the frontend is not reachable.
+    }
   }
 
   async #copy() {
@@ -267,11 +265,24 @@ function fact(name, value) {
   return element;
 }
 
-function row(name, left, width, text) {
+// A row for each span, of the same scale; the ends of long traces are left out.
+function rowsOf(trace) {
+  const [root, ...spans] = trace.spans;
+  const total = Math.max(0.001, ...trace.spans.map((span) => span.start_ms + span.duration_ms));
+  const rows = [root, ...spans.sort((a, b) => a.start_ms - b.start_ms)].slice(0, MAX_ROWS);
+  return rows.map((span, index) => {
+    const engine = span.attributes["triptych.engine"];
+    const name = index === 0 ? "request" : span.name;
+    return row(name, engine ?? "", (100 * span.start_ms) / total, (100 * span.duration_ms) / total, `${span.duration_ms.toFixed(1)} ms`);
+  });
+}
+
+function row(name, title, left, width, text) {
   const element = document.createElement("div");
   element.className = "row";
   const [label, track, bar, number] = ["span", "div", "i", "span"].map((tag) => document.createElement(tag));
   label.textContent = name;
+  element.title = title;
   track.className = "track";
   number.className = "number";
   number.textContent = text;
