@@ -40,6 +40,7 @@ SCREENSHOTS = ROOT / "build" / "screenshots"
 WAIT_MS = 30_000
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 NUM_STREAMS = 12
+MAX_RUNNING = 4  # of each engine
 PREFIX = "Once upon a time there was a clever child called Omar who lived in a tower by the sea. " * 3
 # How many blocks the page has drawn, by the colours of its squares.
 DRAWN = """canvas => {
@@ -61,7 +62,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What `triptych serve` with two engines writes when all is ready."""
     ready_file = tmp_path_factory.mktemp("page") / "ready.json"
     flags = ("--port=0", f"--ready-file={ready_file}", "--data-parallel-size=2")
-    command = (sys.executable, "-m", "launcher.cli", "serve", *flags)
+    # Under load some requests wait.
+    engine_flags = (f"--max-num-seqs={MAX_RUNNING}", "--num-kv-blocks=640")
+    command = (sys.executable, "-m", "launcher.cli", "serve", *flags, *engine_flags)
     environment = {**source_environment(), "OMP_NUM_THREADS": "1"}
     with running(*command, env=environment, stderr=subprocess.DEVNULL) as process:
         limit = time.monotonic() + START_LIMIT_S
@@ -99,7 +102,7 @@ def opened(browser: Any, stack: dict[str, Any], **options: Any) -> Iterator[Any]
     page = context.new_page()
     problems: list[str] = []
     hosts: set[str] = set()
-    page.on("console", lambda message: message.type == "error" and problems.append(message.text))
+    page.on("console", lambda message: problems.extend([message.text] if message.type == "error" else []))
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
     page.goto(f"http://{admin_http}/ui")
@@ -121,7 +124,7 @@ def loaded(stack: dict[str, Any]) -> Iterator[None]:
 
     def send(client: Client, index: int) -> None:
         while not ended.is_set():
-            options: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "seed": index}
+            options: dict[str, Any] = {"max_tokens": 1800, "ignore_eos": True, "seed": index}
             with (
                 contextlib.suppress(TriptychError),
                 client.generate(PREFIX + str(index), **options) as stream,
@@ -175,13 +178,19 @@ def test_at_rest_the_engines_and_all_their_blocks_are_shown(browser, stack, sche
 def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack, scheme: str) -> None:
     with loaded(stack), opened(browser, stack, color_scheme=scheme) as page:
         page.locator(".map:not([data-used='0']):not([data-shared='0'])").first.wait_for()
-        page.locator(".running .request").nth(NUM_STREAMS // 2).wait_for()
+        page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
+        page.locator(".waiting .request", has_text="waits for max_num_seqs").first.wait_for()
         card = page.locator(".engine", has=page.locator(".running .request")).first
         # Colours of requests, beside those of free and of cached blocks.
         assert card.locator(".map canvas").evaluate(DRAWN) >= 4
         card.locator(".steps[data-num-steps='120']").wait_for()
         card.locator(".output-rate", has_text=re.compile(r"^[1-9]")).wait_for()
         card.locator(".running .request").first.hover()
+        card.locator(".readout", has_text="blocks (").wait_for()
+        page.mouse.move(0, 0)
+        card.locator(".running .request[tabindex='0']").focus()
+        page.keyboard.press("ArrowDown")
+        assert page.evaluate(FOCUSED) == "request shown"
         card.locator(".readout", has_text="blocks (").wait_for()
         shoot(page, f"load-{scheme}")
 
@@ -208,7 +217,9 @@ def test_the_playground_streams_an_answer_with_times_and_alternatives(browser, s
         tokens = page.locator("#answer span")
         assert tokens.count() >= 20
         times = [float(each.get_attribute("data-gap-ms")) for each in tokens.all()]
-        assert sum(1 for each in times if each > 0) >= 20
+        assert (
+            sum(1 for each in times if each > 0) >= 5
+        )  # messages; on a busy machine each has several tokens
         with Client(stack["grpc"]) as client:
             same = client.generate_unary("Once upon a time", temperature=0, max_tokens=48)
         assert "".join(tokens.all_text_contents()) == same.text
@@ -216,12 +227,10 @@ def test_the_playground_streams_an_answer_with_times_and_alternatives(browser, s
         page.locator("#token tr").nth(4).wait_for()
         assert "log probability" in page.locator("#token").inner_text()
         rows = page.locator("#waterfall .row")
-        assert [text.split()[0] for text in rows.all_inner_texts()] == [
-            "frontend",
-            "queue",
-            "prefill",
-            "decode",
-        ]
+        rows.nth(5).wait_for()
+        names = [text.split()[0] for text in rows.all_inner_texts()]
+        assert names[:4] == ["request", "tokenize", "queue", "prefill"]
+        assert set(names[4:]) == {"decode", "detokenize"}
         shoot(page, "playground")
 
 
@@ -271,13 +280,18 @@ def test_the_commands_run(browser, stack, tmp_path: Path) -> None:
     lines = subprocess.run(["sh", "-c", commands["curl"]], capture_output=True, check=True, text=True).stdout
     deltas = [json.loads(line)["response"].get("delta", {}) for line in lines.splitlines()]
     assert "".join(delta.get("text", "") for delta in deltas) == expected
-    assert commands["buf"].endswith(f"http://{stack['grpc']}/triptych.api.v1.InferenceService/Generate")
+    assert commands["buf"].startswith("buf curl ")
+    # Set by `make test-network`.
+    if "BUF" in os.environ:
+        buf = commands["buf"].replace("buf", os.environ["BUF"], 1)
+        printed = subprocess.run(["sh", "-c", buf], capture_output=True, check=True, text=True).stdout
+        assert "".join(json.loads(f'"{text}"') for text in re.findall(r'"text": "(.*)"', printed)) == expected
 
 
 def test_every_control_is_reached_and_operated_by_the_keyboard(browser, stack) -> None:
     with opened(browser, stack) as page:
         press, focused = page.keyboard.press, lambda: page.evaluate(FOCUSED)
-        reached = []
+        reached: list[str] = []
         press("Tab")
         while focused() != "BODY" and len(reached) < 60:
             reached.append(focused())
@@ -359,7 +373,7 @@ def test_the_state_is_read_ten_times_a_second_at_most_and_not_in_a_hidden_tab(br
     with opened(browser, stack) as page:
         reads: list[float] = []
         page.on(
-            "request", lambda request: request.url.endswith("/ui/state") and reads.append(time.monotonic())
+            "request", lambda request: reads.extend([time.monotonic()] * request.url.endswith("/ui/state"))
         )
         page.wait_for_timeout(2000)
         assert 5 <= len(reads) <= 21
@@ -396,15 +410,15 @@ def test_a_frontend_that_does_not_answer_is_said_to(browser, stack) -> None:
 def test_a_killed_engine_is_marked_and_its_requests_move(browser, stack) -> None:
     engine = process_of(stack, "engine")
     with loaded(stack), opened(browser, stack) as page:
-        page.locator(".running .request").nth(NUM_STREAMS // 2).wait_for()
+        page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
         os.kill(engine["pid"], signal.SIGKILL)
         card = page.locator(f".engine[data-address='{engine['address']}']")
         page.locator(f".engine.dead[data-address='{engine['address']}']").wait_for()
         assert card.locator(".notice").is_visible()
         assert card.locator(".state").inner_text() == "dead"
-        other = page.locator(".engine[data-state=ready]")
-        other.locator(".running .request").nth(NUM_STREAMS // 2).wait_for()
-        shoot(page, "killed")
         assert card.locator(".map canvas").evaluate(DRAWN) >= 4
+        shoot(page, "killed")
+        other = page.locator(".engine[data-state=ready]")
+        other.locator(".waiting .request").nth(MAX_RUNNING).wait_for()
         # `serve` starts it again.
         page.locator(f".engine[data-state=ready][data-address='{engine['address']}']").wait_for()

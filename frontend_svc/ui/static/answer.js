@@ -64,6 +64,10 @@ export class Answer {
     this.draw();
   }
 
+  get isWhole() {
+    return this.tokens.length < MAX_TOKENS;
+  }
+
   // The times of the tokens, in milliseconds; gaps are those between two of them.
   times() {
     const gaps = this.#gapsSorted();

@@ -2,6 +2,7 @@
 
 import { Engines } from "./engines.js";
 import { startPlayground } from "./playground.js";
+import { setText } from "./text.js";
 
 const INTERVAL_MS = 100; // of two reads of the state
 const LIMIT_MS = 3000; // of one read
@@ -14,7 +15,7 @@ function showConnection(state, text) {
   const badge = byId("connection");
   badge.dataset.state = state;
   // Screen readers announce each change.
-  if (badge.textContent !== text) badge.textContent = text;
+  setText(badge, text);
 }
 
 class Follower {
@@ -97,9 +98,9 @@ function start() {
   const follower = new Follower(
     (state) => {
       showConnection("live", "live");
-      byId("version").textContent = state.version;
-      for (const name of ["open", "queued", "held"]) byId(name).textContent = state.frontend[name];
-      byId("coordinator").textContent = state.coordinator.connected ? "connected" : "not connected";
+      setText(byId("version"), state.version);
+      for (const name of ["open", "queued", "held"]) setText(byId(name), state.frontend[name]);
+      setText(byId("coordinator"), state.coordinator.connected ? "connected" : "not connected");
       byId("no-engines").hidden = engines.show(state) > 0;
       playground.setModels([...new Set(state.engines.map((engine) => engine.model).filter(Boolean))]);
     },

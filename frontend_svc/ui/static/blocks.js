@@ -1,11 +1,12 @@
 // The KV blocks of an engine as squares.
 
 import { addCursor, prepare, themeColours } from "./canvas.js";
+import { setText } from "./text.js";
 
 const MAX_HEIGHT = 176;
 const MAX_SIZE = 14;
 const MIN_SIZE = 4;
-const MIN_SHOWN = 256; // blocks
+const MIN_SHOWN = 1024; // blocks
 const MAX_NAMES = 4; // of requests in one readout
 const NONE = 0xffff;
 
@@ -26,7 +27,7 @@ export class BlockMap {
     this.counts = new Uint16Array(0); // by block: how many requests it has
     this.cached = new Uint8Array(0);
     this.readTheme();
-    addCursor(element, {
+    addCursor(element, readout, {
       cellAt: (x, y) => this.#cellAt(x, y),
       numCells: () => this.layout.numCells,
       numColumns: () => this.layout.columns,
@@ -62,6 +63,8 @@ export class BlockMap {
       }
     });
     for (const id of engine.cached_blocks) if (id < numIds) this.cached[id] = 1;
+    // An element that is removed gets no event that the pointer has left it.
+    if (!this.requests.some((request) => request.id === this.highlighted)) this.onHighlight(null);
     this.#chooseShown();
     this.#describe();
     this.draw();
@@ -72,7 +75,7 @@ export class BlockMap {
     if (this.highlighted === id) return;
     this.highlighted = id;
     const request = this.requests.find((each) => each.id === id);
-    this.readout.textContent = request ? describeRequest(request, this.counts) : "";
+    setText(this.readout, request ? describeRequest(request, this.counts) : "");
     this.draw();
   }
 
@@ -155,7 +158,7 @@ export class BlockMap {
   #point(cell) {
     this.cell = cell;
     if (cell < 0) {
-      this.readout.textContent = "";
+      setText(this.readout, "");
       this.onHighlight(null);
       this.draw();
       return;
@@ -165,7 +168,7 @@ export class BlockMap {
     const [first, last] = [1 + cell * this.layout.perCell, Math.min(this.numShown, (cell + 1) * this.layout.perCell)];
     const name = last > first ? `block ${id} of ${first}–${last}` : `block ${id}`;
     this.onHighlight(owners[0]?.id ?? null);
-    this.readout.textContent = `${name}: ${describeOwners(owners, this.cached[id])}`;
+    setText(this.readout, `${name}: ${describeOwners(owners, this.cached[id])}`);
     this.draw();
   }
 }

@@ -28,11 +28,13 @@ export function themeColours(...names) {
   return colours;
 }
 
-// Moves a cursor over the cells of a chart, by pointer and by arrow keys. -1 is none.
-export function addCursor(element, { cellAt, numCells, numColumns, onMove }) {
+// Moves a cursor over the cells of a chart, by pointer and by arrow keys. -1 is none. What `readout` says is
+// announced to screen readers where arrow keys moved the cursor, not when the chart changes.
+export function addCursor(element, readout, { cellAt, numCells, numColumns, onMove }) {
   let cell = -1;
   const move = (to) => {
     cell = to;
+    readout.setAttribute("aria-live", "off");
     onMove(cell);
   };
   element.addEventListener("pointermove", (event) => move(cellAt(event.offsetX, event.offsetY)));
@@ -55,6 +57,8 @@ export function addCursor(element, { cellAt, numCells, numColumns, onMove }) {
     if (event.key === "Escape") move(-1);
     if (to === undefined || last < 0) return;
     event.preventDefault();
-    move(Math.max(0, Math.min(last, to)));
+    cell = Math.max(0, Math.min(last, to));
+    readout.setAttribute("aria-live", "polite");
+    onMove(cell);
   });
 }

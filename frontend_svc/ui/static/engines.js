@@ -1,14 +1,18 @@
 // A card for each engine: its numbers, blocks, requests and steps.
 
 import { BlockMap } from "./blocks.js";
-import { Colours } from "./colours.js";
 import { Lane } from "./lane.js";
 import { StepChart } from "./steps.js";
+import { setText } from "./text.js";
 
 const SILENT_MS = 3000; // without a message of an engine that should send ten a second
 const GONE_MS = 30000; // an engine that is not listed any more is shown for so long
 const MAX_CARDS = 64;
 const RATE_MS = 3000; // tokens per second are measured over so long
+const PALETTE = [
+  "#4e79a7", "#e08a3c", "#59a14f", "#b07aa1", "#d9605f", "#4aa3a0",
+  "#c2a032", "#9c755f", "#e58a98", "#6f6fb8", "#8cb369", "#a0568a",
+];
 const LAST = "Below is what it did last.";
 const DEAD = {
   dead: `No connection to this engine: it died, or cannot be reached. ${LAST}`,
@@ -67,6 +71,29 @@ export class Engines {
   }
 }
 
+// A colour for each request, the same in all engines as long as it is open.
+class Colours {
+  #slots = new Map();
+
+  // Gives colours to `ids`, the rarest first, and forgets all other requests.
+  keep(ids) {
+    const open = new Set(ids);
+    for (const id of this.#slots.keys()) if (!open.has(id)) this.#slots.delete(id);
+    const uses = new Array(PALETTE.length).fill(0);
+    for (const slot of this.#slots.values()) uses[slot] += 1;
+    for (const id of open) {
+      if (this.#slots.has(id)) continue;
+      const slot = uses.indexOf(Math.min(...uses));
+      this.#slots.set(id, slot);
+      uses[slot] += 1;
+    }
+  }
+
+  of(id) {
+    return PALETTE[this.#slots.get(id) ?? 0];
+  }
+}
+
 class EngineCard {
   constructor(address, colours) {
     const fragment = document.getElementById("engine-template").content.cloneNode(true);
@@ -96,12 +123,13 @@ class EngineCard {
     // The attempts to connect again alternate between the two.
     const isDead = engine.state === "down" || (engine.state === "connecting" && this.wasReady);
     this.setState(isDead ? "dead" : engine.state, engine.age_ms);
-    if (isDead && this.wasReady) return;
+    // What an engine did last stays, instead of the nothing that is known of it now.
+    if (this.wasReady && (isDead || (engine.state === "reconnecting" && engine.age_ms === null))) return;
     const used = engine.total_blocks - engine.free_blocks;
     const set = (selector, value) => setText(this.find(selector), value);
     set(".model", engine.model);
-    set(".kv-use", engine.total_blocks ? `${Math.round((100 * used) / engine.total_blocks)} %` : "–");
-    set(".hit-rate", engine.prefix_hit_rate === null ? "–" : `${Math.round(100 * engine.prefix_hit_rate)} %`);
+    set(".kv-use", engine.total_blocks ? percent(used / engine.total_blocks) : "–");
+    set(".hit-rate", engine.prefix_hit_rate === null ? "–" : percent(engine.prefix_hit_rate));
     set(".preemptions", engine.preemptions);
     set(".rank", engine.rank ?? "");
     set(".wave", engine.wave ?? "");
@@ -157,9 +185,9 @@ class EngineCard {
   }
 }
 
-function setText(element, value) {
-  const text = String(value);
-  if (element.textContent !== text) element.textContent = text;
+// Small shares with a decimal: few requests hold little of a large cache.
+function percent(share) {
+  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 }
 
 function describeRunning(request) {

@@ -1,5 +1,7 @@
 // A list of requests, of which one can be reached by Tab and the others by arrow keys.
 
+import { setText } from "./text.js";
+
 const MAX_SHOWN = 32;
 
 export class Lane {
@@ -16,7 +18,7 @@ export class Lane {
   }
 
   show(requests, total) {
-    this.count.textContent = total;
+    setText(this.count, total);
     const shown = requests.slice(0, MAX_SHOWN);
     const open = new Set(shown.map((request) => request.id));
     for (const [id, item] of this.items) {
@@ -34,13 +36,12 @@ export class Lane {
       // Moved only where the order changed: an element that is moved loses the focus.
       if (this.list.children[index] !== item) this.list.insertBefore(item, this.list.children[index] ?? null);
       const text = this.describe(request, index);
-      const numbers = item.querySelector(".numbers-of");
-      if (numbers.textContent !== text) numbers.textContent = text;
+      setText(item.querySelector(".numbers-of"), text);
       item.querySelector(".swatch").style.background = this.colours.of(request.id);
     });
     const hidden = total - shown.length;
     const text = total === 0 ? "none" : hidden > 0 ? `and ${hidden} more` : "";
-    if (this.more.textContent !== text) this.more.textContent = text;
+    setText(this.more, text);
     this.more.hidden = text === "";
     if (!this.list.querySelector('[tabindex="0"]')) this.list.querySelector("button")?.setAttribute("tabindex", "0");
   }

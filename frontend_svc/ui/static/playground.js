@@ -1,11 +1,13 @@
 // The playground: one request at a time, through the same path as a request over gRPC.
 
 import { Answer } from "./answer.js";
-import { writeCommand } from "./commands.js";
+import { NUMBERS, makeRequest, writeCommand } from "./request.js";
+import { counted } from "./text.js";
 
-const NUMBERS = ["temperature", "max_tokens", "seed", "logprobs"];
 const MAX_TURNS = 64; // of a conversation
 const MAX_LINE = 4 * 1024 * 1024;
+const NUM_TRACES = 32; // of the last requests, among which that of the playground is
+const MAX_ROWS = 32; // of a waterfall
 
 const byId = (id) => document.getElementById(id);
 
@@ -64,26 +66,11 @@ class Playground {
     this.#changed();
   }
 
-  // The request as the JSON of its message. What is not a number is sent as it is, and refused by the frontend.
   #request() {
-    const request = {};
-    if (!byId("model-field").hidden) request.model = byId("model").value;
-    const text = byId("prompt").value;
-    if (this.kind === "chat") {
-      const turns = [...this.turns, { role: "USER", text }];
-      if (byId("system").value) turns.unshift({ role: "SYSTEM", text: byId("system").value });
-      request.messages = turns.map((turn) => ({ role: `CHAT_ROLE_${turn.role}`, parts: [{ text: turn.text }] }));
-    } else {
-      request.prompt = text;
-    }
-    const sampling = {};
-    for (const name of NUMBERS) {
-      const value = byId(name).value.trim();
-      const isExact = Number.isFinite(Number(value)) && (!/^-?\d+$/.test(value) || Number.isSafeInteger(Number(value)));
-      if (value !== "") sampling[name] = isExact ? Number(value) : value;
-    }
-    if (Object.keys(sampling).length) request.sampling = sampling;
-    return request;
+    const names = ["prompt", "system", ...NUMBERS];
+    const fields = Object.fromEntries(names.map((name) => [name, byId(name).value]));
+    if (!byId("model-field").hidden) fields.model = byId("model").value;
+    return makeRequest(this.kind, fields, this.turns);
   }
 
   #changed() {
@@ -133,9 +120,11 @@ class Playground {
     // A disabled button loses the focus.
     if (document.activeElement === byId("stop")) byId("send").focus();
     byId("stop").disabled = true;
-    byId("progress").textContent = `${outcome}: ${this.answer.numTokens} tokens`;
+    byId("progress").textContent = `${outcome}: ${this.#counted()}`;
+    byId("progress").setAttribute("aria-busy", "false");
     this.answer.finish();
     this.#summarize();
+    if (this.started) this.#drawWaterfall(this.started.request_id);
     if (kind === "chat" && this.content) {
       this.turns.push({ role: "USER", text }, { role: "ASSISTANT", text: this.content });
       byId("prompt").value = "";
@@ -147,17 +136,17 @@ class Playground {
     this.answer.clear();
     this.started = null;
     this.finished = null;
-    this.endedAtMs = 0;
     this.content = "";
     byId("summary").replaceChildren();
     byId("waterfall").replaceChildren();
     byId("result").hidden = true;
     byId("progress").textContent = "waits for the first token";
+    // Screen readers announce the end, not each token.
+    byId("progress").setAttribute("aria-busy", "true");
   }
 
   // Shows a line of the stream. Returns how the answer ended, if it did.
   #take({ at_ms: atMs, response, error }) {
-    this.endedAtMs = atMs;
     if (error) {
       this.#showError(error);
       return "failed";
@@ -170,7 +159,7 @@ class Playground {
       const called = calls.map((call) => `${call.name ?? ""}${call.arguments_json ?? ""}`).join("");
       this.content += text + content;
       this.answer.add(atMs, text + reasoning + content + called, response.delta, reasoning !== "");
-      byId("progress").textContent = `${this.answer.numTokens} tokens`;
+      byId("progress").textContent = this.#counted();
     } else if (response.finished) {
       this.finished = response.finished;
       const reason = response.finished.reason.replace("FINISH_REASON_", "").toLowerCase();
@@ -178,6 +167,11 @@ class Playground {
       return reason;
     }
     return "";
+  }
+
+  #counted() {
+    const { numTokens, isWhole } = this.answer;
+    return `${counted(numTokens, "token")}${isWhole ? "" : ", the last of which are not shown"}`;
   }
 
   #showError(error) {
@@ -213,21 +207,18 @@ class Playground {
     if (stats?.num_preemptions) facts.preemptions = stats.num_preemptions;
     if (stats?.num_migrations) facts.moves = stats.num_migrations;
     byId("summary").replaceChildren(...Object.entries(facts).map(([name, value]) => fact(name, value)));
-    if (stats) this.#drawWaterfall(stats);
   }
 
-  // What is not the engine's time passed in the frontend, most of it before: text, routing, sending.
-  #drawWaterfall(stats) {
-    const engine = ["queue", "prefill", "decode"].map((name) => [name, stats[`${name}_ms`] ?? 0]);
-    const rest = Math.max(0, this.endedAtMs - engine.reduce((sum, [, ms]) => sum + ms, 0));
-    const total = Math.max(this.endedAtMs, 0.001);
-    let offset = 0;
-    const rows = [["frontend", rest], ...engine].map(([name, ms]) => {
-      const element = row(name, (100 * offset) / total, (100 * ms) / total, `${ms.toFixed(1)} ms`);
-      offset += ms;
-      return element;
-    });
-    byId("waterfall").replaceChildren(...rows);
+  // The request's trace, which the frontend keeps of the last requests: where it spent its time.
+  async #drawWaterfall(requestId) {
+    try {
+      const response = await fetch(`/traces/last?n=${NUM_TRACES}`);
+      const { traces } = await response.json();
+      const trace = traces.find((each) => each.spans[0].attributes["triptych.request_id"] === requestId);
+      if (trace && requestId === this.started?.request_id) byId("waterfall").replaceChildren(...rowsOf(trace));
+    } catch {
+      // The page says already that the frontend is not reachable.
+    }
   }
 
   async #copy() {
@@ -274,11 +265,24 @@ function fact(name, value) {
   return element;
 }
 
-function row(name, left, width, text) {
+// A row for each span, of the same scale; the ends of long traces are left out.
+function rowsOf(trace) {
+  const [root, ...spans] = trace.spans;
+  const total = Math.max(0.001, ...trace.spans.map((span) => span.start_ms + span.duration_ms));
+  const rows = [root, ...spans.sort((a, b) => a.start_ms - b.start_ms)].slice(0, MAX_ROWS);
+  return rows.map((span, index) => {
+    const engine = span.attributes["triptych.engine"];
+    const name = index === 0 ? "request" : span.name;
+    return row(name, engine ?? "", (100 * span.start_ms) / total, (100 * span.duration_ms) / total, `${span.duration_ms.toFixed(1)} ms`);
+  });
+}
+
+function row(name, title, left, width, text) {
   const element = document.createElement("div");
   element.className = "row";
   const [label, track, bar, number] = ["span", "div", "i", "span"].map((tag) => document.createElement(tag));
   label.textContent = name;
+  element.title = title;
   track.className = "track";
   number.className = "number";
   number.textContent = text;

@@ -2,6 +2,7 @@
 // a step without one, hence the square roots.
 
 import { addCursor, prepare, themeColours } from "./canvas.js";
+import { counted, setText } from "./text.js";
 
 const MAX_STEPS = 120;
 const HEIGHT = 56;
@@ -16,7 +17,7 @@ export class StepChart {
     this.steps = [];
     this.cell = -1;
     this.readTheme();
-    addCursor(element, {
+    addCursor(element, readout, {
       cellAt: (x) => this.#cellAt(x),
       numCells: () => this.steps.length,
       numColumns: () => 10,
@@ -50,12 +51,12 @@ export class StepChart {
       context.fillRect(width - (this.steps.length - index) * pitch, HEIGHT - 1 - height, Math.max(1, pitch - 1), height);
     });
     this.element.dataset.numSteps = this.steps.length;
-    const summary = this.steps.length ? `last ${this.steps.length} steps, at most ${most.toLocaleString("en")} tokens (square-root scale)` : "no step yet";
-    if (this.scale.textContent !== summary) this.scale.textContent = summary;
+    const summary = this.steps.length ? `last ${this.steps.length} steps, at most ${counted(most, "token")} (square-root scale)` : "no step yet";
+    setText(this.scale, summary);
     this.element.setAttribute("aria-label", `Tokens per step: ${summary}. Arrow keys move.`);
     const step = this.steps[this.cell] ?? this.steps.at(-1);
-    const text = step ? `step ${step.step}: ${step.num_tokens} tokens of ${step.num_requests} requests in ${step.duration_ms.toFixed(1)} ms` : "";
-    if (this.readout.textContent !== text) this.readout.textContent = text;
+    const text = step ? `step ${step.step}: ${counted(step.num_tokens, "token")} of ${counted(step.num_requests, "request")} in ${step.duration_ms.toFixed(1)} ms` : "";
+    setText(this.readout, text);
   }
 
   #cellAt(x) {
