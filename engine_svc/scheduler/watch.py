@@ -111,12 +111,14 @@ class SchedulerWatch(SchedulerFeature):
             if request is None:
                 # A scheduler of another package need not call features.
                 continue
-            blockers: Sequence[str] = tuple(sorted(request.blockers))
+            blockers: Sequence[str]
             if request.status is RequestStatus.RUNNING:
                 blockers = running_held
             elif request.status is RequestStatus.WAITING:
                 # The newest plan says nothing of a request that came after it.
                 blockers = held or ((limit,) if limit and self._has_seen(request) else ())
+            else:
+                blockers = sorted(request.blockers)
             block_ids: list[int] = []
             num_blocks = 0
             for table in request.block_tables:

@@ -112,6 +112,16 @@ async def test_a_service_without_an_engine_takes_no_utility_calls(admin):
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_a_service_without_a_scheduler_says_so(telemetry: None) -> None:
+    servicer = AdminServicer("frontend", "frontend-0", lambda: {}, lifecycle=Lifecycle())
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        call = admin_pb2_grpc.AdminServiceStub(channel).WatchScheduler(admin_pb2.WatchSchedulerRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details() == "a frontend has no scheduler to watch"
+
+
 async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None) -> None:
     async def serve(request: admin_pb2.UtilityRequest) -> admin_pb2.UtilityResponse:
         if not request.call.call_id:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -16,6 +19,8 @@ from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.step import StepPlan
+from engine_svc.data_parallel.driver import RankStatus
+from engine_svc.data_parallel.wave import LockstepState
 from engine_svc.loop.mailbox import Call
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.watch import SchedulerWatch
@@ -150,6 +155,19 @@ async def test_an_engine_that_loads_cannot_be_watched():
         code, message = await refused(engine.watch())
         assert (code, message) == (CODE.UNAVAILABLE, "engine is loading")
         await engine.rig.load()
+
+
+async def test_requests_of_a_rank_that_is_in_no_wave_wait_for_one():
+    async with watched() as engine:
+        served = engine.rig.engine
+        lockstep: Any = SimpleNamespace(rank_status=RankStatus(LockstepState.QUIET))
+        served.core = replace(served.core, lockstep=lockstep)
+        served.inbox.put(Call(lambda: engine.rig.scheduler.set_pause(PauseState.ALL)))
+        await engine.frontend.add(make_entry(1))
+        await engine.frontend.flush()
+        call = engine.watch(max_requests=1)
+        assert [one.blockers for one in (await read(call)).requests] == [["paused", "wave"]]
+        call.cancel()
 
 
 async def test_other_calls_of_the_admin_service_are_not_served_to_frontends():
