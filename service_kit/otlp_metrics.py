@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from time import time_ns
 
-from grpc import StatusCode
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     Gauge,
@@ -29,10 +27,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import metrics_core
 
 from service_kit.metrics import Metrics
+from service_kit.otlp_failures import FirstFailures
 
 _DEFAULT_INTERVAL_MS = 60_000
 _MIN_INTERVAL_MS = 100
-_EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
 
 
@@ -42,39 +40,17 @@ async def run_export(metrics: Metrics, of: Resource, interval_text: str) -> None
     loop, started_at_ns = asyncio.get_running_loop(), time_ns()
     # In a thread of its own, which is never waited for: the exporter waits for its collector.
     thread = ThreadPoolExecutor(1, "otlp-metrics")
-    failures, exporter_log = _FirstFailures(), logging.getLogger(_EXPORTER_LOG)
-    exporter_log.addFilter(failures)
+    failures = FirstFailures("metrics")
     try:
         exporter = await loop.run_in_executor(thread, _make_exporter)
         while True:
             await asyncio.sleep(interval_ms / 1000)
             data = to_otlp(metrics.collect(with_aliases=False), of, started_at_ns, time_ns())
             if await loop.run_in_executor(thread, exporter.export, data) is MetricExportResult.SUCCESS:
-                failures.logged.clear()
+                failures.forget()
     finally:
-        exporter_log.removeFilter(failures)
+        failures.close()
         thread.shutdown(wait=False, cancel_futures=True)
-
-
-class _FirstFailures(logging.Filter):
-    """Drops a failure of the export of metrics that was logged already since the last success.
-
-    A collector may take traces alone, and answers UNIMPLEMENTED to each export of metrics.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: set[tuple[str, StatusCode]] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        arguments = record.args if isinstance(record.args, tuple) else ()
-        if "metrics" not in arguments:
-            return True
-        code = next((value for value in arguments if isinstance(value, StatusCode)), StatusCode.UNKNOWN)
-        if (record.msg, code) in self.logged:
-            return False
-        self.logged.add((record.msg, code))
-        return True
 
 
 def to_otlp(

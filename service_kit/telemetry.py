@@ -20,7 +20,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -272,7 +272,22 @@ def _otlp_exporter() -> SpanExporter:
     # Imported here: the import takes 0.4 s and most processes have no collector.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    return OTLPSpanExporter()
+    from service_kit.otlp_failures import FirstFailures
+
+    failures = FirstFailures("traces")
+
+    class QuietExporter(OTLPSpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = super().export(spans)
+            if result is SpanExportResult.SUCCESS:
+                failures.forget()
+            return result
+
+        def shutdown(self, timeout_millis: float = 30_000, **kwargs: object) -> None:
+            super().shutdown(timeout_millis, **kwargs)
+            failures.close()
+
+    return QuietExporter()
 
 
 def _readable(span: SpanRecord, context: TraceContext, resource: Resource) -> ReadableSpan:

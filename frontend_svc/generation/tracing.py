@@ -290,6 +290,7 @@ class RequestTrace:
         if self._reason == "error":
             timeline.error = "the engine ended an output with an error"
             timeline.attributes[names.ERROR_TYPE] = _ENGINE_ERROR
+            return _ENGINE_ERROR, "OK"
         return "", "OK"
 
     def _add_event(self, name: str, attributes: Mapping[str, Value]) -> None:

@@ -216,11 +216,12 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
         return Page(to_text(await metrics.collect()), TEXT_FORMAT)
 
     async def state(target: str) -> Page:
-        # What each worker knows of the engines; the frontend's own counts are those of this one.
-        worker = group.addresses[0]
-        return Page(
-            await read_page(worker.admin_http, "/ui/state", limit_s=_STATE_LIMIT_S), "application/json"
-        )
+        """As one worker has it: all know the same engines, each its own requests."""
+        for worker in group.addresses:
+            with contextlib.suppress(OSError):
+                body = await read_page(worker.admin_http, "/ui/state", limit_s=_STATE_LIMIT_S)
+                return Page(body, "application/json")
+        return Page(b"no worker answers\n", status=503)
 
     pages: dict[str, MakePage] = {"/metrics": page, "/traces/last": partial(_traces_page, group)}
     if config.serves_ui:

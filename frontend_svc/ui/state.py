@@ -34,7 +34,6 @@ _MAX_STEPS = 120
 _MAX_WATCHES = 64
 # After so long without being asked, the watches end.
 _IDLE_S = 5.0
-_LOOK_S = 1.0
 # How long an answer waits for the first message of an engine.
 _FIRST_S = 0.5
 # From the begin of a watch that has ended to that of the next.
@@ -95,11 +94,12 @@ class EngineWatch:
 
 
 class StatePage:
-    """Makes the page. Watches of the engines begin with the first request, and end when none comes."""
+    """Makes the page. Watches of engines begin with the first request, and end without one for `idle_s`."""
 
-    def __init__(self, frontend: Frontend, clock: Clock) -> None:
+    def __init__(self, frontend: Frontend, clock: Clock, *, idle_s: float = _IDLE_S) -> None:
         self._frontend = frontend
         self._clock = clock
+        self._idle_s = idle_s
         self._watches: dict[str, EngineWatch] = {}
         self._asked_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -136,16 +136,16 @@ class StatePage:
             if is_due and client.state in _WATCHED_STATES:
                 self._watches[client.address] = EngineWatch(client.address, self._clock)
         if self._timer is None and self._watches:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._end_unwanted)
+            self._timer = asyncio.get_running_loop().call_later(self._idle_s / 5, self._end_unwanted)
 
     def _end_unwanted(self) -> None:
         self._timer = None
-        if self._clock.now() - self._asked_at >= _IDLE_S:
+        if self._clock.now() - self._asked_at >= self._idle_s:
             while self._watches:
                 self._watches.popitem()[1].end()
         self._end_lost()
         if self._watches:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._end_unwanted)
+            self._timer = asyncio.get_running_loop().call_later(self._idle_s / 5, self._end_unwanted)
 
     def _end_lost(self) -> None:
         """End the watches of engines without a connection."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import termios
@@ -97,14 +96,15 @@ def _screen() -> Iterator[None]:
 
 def _draw(lines: Sequence[str], last: str) -> None:
     """Fill the screen; what does not fit is cut, and said in the last line."""
-    width, height = shutil.get_terminal_size()
+    # Not COLUMNS and LINES, which do not follow the terminal.
+    width, height = os.get_terminal_size(sys.stdout.fileno())
     num_cut = len(lines) - (height - 1)
     if num_cut > 0:
         last = f"{num_cut} more lines; {last}"
     shown = [line[:width] for line in lines[: height - 1]]
     shown += [""] * (height - 1 - len(shown))
     # Each line clears what is left of the one before it; the screen is not cleared, which would flicker.
-    _write("\x1b[H" + "\x1b[K\r\n".join([*shown, last[:width]]) + "\x1b[K")
+    _write("\x1b[H" + "\x1b[K\n".join([*shown, last[:width]]) + "\x1b[K")
 
 
 def _write(text: str) -> None:

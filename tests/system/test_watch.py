@@ -42,7 +42,7 @@ async def test_requests_are_seen_while_they_stream_with_what_they_share_and_wait
         stub = stack.inference(trio.frontend)
         # Watched from the start, so that the plan that leaves the third request waiting is seen.
         await state_when(trio.frontend, lambda engine: engine["age_ms"] is not None)
-        answers = [asyncio.create_task(collect(stub, request_of(prompt, 400))) for prompt in prompts]
+        answers = [asyncio.create_task(collect(stub, request_of(prompt, 300))) for prompt in prompts]
         page = await state_when(
             trio.frontend,
             lambda engine: any(request["blockers"] for request in engine["requests"]) and engine["steps"],
@@ -69,7 +69,7 @@ async def test_requests_are_seen_while_they_stream_with_what_they_share_and_wait
         assert "waits for" in shown.out and engine["address"] in shown.out
         assert json.loads(printed.out)["engines"][0]["address"] == engine["address"]
 
-        assert [len(answer.token_ids) for answer in await asyncio.gather(*answers)] == [400] * 3
+        assert [len(answer.token_ids) for answer in await asyncio.gather(*answers)] == [300] * 3
         page = await state_when(trio.frontend, lambda engine: not engine["requests"])
         assert set(first["blocks"][:4]) <= set(page["engines"][0]["cached_blocks"])
 

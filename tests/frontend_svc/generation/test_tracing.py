@@ -88,6 +88,16 @@ async def test_a_chat_is_named_so_and_nothing_of_its_content_is_recorded(telemet
     assert "the cat" not in shown
 
 
+@pytest.mark.parametrize("flags", ["00", "01"])
+async def test_an_engine_gets_the_decision_of_the_client(telemetry, flags):
+    engine = FakeEngine(answer("the cat"))
+    metadata = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-{flags}"),)
+    async with serving(engine) as (client, _):
+        await read_all(client.generate(metadata=metadata))
+    root, *_ = recent_spans(TRACE_ID)
+    assert engine.requests[0].entry.trace_context.traceparent == f"00-{TRACE_ID}-{root.span_id}-{flags}"
+
+
 async def test_a_refused_request_is_a_failed_span_with_its_code(telemetry):
     async with serving(FakeEngine()) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

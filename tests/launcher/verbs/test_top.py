@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import sys
+import termios
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from launcher.verbs.top import frame, run_top
 from service_kit.admin_http import AdminHTTP, Page
-from tests.launcher.fakes import triptych
+from tests.processes import START_LIMIT_S, running_async
 
 
 def state(**engine: Any) -> dict[str, Any]:
@@ -67,15 +78,52 @@ def test_a_wrong_address_is_one_line(url: str, problem: str, capsys: pytest.Capt
     assert problem in error and error.count("\n") == 1
 
 
-async def test_a_listener_without_the_page_is_named() -> None:
-    async def metrics(target: str) -> Page:
-        return Page(b"")
+@asynccontextmanager
+async def serving(path: str, page: Page) -> AsyncIterator[str]:
+    """The address of a listener with one page."""
 
-    listener = AdminHTTP("127.0.0.1:0", {"/metrics": metrics})
-    address = await listener.start()
+    async def make(target: str) -> Page:
+        return page
+
+    listener = AdminHTTP("127.0.0.1:0", {path: make})
     try:
-        shown = await triptych("top", "--url", address)
+        yield await listener.start()
     finally:
         await listener.stop(0)
-    assert shown.exit_code == 1
-    assert "404" in shown.err and "admin HTTP listener of a frontend" in shown.err
+
+
+async def test_a_listener_without_the_page_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving("/metrics", Page(b"")) as address:
+        assert await asyncio.to_thread(run_top, address, 1.0, once=True, as_json=False) == 1
+    error = capsys.readouterr().err
+    assert "404" in error and "admin HTTP listener of a frontend" in error
+
+
+@pytest.mark.parametrize("end", ["key", "signal"])
+async def test_on_a_terminal_it_draws_until_it_is_ended_and_restores_the_screen(end: str) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 6, 60, 0, 0))
+    before = termios.tcgetattr(theirs)
+    async with serving("/ui/state", Page(json.dumps(state()).encode(), "application/json")) as address:
+        command = (sys.executable, "-m", "launcher.cli", "top", "--url", address, "--interval-s=0.1")
+        async with (
+            asyncio.timeout(START_LIMIT_S),
+            running_async(*command, stdin=theirs, stdout=theirs) as process,
+        ):
+            shown = b""
+            # Two pictures of six lines.
+            while shown.count(b"3 more lines; q ends") < 2:
+                shown += await asyncio.to_thread(os.read, ours, 4096)
+            if end == "key":
+                os.write(ours, b"q")
+            else:
+                process.send_signal(signal.SIGINT)
+            while not shown.endswith(b"\x1b[?25h\x1b[?1049l"):
+                shown += await asyncio.to_thread(os.read, ours, 4096)
+            assert await process.wait() == 0
+    assert termios.tcgetattr(theirs) == before
+    assert shown.startswith(b"\x1b[?1049h")
+    lines = shown.split(b"\x1b[H")[1].split(b"\x1b[K\r\n")
+    assert len(lines) == 6 and max(map(len, lines[:5])) == 60
+    os.close(ours)
+    os.close(theirs)
