@@ -260,8 +260,13 @@ async def _write(
 
 async def _send(connection: h11.Connection, writer: asyncio.StreamWriter, *events: h11.Event) -> None:
     writer.write(b"".join(connection.send(event) or b"" for event in events))
-    async with asyncio.timeout(_WRITE_S):
-        await writer.drain()
+    try:
+        async with asyncio.timeout(_WRITE_S):
+            await writer.drain()
+    except TimeoutError:
+        # Closed otherwise, it would stay open until the client has read all that was written.
+        writer.transport.abort()
+        raise
 
 
 async def _write_parts_unless_closed(

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from service_kit import admin_http
 from service_kit.admin_http import AdminHTTP, Page, metrics_page
 from service_kit.metrics import Metrics
 from service_kit.server import AddressError
@@ -179,6 +180,33 @@ async def test_a_client_that_goes_away_cancels_the_parts():
         await asyncio.wait_for(reader.readuntil(b"one\r\n"), 10)
         writer.close()
         await asyncio.wait_for(parts.was_cancelled.wait(), 10)
+
+
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr(admin_http, "_WRITE_S", 0.2)
+    has_ended, num_parts = asyncio.Event(), 0
+
+    async def endless() -> AsyncGenerator[bytes, None]:
+        nonlocal num_parts
+        try:
+            while True:
+                num_parts += 1
+                yield bytes(1 << 20)
+        finally:
+            has_ended.set()
+
+    async def page(body: bytes) -> Page:
+        return Page(endless())
+
+    listener = AdminHTTP("127.0.0.1:0", {}, {"/endless": page})
+    address = await listener.start()
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(post("/endless", b"{}"))
+    await asyncio.wait_for(has_ended.wait(), 10)
+    # What the server still had to send is dropped, so that the connection ends at once.
+    assert len(await asyncio.wait_for(reader.read(), 10)) < num_parts << 20
+    writer.close()
+    await listener.stop(0)
 
 
 async def test_the_end_cancels_parts():

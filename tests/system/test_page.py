@@ -244,6 +244,8 @@ def test_a_conversation_goes_on(browser, stack) -> None:
             page.locator("#turns p").nth(2 * number - 1).wait_for()
         assert page.locator("#turns p").nth(2).inner_text() == "you And then?"
         assert page.locator("#prompt").input_value() == ""
+        page.locator("#copy summary").click()
+        shoot(page, "conversation")
 
 
 def test_an_error_names_its_field(browser, stack) -> None:

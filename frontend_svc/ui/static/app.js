@@ -1,7 +1,7 @@
 // The page: follows the frontend's state and shows it. The playground is beside it.
 
 import { Engines } from "./engines.js";
-import { startPlayground } from "./playground.js";
+import { Playground } from "./playground.js";
 import { setText } from "./text.js";
 
 const INTERVAL_MS = 100; // of two reads of the state
@@ -92,7 +92,7 @@ function startTheme() {
 
 function start() {
   const engines = new Engines(byId("engine-list"));
-  const playground = startPlayground();
+  const playground = new Playground();
   startTheme();
 
   const follower = new Follower(

@@ -11,11 +11,7 @@ const MAX_ROWS = 32; // of a waterfall
 
 const byId = (id) => document.getElementById(id);
 
-export function startPlayground() {
-  return new Playground();
-}
-
-class Playground {
+export class Playground {
   constructor() {
     this.answer = new Answer();
     this.turns = []; // of the conversation: { role, text }
