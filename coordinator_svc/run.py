@@ -37,7 +37,8 @@ from service_kit.server import (
     run_server,
     write_announcement,
 )
-from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
+from service_kit.trace_page import traces_page
 from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,15 @@ EXIT_LOOP_FAILED = 70
 def run(loaded: Loaded[CoordinatorConfig]) -> int:
     """Serve until SIGTERM. Returns the exit code."""
     config = loaded.config
-    setup_telemetry(
+    starting = setup_telemetry(
         "coordinator", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        exit_code = uvloop.run(_serve(config))
+        exit_code = uvloop.run(_serve(config, starting))
     except AddressError as error:
         write_log_line(f"triptych coordinator: {error.strerror}")
+        starting.end(error.strerror)
         exit_code = 2
     finally:
         shutdown_telemetry()
@@ -64,7 +66,7 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     return leave_process(exit_code)
 
 
-async def _serve(config: CoordinatorConfig) -> int:
+async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
     clock = MonotonicClock()
     lease_s = config.lease_ms / 1000
     # The epoch is wall-clock time, so that of two coordinators the later one has the greater epoch.
@@ -113,21 +115,27 @@ async def _serve(config: CoordinatorConfig) -> int:
             reflection=config.reflection,
         ),
         AdminHTTP(
-            f"{config.admin_http_host}:{config.admin_http_port}", {"/metrics": metrics_page(metrics.collect)}
+            f"{config.admin_http_host}:{config.admin_http_port}",
+            {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
         ),
     ]
+
+    def announce(addresses: list[str]) -> None:
+        starting.end()
+        _announce(config, addresses)
 
     async def close() -> None:
         scaling.close()
         await servicer.close()
 
+    starting.enter("listen")
     exit_code = await serve_beside(
         [servicer.expire_leases(), servicer.step_groups(), scaling.run(), export_metrics(metrics)],
         run_server(
             servers,
             on_drain=close,
             drain_deadline_s=config.drain_deadline_s,
-            announce=lambda addresses: _announce(config, addresses),
+            announce=announce,
             lifecycle=lifecycle,
         ),
     )

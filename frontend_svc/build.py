@@ -39,20 +39,24 @@ from frontend_svc.generation.metrics import RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
+from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
+from frontend_svc.ui.page import ui_pages, ui_posts
+from frontend_svc.ui.state import StatePage
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
+from service_kit.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
 from service_kit.process import runtime_folder
 from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
+from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -78,7 +82,7 @@ _REQUEST = "triptych.api.v1.RequestService"
 
 @dataclass(frozen=True, slots=True)
 class PublicAPI:
-    """The servicers of the public API. A caller in this process may call their unary methods directly."""
+    """The servicers of the public API. A caller in this process may call their methods directly."""
 
     inference: InferenceServicer
     chat: ChatServicer
@@ -148,6 +152,7 @@ class Frontend:
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.metrics = Metrics("frontend")
         self._request_metrics = RequestMetrics(self.metrics)
+        self._traces = RequestTraces(slow_ms=config.trace_slow_ms)
         self.generation = Generation(
             self.directory,
             self.failover,
@@ -157,6 +162,7 @@ class Frontend:
             self.requests,
             self.draining,
             self._request_metrics,
+            self._traces,
         )
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
@@ -179,10 +185,16 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
         )
-        self.admin_http = AdminHTTP(
-            f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(self.metrics.collect)},
-        )
+        self._state_page = StatePage(self, clock)
+        pages: dict[str, MakePage] = {
+            "/metrics": metrics_page(self.metrics.collect),
+            "/traces/last": traces_page,
+        }
+        posts: dict[str, TakeBody] = {}
+        if config.serves_ui:
+            pages |= {"/ui/state": self._state_page.make, **ui_pages(lambda: self.address)}
+            posts = ui_posts(self.api.inference, self.api.chat)
+        self.admin_http = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages, posts)
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
         self._closing: asyncio.Task[None] | None = None
@@ -192,12 +204,16 @@ class Frontend:
         """Whether there is a session with a coordinator."""
         return self._coordinator is not None and self._coordinator.is_connected
 
+    def wave_of(self, engine_id: str) -> int | None:
+        """The wave of the engine's group, as the coordinator announced it; None: there is none."""
+        return None if self._coordinator is None else self._coordinator.wave_of(engine_id)
+
     def connect(self, address: str) -> None:
         """Start connecting to engines and coordinator; `address` is where this frontend listens."""
         if shared_memory.is_available():
             # Segments of frontends that were killed and that no engine has removed.
             shared_memory.sweep()
-        self.address = address
+        self.address = self._traces.address = address
         self.directory.set_addresses("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()
@@ -227,6 +243,7 @@ class Frontend:
 
     async def _close(self) -> None:
         self.loop_lag.stop()
+        await self._state_page.close()
         self.directory.leave()
         await self.resumable.close()
         self.failover.close()
@@ -266,7 +283,9 @@ class Frontend:
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
-        pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
+        pooling = Pooling(
+            self.directory, self.failover, self.admission, self.requests, self.draining, self._traces
+        )
         return PublicAPI(
             InferenceServicer(self.generation, self.resumable),
             ChatServicer(self.generation, takes_templates=config.request_templates),

@@ -15,6 +15,7 @@ from opentelemetry.sdk.metrics.export import (
     HistogramDataPoint,
     Metric,
     MetricExporter,
+    MetricExportResult,
     MetricsData,
     NumberDataPoint,
     ResourceMetrics,
@@ -26,6 +27,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import metrics_core
 
 from service_kit.metrics import Metrics
+from service_kit.otlp_failures import FirstFailures
 
 _DEFAULT_INTERVAL_MS = 60_000
 _MIN_INTERVAL_MS = 100
@@ -38,13 +40,16 @@ async def run_export(metrics: Metrics, of: Resource, interval_text: str) -> None
     loop, started_at_ns = asyncio.get_running_loop(), time_ns()
     # In a thread of its own, which is never waited for: the exporter waits for its collector.
     thread = ThreadPoolExecutor(1, "otlp-metrics")
+    failures = FirstFailures("metrics")
     try:
         exporter = await loop.run_in_executor(thread, _make_exporter)
         while True:
             await asyncio.sleep(interval_ms / 1000)
             data = to_otlp(metrics.collect(with_aliases=False), of, started_at_ns, time_ns())
-            await loop.run_in_executor(thread, exporter.export, data)
+            if await loop.run_in_executor(thread, exporter.export, data) is MetricExportResult.SUCCESS:
+                failures.forget()
     finally:
+        failures.close()
         thread.shutdown(wait=False, cancel_futures=True)
 
 

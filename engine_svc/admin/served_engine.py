@@ -30,6 +30,7 @@ from triptych.engine.v1 import utility_pb2
 if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver, RankStatus
     from engine_svc.loop.controls import EngineControls
+    from engine_svc.scheduler.watch import SchedulerWatch
 
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class LoadedCore:
     lockstep: LockstepDriver | None = None  # None: it does not step together with other engines
     rank_ids: Sequence[int] = ()  # process ids of the ranks
     num_device_bytes: Callable[[], int] = int  # memory in use
+    watch: SchedulerWatch | None = None  # read on the engine thread; None: there is none
 
 
 @dataclass(frozen=True, slots=True)

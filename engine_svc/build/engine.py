@@ -45,6 +45,7 @@ from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import Policy, PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
@@ -55,6 +56,7 @@ from service_kit.metrics import Metrics
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.server import Lifecycle as ServiceLifecycle
+from service_kit.trace_page import traces_page
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ def build_servers(
         lambda: announce.status(engine, servicer.num_sessions),
         lifecycle=lifecycle,
         utility=AdminCalls(engine).serve,
+        watch=servicer.watchers.responses,
     )
     return (
         Server(
@@ -154,7 +157,7 @@ def build_servers(
         ),
         AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
-            {"/metrics": metrics_page(engine.metrics.collect)},
+            {"/metrics": metrics_page(engine.metrics.collect), "/traces/last": traces_page},
         ),
     )
 
@@ -239,8 +242,9 @@ def _put_together(
         served.metrics,
         None if kv_event_log is None else kv_event_log.publish,
     )
+    watch = SchedulerWatch(served.clock)
     preparations = Preparations(side.preparing, served.clock)
-    features = [*scheduler_features(config, context), preparations]
+    features = [*scheduler_features(config, context), watch, preparations]
     core = build_core(
         scheduler_config,
         cache_config,
@@ -274,6 +278,7 @@ def _put_together(
         lockstep,
         side.rank_ids,
         num_bytes_in_use,
+        watch,
     )
 
 

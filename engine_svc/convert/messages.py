@@ -109,7 +109,6 @@ def to_request(
         priority=entry.priority,
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
-        trace_context=(entry.trace_context.traceparent, entry.trace_context.tracestate),
         spans=context.spans,
         extras={type(one.extra): one.extra for one in parsed},
     )

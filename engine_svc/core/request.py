@@ -115,7 +115,6 @@ class Request:
     spans: tuple[ContentSpan, ...] = ()  # in order of their start
     num_encoder_tokens: int = 0  # that cross-attention reads; 0 = none
     is_resumable: bool = False  # it waits for a further input segment at the end of a turn
-    trace_context: tuple[str, str] = ("", "")  # passed on, never read: traceparent, tracestate
     extras: Extras = field(default_factory=dict)  # of features; passed on to the runner, never read
     blockers: set[str] = field(default_factory=set)  # names of what it waits for before admission
 

@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 
 # The order is the order of application: what forces a token comes last.
 FEATURES = (
-    "request_spans",
     "request_events",
     "kv_events",
     "kv_residency",

@@ -35,7 +35,7 @@ from service_kit.errors import InvalidArgument
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
-from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +65,18 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     except (ValueError, OSError) as error:
         write_log_line(f"triptych engine: {error}")
         return EXIT_CANNOT_LOAD
-    setup_telemetry(
+    starting = setup_telemetry(
         "engine", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
     )
     logger.info("starting", extra={"options": loaded.changed()})
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
+        starting.enter("find model")
         config = _with_folder(config)
-    except (ConfigError, ModelError) as error:
+        exit_code = uvloop.run(_serve(config, loaded.origins, starting))
+    except (AddressError, ConfigError, ModelError) as error:
         write_log_line(f"triptych engine: {error}")
-        return EXIT_CANNOT_LOAD
-    try:
-        exit_code = uvloop.run(_serve(config, loaded.origins))
-    except (AddressError, ConfigError) as error:
-        write_log_line(f"triptych engine: {error}")
+        starting.end(str(error))
         exit_code = EXIT_CANNOT_LOAD
     # Undoes the freeze of `calm_collector`.
     gc.unfreeze()
@@ -114,20 +112,21 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
     return config
 
 
-async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
+async def _serve(config: EngineConfig, origins: Mapping[str, str], starting: StartTrace) -> int:
+    starting.enter("listen")
     engine = build_served_engine(config, origins)
     servicer = EngineCoreServicer(engine)
     lifecycle = Lifecycle(lambda: num_in_flight(engine))
     servers = build_servers(config, engine, servicer, lifecycle)
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
-    thread = _engine_thread(config, engine)
+    thread = _engine_thread(config, engine, starting)
     background = [
         _background(engine, servicer.beat_forever()),
         _background(engine, LoadLog(engine.stats_snapshot, engine.clock).run()),
         _background(engine, export_metrics(engine.metrics)),
     ]
     memberships: list[asyncio.Task[None]] = []
-    engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
+    engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state, starting))
     patience = _PATIENT
 
     async def cut(cause: DrainCut) -> None:
@@ -201,27 +200,34 @@ async def _leave(
     await asyncio.wait((*background, *memberships))
 
 
-def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
+def _engine_thread(config: EngineConfig, engine: ServedEngine, starting: StartTrace) -> EngineThread:
     event_loop = asyncio.get_running_loop()
     display = LoadDisplay(sys.stderr, engine.clock)
 
     def on_progress(progress: LoadProgress) -> None:
         engine.progress = progress
+        starting.enter(progress.phase)
         display.show(progress)
 
     def load() -> tuple[Engine, LoadedCore]:
+        starting.enter("import")
         try:
             built = build_engine(config, engine, progress=on_progress, defer=event_loop.call_soon_threadsafe)
         finally:
             display.close()
+        starting.enter("assemble")
         calm_collector()
         return built
 
     return EngineThread(engine, load, ends_if_hung=True)
 
 
-def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:
+def _follow(engine: ServedEngine, server: Server, state: EngineState, starting: StartTrace) -> None:
     server.set_ready(FULL_NAME, state is EngineState.READY)
+    if state is EngineState.READY:
+        starting.end()
+    elif state is EngineState.FAILED:
+        starting.end("cannot load" if engine.failure is None else engine.failure.reason)
     if state is EngineState.READY and engine.core is not None:
         facts = engine.core.facts
         num_kv_tokens = facts.num_kv_blocks * facts.block_size

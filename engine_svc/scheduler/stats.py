@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What keeps waiting requests from being admitted.
+FREE_BLOCKS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, PAUSED = (
+    "free_blocks", "max_num_seqs", "max_num_batched_tokens", "paused",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
@@ -36,3 +41,4 @@ class SchedulerStats:
     max_rows: int  # of any step
     num_non_finite_rows: int  # each ended its request with an error
     drafts: DraftStats
+    admission_limit: str = ""  # why the newest plan admitted no further request; empty: none waited

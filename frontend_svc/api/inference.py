@@ -23,7 +23,6 @@ from frontend_svc.api.messages import (
 from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
-from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument
@@ -53,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stream_of = functools.partial(stream_generate, generation)
 
     def Generate(
-        self, request: generate_pb2.GenerateRequest, context: StreamContext
+        self, request: generate_pb2.GenerateRequest, context: StreamContext | None = None
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
         return start(request, caller_of(context))
@@ -93,9 +92,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",
                 field="orphan_grace_ms",
             )
-        trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
         prompt = RequestPrompt(request)
-        async with self._generation.open(request, prompt, caller, OutputKind.FINAL_ONLY, trace) as opened:
+        async with self._generation.open(request, prompt, caller, OutputKind.FINAL_ONLY) as opened:
             output = await opened.next()
             return inference_pb2.GenerateUnaryResponse(
                 started=started_message(opened, output, returns_ids=request.return_prompt_token_ids),

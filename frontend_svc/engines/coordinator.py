@@ -62,6 +62,10 @@ class CoordinatorSession:
         """Whether there is a session over which the coordinator has announced its engines."""
         return self._outgoing is not None
 
+    def wave_of(self, engine_id: str) -> int | None:
+        """As the coordinator announced it last; see `Topology.wave_of`."""
+        return self._topology.wave_of(engine_id)
+
     def start(self) -> None:
         """Connect in the background, and again whenever the session is lost."""
         self._task = asyncio.ensure_future(self._run(open_channel(self._address)))

@@ -73,7 +73,7 @@ _LOCKED_OUT_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move from the engine at the address `origin` to the one at `target`."""
+    """A move from the engine with the id `origin` to the one with the id `target`."""
 
     cause: LossKind
     origin: str
@@ -361,7 +361,7 @@ class Migration:
             return
         if self._origin is not None:
             failover.moves.add(self._cause.value)
-            self._on_move(Move(self._cause, self._origin.address, client.address))
+            self._on_move(Move(self._cause, self._origin.engine_id, client.engine_id))
 
     def give_up(self) -> None:
         """End the wait: send it even to an engine with other suspects, or end it if there is none."""

@@ -15,7 +15,7 @@ from service_kit.config import Loaded
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, run_server, write_announcement
-from service_kit.telemetry import export_metrics, setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -23,29 +23,33 @@ logger = logging.getLogger(__name__)
 def run(loaded: Loaded[FrontendConfig]) -> int:
     """Serve until SIGTERM. Returns the exit code."""
     config = loaded.config
-    setup_telemetry(
+    starting = setup_telemetry(
         "frontend", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        exit_code = uvloop.run(_serve(config))
+        exit_code = uvloop.run(_serve(config, starting))
     except OSError as error:
         reason = error.strerror if isinstance(error, AddressError) else error
         write_log_line(f"triptych frontend: {reason}")
+        starting.end(str(reason))
         exit_code = 2
     finally:
         shutdown_telemetry()
     return leave_process(exit_code)
 
 
-async def _serve(config: FrontendConfig) -> int:
+async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
     frontend = Frontend(config)
     # Modules are never freed. Traversing them in every full collection would stop all streams for 50 ms and
     # more.
     gc.collect()
     gc.freeze()
 
+    starting.enter("listen")
+
     def announce(addresses: list[str]) -> None:
+        starting.end()
         address, admin_address, admin_http = addresses
         logger.info(
             "serving", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from service_kit.admin_http import AdminHTTP, Page
+from service_kit.admin_http import AdminHTTP, MakePage, Page, read_page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
@@ -26,10 +28,13 @@ from service_kit.process import child_command, end_at_once_on_signals, leave_pro
 from service_kit.server import check_address, write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.trace_page import number_of_traces, page_of
 
 logger = logging.getLogger(__name__)
 
 _STARTUP_S = 60.0
+_STATE_LIMIT_S = 2.0
+_TRACES_LIMIT_S = 2.0
 
 
 def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
@@ -210,7 +215,18 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
     async def page(target: str) -> Page:
         return Page(to_text(await metrics.collect()), TEXT_FORMAT)
 
-    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", {"/metrics": page})
+    async def state(target: str) -> Page:
+        """As one worker has it: all know the same engines, each its own requests."""
+        for worker in group.addresses:
+            with contextlib.suppress(OSError):
+                body = await read_page(worker.admin_http, "/ui/state", limit_s=_STATE_LIMIT_S)
+                return Page(body, "application/json")
+        return Page(b"no worker answers\n", status=503)
+
+    pages: dict[str, MakePage] = {"/metrics": page, "/traces/last": partial(_traces_page, group)}
+    if config.serves_ui:
+        pages |= {"/ui/state": state}
+    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages)
     admin_http = await listener.start()
     try:
         return await serve_until_signal(
@@ -218,6 +234,29 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
         )
     finally:
         await listener.stop(0)
+
+
+async def _traces_page(group: WorkerGroup, target: str) -> Page:
+    """The last traces of all workers that answer, newest end first."""
+    try:
+        num_traces = number_of_traces(target)
+    except ValueError as error:
+        return Page(f"{error}\n".encode(), status=400)
+    answers = await asyncio.gather(
+        *(
+            read_page(one.admin_http, f"/traces/last?n={num_traces}", limit_s=_TRACES_LIMIT_S)
+            for one in group.addresses
+        ),
+        return_exceptions=True,
+    )
+    found = [
+        trace
+        for answer in answers
+        if not isinstance(answer, BaseException)
+        for trace in json.loads(answer)["traces"]
+    ]
+    newest = sorted(found, key=lambda trace: trace["start_unix_ms"] + trace["duration_ms"], reverse=True)
+    return page_of(newest[:num_traces])
 
 
 def _give_up(died: ChildDied) -> int:

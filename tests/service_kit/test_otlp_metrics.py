@@ -62,13 +62,54 @@ async def test_a_collector_gets_every_kind_without_aliases(monkeypatch: pytest.M
     ] == [([0.1, 1], [0, 1, 0], 1, 0.5), ([0.1, 1], [0, 0, 3], 3, 6)]
 
 
-@pytest.mark.parametrize("variables", [{}, {"ENDPOINT": "http://127.0.0.1:1", "EXPORTER": "none"}])
+async def test_a_collector_that_takes_no_metrics_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    enough = asyncio.Event()
+    num_refused = 0
+
+    class Refusing(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation, details):
+            nonlocal num_refused
+            num_refused += 1
+            if num_refused == 3:
+                enough.set()
+            return await continuation(details)
+
+    server = grpc.aio.server(interceptors=[Refusing()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+    metrics = Metrics("engine")
+    metrics.gauge("triptych_depth", "How deep.", lambda: 7)
+    exporting = asyncio.ensure_future(export_metrics(metrics))
+    try:
+        await asyncio.wait_for(enough.wait(), 30)
+    finally:
+        exporting.cancel()
+        await asyncio.wait([exporting])
+        await server.stop(None)
+        shutdown_telemetry()
+    messages = [record.getMessage() for record in caplog.records if "export" in record.getMessage()]
+    assert len(messages) == 1
+    assert "UNIMPLEMENTED" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_METRICS_EXPORTER": "none"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"},
+    ],
+    ids=["no collector", "turned off", "traces alone"],
+)
 async def test_nothing_is_exported_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ):
     for variable in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"):
         monkeypatch.delenv(variable, raising=False)
-    if variables:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", variables["ENDPOINT"])
-        monkeypatch.setenv("OTEL_METRICS_EXPORTER", variables["EXPORTER"])
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
     await asyncio.wait_for(export_metrics(Metrics("engine")), 5)

@@ -220,7 +220,7 @@ def test_facts_tell_what_was_built(llama):
     facts = built.core.facts
     assert (facts.model_name, facts.max_model_len, facts.num_kv_blocks) == ("small", 256, 100)
     assert (facts.vocab_size, facts.eos_token_ids, facts.block_size) == (256, (5,), 16)
-    assert {progress.phase for progress in built.progress} == {"weights", "warm-up"}
+    assert {progress.phase for progress in built.progress} == {"weights", "memory", "warm-up"}
     assert Built(config).core.facts.fingerprint == facts.fingerprint
     others = replace(config, logprobs_mode="raw_logits")
     assert Built(others).core.facts.fingerprint.digest != facts.fingerprint.digest

@@ -43,11 +43,10 @@ def test_an_add_becomes_the_request_it_asks_for():
         stop_token_ids=[11],
     )
     entry.priority, entry.age_ms, entry.cache_salt = -5, 2500, "salt"
-    entry.trace_context.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
     request = read_add(entry)
     assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3], 3)
     assert (request.priority, request.arrival_at, request.timeline.queued_at) == (-5, 97.5, 100.0)
-    assert (request.cache_salt, request.trace_context[0]) == ("salt", entry.trace_context.traceparent)
+    assert request.cache_salt == "salt"
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (9, 2, 40, 7)
     assert (sampling.temperature, sampling.top_p) == pytest.approx((0.5, 0.9))

@@ -450,8 +450,19 @@ async def test_a_move_is_an_event_of_the_requests_span():
         await read_all(call)
     spans = recent_spans(trace_id)
     shutdown_telemetry()
-    root = next(span for span in spans if span.name == "request")
-    assert [name for name, _ in root.events] == ["moved"]
+    root, *children = spans
+    move = next(event for event in root.events if event.name == "resumed_elsewhere")
+    assert (move.attributes["triptych.from"], move.attributes["triptych.to"]) == ("engine-0", "engine-1")
+    assert move.attributes["triptych.cause"]
+    stays = [(span.name, span.attributes.get("triptych.engine")) for span in children]
+    assert stays == [
+        ("tokenize", None),
+        ("prefill", "engine-0"),
+        ("decode", "engine-0"),
+        ("prefill", "engine-1"),
+        ("decode", "engine-1"),
+        ("detokenize", None),
+    ]
 
 
 # A request's way from engine to engine, over engines that are plain objects.

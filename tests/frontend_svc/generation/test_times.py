@@ -158,7 +158,7 @@ async def test_logits_that_are_no_numbers_are_in_the_line_of_their_request(lines
     async with serving(FakeEngine(broken)) as (client, _):
         finished = (await read_all(client.generate()))[3]
     assert finished.error_message == "not finite"
-    assert shown(lines.found[0], "reason", "num_nan_logits") == ("error", 3)
+    assert shown(lines.found[0], "reason", "cause", "num_nan_logits") == ("error", "ENGINE_ERROR", 3)
 
 
 async def test_a_request_that_moves_is_one_line_with_the_last_engine(lines):

@@ -21,7 +21,7 @@ class Timed:
 
     def begin(self, now_ms: int, num_attempts: int = 0) -> None:
         self.now_ms = now_ms
-        self.times.begin(num_attempts)
+        self.times.begin(num_attempts, f"engine-{num_attempts}")
 
     def end(self, now_ms: int) -> tuple[float, ...]:
         self.now_ms = now_ms
@@ -37,6 +37,12 @@ def test_times_follow_each_other_from_the_sending_to_the_end():
     assert one.end(260) == (50, 30, 80)
     # 5 ms more than the engine had it.
     assert one.times.boundary_ns == 5 * MS
+    assert [(stay.start_ns / MS, stay.end_ns / MS) for stay in one.times.stays] == [
+        (100, 150), (150, 180), (180, 260),
+    ]  # fmt: skip
+    assert [(moment.name, moment.at_ns / MS) for moment in one.times.moments] == [
+        ("scheduled", 150), ("first_token", 180),
+    ]  # fmt: skip
     # What comes after the end changes nothing.
     one.at(300, Progress([(EventKind.SCHEDULED, 0)], 0, 0))
     assert one.end(400) == (50, 30, 80)
@@ -56,7 +62,10 @@ def test_preemptions_are_counted_and_stay_in_the_phase():
     one.at(10, AT_ONCE)
     one.at(20, Progress([(EventKind.PREEMPTED, 5 * MS)]))
     one.at(30, Progress([], 0))
-    one.at(40, Progress([(EventKind.PREEMPTED, 5 * MS)]))
+    one.at(40, Progress([(EventKind.PREEMPTED, 5 * MS), (EventKind.RESUMED, 2 * MS)]))
+    assert [(moment.name, moment.at_ns / MS) for moment in one.times.moments] == [
+        ("scheduled", 10), ("preempted", 15), ("first_token", 30), ("preempted", 35), ("resumed", 38),
+    ]  # fmt: skip
     assert (one.end(60), one.times.num_preemptions) == ((10, 20, 30), 2)
 
 
@@ -77,6 +86,10 @@ def test_an_output_that_moves_sums_what_it_spends_in_each_engine_and_nothing_bet
     one.at(1001, AT_ONCE)
     one.at(1003, Progress([], 0))
     assert (one.end(1007), one.times.num_migrations) == ((11, 12, 34), 1)
+    stays = [(stay.phase, stay.engine_id) for stay in one.times.stays]
+    assert stays == [(phase, engine) for engine in ("engine-0", "engine-1") for phase in range(3)]
+    # Of the output, not of the engine.
+    assert [moment.name for moment in one.times.moments].count("first_token") == 1
 
 
 def test_an_output_that_was_begun_elsewhere_counts_from_its_queueing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import signal
@@ -88,6 +89,13 @@ async def test_two_workers_serve_one_address_and_drain_together():
         assert requests[0].session is not requests[1].session
         page = await read_page(record["admin_http"], "/metrics", limit_s=WAIT_S)
         assert b"\ntriptych_frontend_requests_total 2.0\n" in page
+        # One of the two answers.
+        state = json.loads(await read_page(record["admin_http"], "/ui/state", limit_s=WAIT_S))
+        assert state["frontend"]["open"] == 1
+        assert [one["address"] for one in state["engines"]] == [engine.address]
+        page = await read_page(record["admin_http"], "/traces/last?n=64", limit_s=WAIT_S)
+        starts = [trace for trace in json.loads(page)["traces"] if trace["name"] == "start frontend"]
+        assert {trace["pid"] for trace in starts} == set(record["worker_pids"])
         process.send_signal(signal.SIGTERM)
         for client in clients.values():
             await client.wait_ready(is_ready=False)

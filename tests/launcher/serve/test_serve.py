@@ -178,6 +178,7 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
             )
             assert f"http://{one['admin_http']}/metrics" in stack.banner
         assert f"grpc://{stack.ready['grpc']}" in stack.banner
+        assert f"http://{processes[2]['admin_http']}/ui" in stack.banner
         assert f"triptych chat --url {stack.url}" in stack.banner
 
         assert (await triptych("health", "--url", stack.url)).exit_code == 0

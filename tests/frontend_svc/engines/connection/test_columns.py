@@ -46,7 +46,7 @@ def test_what_happened_to_requests_is_read_by_row_and_what_is_unknown_ignored():
     newer = step_pb2.Step.FromString(step.SerializeToString() + b"\x5a\x04\x08\x00\x10\x63")
     assert read_step(newer).progress == {
         1: Progress([(EventKind.QUEUED, 90_000), (EventKind.SCHEDULED, 40_000)], 30_000, 5_000),
-        2: Progress([(EventKind.PREEMPTED, 20_000)]),
+        2: Progress([(EventKind.PREEMPTED, 20_000), (EventKind.RESUMED, 10_000)]),
     }
     step.events.add(row=3)
     with pytest.raises(MalformedStep, match="event row 3"):
