@@ -82,7 +82,7 @@ class Rig:
     def __init__(self, **options: Any) -> None:
         defaults: dict[str, Any] = {
             "model": str(MODEL), "dtype": "float32", "num_threads": 1, "kv_cache_memory": 2**26,
-            "max_model_len": 512, "max_num_seqs": 16,
+            "max_model_len": 240, "max_num_seqs": 16,
         }  # fmt: skip
         if "num_kv_blocks" in options:
             del defaults["kv_cache_memory"]
