@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine_svc.features.structured_output.backends.backend import Constraint, ConstraintKind, Whitespace
+from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 # Refers to no backend: these import torch, or are an extra.
 BACKENDS = ("llguidance", "xgrammar")

@@ -8,14 +8,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_svc.core.errors import RequestFailed
-from engine_svc.features.structured_output.backends.backend import (
-    CompiledGrammar,
-    GrammarBackend,
-    GrammarError,
-    GrammarTooComplex,
-    Vocabulary,
-)
+from engine_svc.features.structured_output.backends.backend import CompiledGrammar, GrammarBackend, Vocabulary
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
+from service_kit.grammars.constraint import GrammarError, GrammarTooComplex
 
 
 @dataclass(slots=True)

@@ -17,8 +17,6 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.features.structured_output.backends.backend import (
-    Constraint,
-    ConstraintKind,
     GrammarBackend,
     Matcher,
     MatcherError,
@@ -28,6 +26,7 @@ from engine_svc.features.structured_output.extras import GrammarTimes, Structure
 from engine_svc.features.structured_output.grammars import Grammar, Grammars
 from engine_svc.runner.feature import HostTokens, LogitRows, PendingPart, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
+from service_kit.grammars.constraint import Constraint, ConstraintKind
 
 logger = logging.getLogger(__name__)
 

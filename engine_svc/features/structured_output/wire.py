@@ -7,10 +7,10 @@ from pathlib import Path
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
-from engine_svc.features.structured_output.backends.backend import Constraint, ConstraintKind, Whitespace
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from service_kit.errors import InvalidArgument
 from service_kit.field_checks import check, check_enum, check_token_ids, unserved
+from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 

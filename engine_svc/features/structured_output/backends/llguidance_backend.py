@@ -6,46 +6,20 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from engine_svc.features.structured_output.backends.backend import (
     CompiledGrammar,
-    Constraint,
-    GrammarError,
-    GrammarTooComplex,
     Matcher,
     MatcherError,
     Vocabulary,
     check_masks,
 )
-from engine_svc.features.structured_output.backends.llguidance_grammar import grammar_text, short_message
+from service_kit.grammars.constraint import Constraint
+from service_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits, short_message
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# All are counts, the same on every machine; behind each what it costs on a current core.
-INITIAL_LEXER_FUEL = 1_000_000  # to build the regular expressions; 20 ms
-STEP_LEXER_FUEL = 200_000  # of one mask; 15 ms
-STEP_MAX_ITEMS = 50_000  # of the parser in one mask; 3 ms
-MAX_ITEMS_IN_ROW = 2_000
-MAX_LEXER_STATES = 100_000  # at most 200 MB; a mask of usual schemas adds a few
-MAX_GRAMMAR_SIZE = 500_000  # symbols; 100 bytes each
-
-
-_LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
-
-
-def _limits() -> LLParserLimits:
-    return LLParserLimits(
-        max_items_in_row=MAX_ITEMS_IN_ROW,
-        initial_lexer_fuel=INITIAL_LEXER_FUEL,
-        step_lexer_fuel=STEP_LEXER_FUEL,
-        step_max_items=STEP_MAX_ITEMS,
-        max_lexer_states=MAX_LEXER_STATES,
-        max_grammar_size=MAX_GRAMMAR_SIZE,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
 
 
 class LLGuidanceBackend:
@@ -63,9 +37,9 @@ class LLGuidanceBackend:
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         grammar = grammar_text(constraint, self._special_ids)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            raise _grammar_error(matcher.get_error())
+            raise grammar_error(matcher.get_error())
         return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
 
     def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
@@ -181,9 +155,3 @@ def _special_ids(tokenizer_json: str) -> dict[str, int]:
         for entry in document.get("added_tokens") or ()
         if entry.get("special") and entry["content"]
     }
-
-
-def _grammar_error(message: str) -> GrammarError:
-    short = short_message(message)
-    is_limit = any(word in message.lower() for word in _LIMIT_WORDS)
-    return GrammarTooComplex(short) if is_limit else GrammarError(short)

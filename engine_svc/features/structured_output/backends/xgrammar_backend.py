@@ -16,17 +16,14 @@ from torch import Tensor
 
 from engine_svc.features.structured_output.backends.backend import (
     CompiledGrammar,
-    Constraint,
-    ConstraintKind,
-    GrammarError,
-    GrammarTooComplex,
     Matcher,
     MatcherError,
     Vocabulary,
     check_masks,
 )
-from engine_svc.features.structured_output.backends.limits import check_repetitions, check_text
-from engine_svc.features.structured_output.backends.structural_tags import read_structural_tags
+from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError, GrammarTooComplex
+from service_kit.grammars.limits import check_repetitions, check_text
+from service_kit.grammars.structural_tags import read_structural_tags
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128
@@ -204,16 +201,14 @@ def _structural_tag(constraint: Constraint) -> dict[str, Any]:
         }
         for tag in found.tags
     ]
-    if not found.triggers:
-        return {"type": "structural_tag", "format": tags[0]}
-    triggered = {
-        "type": "triggered_tags",
-        "triggers": list(found.triggers),
+    form = {
+        **({"type": "triggered_tags", "triggers": list(found.triggers)} if found.triggers else {}),
+        **({} if found.triggers else {"type": "tags_with_separator", "separator": found.separator}),
         "tags": tags,
         "at_least_one": found.at_least_one,
         "stop_after_first": found.stop_after_first,
     }
-    return {"type": "structural_tag", "format": triggered}
+    return {"type": "structural_tag", "format": form}
 
 
 def _texts(vocabulary: Vocabulary) -> list[str]:

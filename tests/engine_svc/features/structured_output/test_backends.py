@@ -15,17 +15,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import launcher.tiny_model
 from engine_svc.features.structured_output.backends.backend import (
-    Constraint,
-    ConstraintKind,
     GrammarBackend,
-    GrammarError,
-    GrammarTooComplex,
     Matcher,
     MatcherError,
     Vocabulary,
-    Whitespace,
-)  # fmt: skip
+)
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
+from service_kit.grammars.constraint import (
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+    GrammarTooComplex,
+    Whitespace,
+)
 
 TOKENIZER_JSON = (Path(launcher.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
 TOKENIZER = Tokenizer.from_str(TOKENIZER_JSON)
@@ -161,6 +163,25 @@ def new_tags(**options: bool) -> dict:
     }
 
 
+SEPARATED_TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tags_with_separator",
+        "separator": "; ",
+        "at_least_one": True,
+        "tags": [
+            {
+                "type": "tag",
+                "begin": f"<f={name}>",
+                "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                "end": "</f>",
+            }
+            for name in "ab"
+        ],
+    },
+}
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     ("document", "text", "expected"),
@@ -178,6 +199,11 @@ def new_tags(**options: bool) -> dict:
         (new_tags(at_least_one=True, stop_after_first=True), "<f=a>1</f> x", False),
         ({"type": "structural_tag", "format": new_tags()["format"]["tags"][0]}, "<f=a>1</f>", True),
         ({"type": "structural_tag", "format": new_tags()["format"]["tags"][0]}, "x<f=a>1</f>", False),
+        (SEPARATED_TAGS, "<f=a>1</f>", True),
+        (SEPARATED_TAGS, "<f=a>1</f>; <f=b>2</f>", True),
+        (SEPARATED_TAGS, "<f=a>1</f><f=b>2</f>", False),
+        (SEPARATED_TAGS, "<f=a>1</f>; ", False),
+        (SEPARATED_TAGS, "x", False),
     ],
 )
 def test_a_trigger_begins_a_tag(name, document, text, expected):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from engine_svc.core.request import FinishReason
-from engine_svc.features.structured_output.backends.backend import ConstraintKind
+from service_kit.grammars.constraint import ConstraintKind
 from tests.engine_svc.features.structured_output.engine_rig import (
     EOS,
     Answered,

@@ -8,10 +8,10 @@ import pytest
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
-from engine_svc.features.structured_output.backends.backend import Constraint, ConstraintKind, Whitespace
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.wire import StructuredOutputOfAdd, make
 from service_kit.errors import InvalidArgument, Unimplemented
+from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 from tests.engine_svc.session.service_rig import make_entry, make_facts
 from triptych.common.v1 import sampling_pb2
 from triptych.common.v1.sampling_pb2 import StructuredChoice

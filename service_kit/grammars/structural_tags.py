@@ -2,7 +2,8 @@
 
 Two forms are read. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [text]}. The newer:
 {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers", "tags", ...}}, where a tag is
-{"type": "tag", "begin", "content": {"type": "json_schema", "json_schema"}, "end"}, or such a tag alone.
+{"type": "tag", "begin", "content": {"type": "json_schema", "json_schema"}, "end"}, or such a tag alone, or
+{"type": "tags_with_separator", "tags", "separator", ...}, which has no text but these.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from engine_svc.features.structured_output.backends.backend import GrammarError
+from service_kit.grammars.constraint import GrammarError
 
 MAX_TAGS = 1024
 
@@ -27,8 +28,9 @@ class Tag:
 class StructuralTags:
     """Free text in which each trigger begins one of the tags that start with it."""
 
-    triggers: tuple[str, ...]  # empty: the output is one tag and nothing else
+    triggers: tuple[str, ...]  # empty: the output is tags with `separator` between them and nothing else
     tags: tuple[Tag, ...]
+    separator: str = ""
     at_least_one: bool = False
     stop_after_first: bool = False
 
@@ -69,7 +71,20 @@ def _read_format(form: object) -> StructuralTags:
         raise GrammarError("structural_tag has neither 'structures' nor an object 'format'")
     kind = form.get("type")
     if kind == "tag":
-        return StructuralTags((), (_new_tag(form),))
+        return StructuralTags((), (_new_tag(form),), at_least_one=True, stop_after_first=True)
+    if kind == "tags_with_separator":
+        unknown = set(form) - {"type", "tags", "separator", "at_least_one", "stop_after_first"}
+        if unknown:
+            raise GrammarError(f"structural_tag: {min(unknown)!r} of tags_with_separator is not supported")
+        if not isinstance(form.get("separator"), str):
+            raise GrammarError("structural_tag: 'separator' of tags_with_separator is not a text")
+        return StructuralTags(
+            (),
+            tuple(_new_tag(entry) for entry in _list(form, "tags")),
+            separator=form["separator"],
+            at_least_one=_flag(form, "at_least_one"),
+            stop_after_first=_flag(form, "stop_after_first"),
+        )
     if kind == "triggered_tags":
         unknown = set(form) - {"type", "triggers", "tags", "at_least_one", "stop_after_first"}
         if unknown:

@@ -11,20 +11,28 @@ import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, cast
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from engine_svc.features.structured_output.backends.backend import (
+from service_kit.grammars.constraint import (
     Constraint,
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
 )
-from engine_svc.features.structured_output.backends.limits import check_repetitions, check_text
-from engine_svc.features.structured_output.backends.structural_tags import read_structural_tags
+from service_kit.grammars.limits import check_repetitions, check_text
+from service_kit.grammars.structural_tags import read_structural_tags
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+# All are counts, the same on every machine; behind each what it costs on a current core.
+INITIAL_LEXER_FUEL = 1_000_000  # to build the regular expressions; 20 ms
+STEP_LEXER_FUEL = 200_000  # of one mask; 15 ms
+STEP_MAX_ITEMS = 50_000  # of the parser in one mask; 3 ms
+MAX_ITEMS_IN_ROW = 2_000
+MAX_LEXER_STATES = 100_000  # at most 200 MB; a mask of usual schemas adds a few
+MAX_GRAMMAR_SIZE = 500_000  # symbols; 100 bytes each
 
 MAX_TEXT_BYTES = 1 << 20  # of a constraint
 MAX_NESTING = 256  # brackets of a constraint: the compiler recurses
@@ -36,6 +44,20 @@ MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outs
 # additional one under another schema.
 _ESCAPES = '"\\bfnrt'
 _MAX_ERROR_CHARS = 300
+_LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
+
+
+def parser_limits() -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=MAX_ITEMS_IN_ROW,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
 
 
 def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
@@ -179,7 +201,14 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
         return " ".join(parts)
 
     if not tags.triggers:
-        return f"start: {body(tags.tags[0].begin, 0)}\n"
+        one = " | ".join(f"({body(tag.begin, index)})" for index, tag in enumerate(tags.tags))
+        more = (
+            ""
+            if tags.stop_after_first
+            else f"({' '.join([*_literals(tags.separator, special_ids), 'tag'])})*"
+        )
+        start = f"tag {more}" if tags.at_least_one else f"(tag {more})?"
+        return f"start: {start}\ntag: {one}\n"
     rules = ["TEXT: /(?s:.*)/"]
     names = []
     for number, trigger in enumerate(tags.triggers):
@@ -229,3 +258,10 @@ def short_message(message: str) -> str:
     """The message on one line, without the parser's state."""
     text = " ".join(message.split("<state>")[0].split())
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."
+
+
+def grammar_error(message: str) -> GrammarError:
+    """The error of what llguidance says of a grammar."""
+    short = short_message(message)
+    is_limit = any(word in message.lower() for word in _LIMIT_WORDS)
+    return GrammarTooComplex(short) if is_limit else GrammarError(short)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from engine_svc.features.structured_output.backends.backend import Constraint, GrammarError, GrammarTooComplex
+from service_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
 
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(\d+)\}|\{\d+,\}|.", re.DOTALL)
 

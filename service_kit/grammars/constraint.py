@@ -1,0 +1,43 @@
+"""Constraints on outputs, and what is wrong with one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class GrammarError(ValueError):
+    """The constraint is not one that the backend enforces; the message names what it refuses."""
+
+
+class GrammarTooComplex(GrammarError):
+    """A limit on the work of a constraint was reached. It says nothing about another backend or limit."""
+
+
+class ConstraintKind(Enum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Whitespace:
+    """What may stand between the parts of JSON: any amount, none, or what `pattern` matches."""
+
+    is_any: bool = True
+    pattern: str = ""  # "": as is_any says
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The language of an output. `text` is the schema, regular expression, grammar or document of tags."""
+
+    kind: ConstraintKind
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    whitespace: Whitespace = Whitespace()
+    has_additional_properties: bool = True  # of objects whose schema does not say
+    is_lenient: bool = False  # leave out keywords of JSON Schema that the backend does not know
