@@ -124,14 +124,26 @@ class _Row:
                 f"{self._num_tokens} of the output"
             )
 
-    def put_ends(self, words: _Words) -> None:
-        """Allow the request's own ends exactly where the output may end. words: the row's mask."""
+    def put_ends(self, words: _Words) -> str:
+        """Allow the request's own ends exactly where the output may end. words: the row's mask.
+
+        Returns the rules that leave no token then, if they do.
+        """
         if self._ends is None or self.matcher is None:
-            return
-        if self.matcher.is_accepting and self._num_tokens >= self._min_tokens:
+            return ""
+        is_accepting = self.matcher.is_accepting
+        if is_accepting and self._num_tokens >= self._min_tokens:
             words |= self._ends
-        else:
-            words &= ~self._ends
+            return ""
+        words &= ~self._ends
+        if words.any():
+            return ""
+        if is_accepting:
+            return (
+                f"structured_output: the constraint allows nothing after {self._num_tokens} tokens, "
+                f"min_tokens is {self._min_tokens}"
+            )
+        return "structured_output: the constraint allows stop_token_ids alone, where the output may not end"
 
 
 class StructuredOutputRows(RunnerFeature):
@@ -186,7 +198,8 @@ class StructuredOutputRows(RunnerFeature):
                 failed[row] = "structured_output: the grammar reached a limit on the work for one token"
         words = self._masks.numpy()
         for row, index in self._mask_of.items():
-            self._rows[row].put_ends(words[index])
+            if conflict := self._rows[row].put_ends(words[index]):
+                failed.setdefault(row, conflict)
         self._masks_us = round((time.perf_counter() - began_at) * 1e6)
         return failed
 
