@@ -114,6 +114,12 @@ def test_a_constraint_allows_its_language_alone(name, constraint, valid, invalid
     assert not accepts(name, constraint, invalid)
 
 
+def test_data_in_a_schema_is_not_read_as_keywords():
+    data = {"multipleOf": True, "pattern": "(a{1000}){1000}", "required": list(range(5000))}
+    document = {"default": data, "properties": {"multipleOf": {"type": "boolean"}}, "x": {"multipleOf": "y"}}
+    assert accepts("llguidance", schema(document), '{"multipleOf": true}')
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_objects_without_additional_properties_where_the_request_says_so(name):
     document = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
