@@ -36,6 +36,7 @@ class RunnerContext:
     """What features are made with. token_ids: [max_num_seqs, L] int32, of all rows, on the device.
 
     model: not to be kept, as that would hold the weights while the engine sleeps.
+    eos_token_ids: the ends of sequences that the model knows; none where it has no such token.
     """
 
     model: Model
@@ -45,6 +46,7 @@ class RunnerContext:
     max_num_seqs: int
     ops: Ops
     token_ids: Tensor
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             ops=ops,
             token_ids=self._batch.token_ids,
+            eos_token_ids=facts.eos_token_ids,
         )
         # First: what a feature forces is forced regardless of `min_tokens`.
         features = (MinTokens(facts.vocab_size, kv.device), *make_features(context))

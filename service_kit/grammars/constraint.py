@@ -40,3 +40,4 @@ class Constraint:
     choices: tuple[str, ...] = ()
     whitespace: Whitespace = Whitespace()
     has_additional_properties: bool = True  # of objects whose schema does not say
+    is_lenient: bool = False  # leave out keywords of JSON Schema that the backend does not know

@@ -153,7 +153,7 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
     whitespace = constraint.whitespace
     options: JsonCompileOptions = {
         "coerce_one_of": False,
-        "lenient": False,
+        "lenient": constraint.is_lenient,
         "json_allowed_escapes": _ESCAPES,
         "whitespace_flexible": whitespace.is_any,
     }

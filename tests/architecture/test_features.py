@@ -21,6 +21,7 @@ NAMES = {
     "prompt_embeds": [{"embeds"}, {"embedded"}, {"embeddings"}],
     "prompt_logprobs": [{"prompt", "logprobs"}, {"prompt", "logprob"}],
     "penalties": [{"penalty"}, {"penalties"}],
+    "structured_output": [{"structured"}, {"grammar"}, {"grammars"}],
     "thinking_budget": [{"thinking"}],
     "token_rules": [{"bias"}, {"bad", "words"}, {"allowed", "token"}],
 }

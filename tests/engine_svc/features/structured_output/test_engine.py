@@ -1,0 +1,214 @@
+"""Real answers of the embedded model: in the language, and the same whatever else happens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engine_svc.core.request import FinishReason
+from service_kit.grammars.constraint import ConstraintKind
+from tests.engine_svc.features.structured_output.engine_rig import (
+    EOS,
+    Answered,
+    Asked,
+    Rig,
+    ids,
+    regex_spec,
+    schema_spec,
+    spec,
+    text_of,
+)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/\n'
+TAG = json.dumps(
+    {
+        "structures": [
+            {"begin": "<f>", "schema": {"type": "integer", "maximum": 99, "minimum": 0}, "end": "</f>"}
+        ],
+        "triggers": ["<f>"],
+    }
+)
+CONSTRAINED = [
+    Asked(schema_spec(PERSON), options={"max_tokens": 96}),
+    Asked(regex_spec(r"[a-z]{3,6}-[0-9]{2}")),
+    Asked(spec(ConstraintKind.CHOICE, choices=("yes", "no", "not at all"))),
+    Asked(spec(ConstraintKind.GRAMMAR, GRAMMAR)),
+    Asked(spec(ConstraintKind.JSON_OBJECT), options={"max_tokens": 96}),
+    Asked(spec(ConstraintKind.STRUCTURAL_TAG, TAG)),
+    Asked(regex_spec(r"[ab]+"), options={"temperature": 0.0, "max_tokens": 8}),
+    Asked(regex_spec(r"(foo|bar){2,9}"), options={"logprobs": 2}),
+]
+MIXED = [*(one for pair in zip(CONSTRAINED, [Asked()] * len(CONSTRAINED), strict=True) for one in pair)]
+
+
+def check(answered: Answered, asked: Asked) -> None:
+    """Whether an answer is in its language, or a text that was cut by its length."""
+    if asked.spec is None:
+        return
+    text, is_whole = text_of(answered.token_ids), answered.end.reason is FinishReason.STOP
+    assert is_whole or answered.end.reason is FinishReason.LENGTH, answered.end
+    constraint = asked.spec.constraint
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA | ConstraintKind.JSON_OBJECT if is_whole:
+            value = json.loads(text)
+            assert isinstance(value, dict)
+            if constraint.kind is ConstraintKind.JSON_SCHEMA:
+                pytest.importorskip("jsonschema").validate(value, json.loads(constraint.text))
+        case ConstraintKind.REGEX if is_whole:
+            assert re.fullmatch(constraint.text, text), text
+        case ConstraintKind.CHOICE:
+            assert text in constraint.choices
+        case ConstraintKind.GRAMMAR if is_whole:
+            assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text), text
+        case ConstraintKind.STRUCTURAL_TAG:
+            for number in re.findall("<f>(.*?)</f>", text):
+                assert 0 <= int(number) <= 99
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Rig]:
+    rig = Rig(steps_in_flight=1)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Rig) -> list[list[int]]:
+    return alone_in(plain)
+
+
+def alone_in(rig: Rig) -> list[list[int]]:
+    """The answers of requests that are the only ones of their engine."""
+    found = []
+    for index, one in enumerate(MIXED):
+        (answered,) = rig.answer([replace(one, options=one.options | {"seed": index})])
+        check(answered, one)
+        found.append(answered.token_ids)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_in_flight": 2, "num_kv_blocks": 60, "block_size": 4, "max_num_batched_tokens": 24},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.chaos),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.chaos),
+    ],
+    ids=["beside others", "preempted", "tp 2", "pp 2"],
+)
+def test_answers_are_in_their_language_and_as_alone(alone: list[list[int]], options: dict[str, object]):
+    rig = Rig(**options)
+    try:
+        answers = rig.answer(MIXED)
+        if "tensor_parallel_size" in options:  # whose sums round differently
+            alone = alone_in(rig)
+    finally:
+        rig.close()
+    for answered, asked in zip(answers, MIXED, strict=True):
+        check(answered, asked)
+    assert sum(answer.end.reason is FinishReason.STOP for answer in answers[::2]) >= 6
+    assert [answer.token_ids for answer in answers] == alone
+    if "num_kv_blocks" in options:
+        assert sum(answer.request.num_preemptions for answer in answers[::2]) > 0
+
+
+def test_a_request_that_moves_continues_as_if_it_had_not(plain: Rig, alone: list[list[int]]):
+    for index in (0, 2, 6, 10):
+        one, whole = MIXED[index], alone[index]
+        for num_before in (1, len(whole) // 2, len(whole) - 1):
+            moved = Asked(one.spec, (), one.prompt, tuple(whole[:num_before]), one.options | {"seed": index})
+            (answered,) = plain.answer([moved])
+            assert answered.token_ids == whole[num_before:]
+
+
+def test_output_of_another_language_ends_with_an_error(plain: Rig):
+    (answered,) = plain.answer([Asked(regex_spec("[0-9]+"), output=tuple(ids("x")))])
+    assert (answered.end.reason, answered.end.code) == (FinishReason.ERROR, "")
+    assert f"does not allow token {ids('x')[0]} at position 0" in answered.end.message
+
+
+@pytest.mark.parametrize(
+    ("pattern", "code", "text"),
+    [
+        ("[0-9", "INVALID_ARGUMENT", "structured_output: "),
+        ("(a{1000}){1000}", "RESOURCE_EXHAUSTED", "repeats"),
+    ],
+)
+def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(
+    plain: Rig, alone: list[list[int]], pattern: str, code: str, text: str
+):
+    before = plain.metric("triptych_engine_structured_output_failures_total", "prepare")
+    bad, good = plain.answer([Asked(regex_spec(pattern)), MIXED[1]])
+    assert (bad.end.reason, bad.end.code, bad.token_ids) == (FinishReason.ERROR, code, [])
+    assert text in bad.end.message
+    assert good.token_ids == alone[1]
+    assert plain.metric("triptych_engine_structured_output_failures_total", "prepare") == before + 1
+
+
+def test_equal_constraints_are_compiled_once(plain: Rig):
+    hits = plain.metric("triptych_engine_grammar_cache_hits_total")
+    asked = Asked(regex_spec("(un|deux|trois)"))
+    plain.answer([asked] * 4)
+    assert plain.metric("triptych_engine_grammar_cache_hits_total") == hits + 3
+
+
+def test_the_end_of_the_language_ends_an_output_that_ignores_ends(plain: Rig):
+    (answered,) = plain.answer([Asked(regex_spec("[0-9]{3}"), options={"ignore_eos": True})])
+    assert (answered.end.reason, answered.token_ids[-1]) == (FinishReason.STOP, EOS)
+    assert re.fullmatch("[0-9]{3}", text_of(answered.token_ids))
+
+
+@pytest.mark.parametrize("ignores_eos", [False, True])
+def test_rules_that_leave_no_token_end_the_request_with_an_error(plain: Rig, ignores_eos: bool):
+    before = plain.metric("triptych_engine_structured_output_failures_total", "conflict")
+    options = {"min_tokens": 20, "ignore_eos": ignores_eos}
+    (answered,) = plain.answer([Asked(regex_spec("[0-9]{3}"), options=options)])
+    assert answered.end.reason is FinishReason.ERROR
+    assert "leave no token" in answered.end.message
+    assert plain.metric("triptych_engine_structured_output_failures_total", "conflict") == before + 1
+
+
+def test_the_constraint_begins_after_the_reasoning(plain: Rig):
+    marker = tuple(ids(" the"))
+    asked = [
+        Asked(regex_spec("[0-9]{2}", reasoning_end=marker), options={"max_tokens": 200, "ignore_eos": flag})
+        for flag in (False, True, False)
+    ]
+    for answered in plain.answer(asked):
+        tokens = answered.token_ids
+        begin = next(
+            (
+                end
+                for end in range(len(marker), len(tokens) + 1)
+                if tuple(tokens[end - len(marker) : end]) == marker
+            ),
+            None,
+        )
+        assert begin is not None, "the model has not ended its reasoning"
+        assert re.fullmatch("[0-9]{2}", text_of(tokens[begin:]))
+
+
+def test_requests_without_a_constraint_never_reach_the_feature(plain: Rig):
+    def masks() -> float:
+        return sum(plain.served.metrics.families["triptych_engine_grammar_mask_seconds"].read()[()].counts)
+
+    before = masks()
+    plain.answer([Asked(), Asked()])
+    assert masks() == before
+    plain.answer([Asked(), Asked(regex_spec("a"))])
+    assert masks() > before
