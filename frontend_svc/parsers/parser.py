@@ -107,9 +107,22 @@ class Format(Protocol):
     def needs_special_tokens(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What grammars need to know of a format: a call is its `forced_prefix`, arguments in JSON, and `end`.
+
+    trigger: the beginning of each call, and of nothing else. separator: between two calls.
+    """
+
+    trigger: str
+    end: str
+    separator: str = ""
+
+
 class ToolParserFormat(Format, Protocol):
     """The format in which one family of models writes tool calls.
 
+    form: None where the arguments are not JSON, or no trigger separates calls from other text.
     includes_reasoning: whether its parser also finds the reasoning, so that no reasoning parser is used.
     forced_prefix: text at the end of the prompt that opens a call of this tool, or of any tool.
     open: a parser for one message; its `forced_prefix` is the one at the end of the prompt.
@@ -117,6 +130,9 @@ class ToolParserFormat(Format, Protocol):
 
     @property
     def includes_reasoning(self) -> bool: ...
+
+    @property
+    def form(self) -> CallForm | None: ...
 
     def forced_prefix(self, tool_name: str | None) -> str: ...
 

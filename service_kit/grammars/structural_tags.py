@@ -34,6 +34,27 @@ class StructuralTags:
     at_least_one: bool = False
     stop_after_first: bool = False
 
+    def document(self) -> dict[str, Any]:
+        """In the newer form."""
+        form: dict[str, Any] = {
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": tag.begin,
+                    "content": {"type": "json_schema", "json_schema": tag.schema},
+                    "end": tag.end,
+                }
+                for tag in self.tags
+            ],
+            "at_least_one": self.at_least_one,
+            "stop_after_first": self.stop_after_first,
+        }
+        if self.triggers:
+            form |= {"type": "triggered_tags", "triggers": list(self.triggers)}
+        else:
+            form |= {"type": "tags_with_separator", "separator": self.separator}
+        return {"type": "structural_tag", "format": form}
+
 
 def read_structural_tags(text: str) -> StructuralTags:
     try:

@@ -36,6 +36,7 @@ _ALARM_MARGIN_S = 1.0
 _RENDER_BYTES = 256 * 1024 * 1024
 # A character takes at most four bytes, and a few copies exist while text is assembled.
 _RENDER_BYTES_PER_CHAR = 16
+_CONSTRAINT_BYTES = 512 * 1024 * 1024
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -162,6 +163,8 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
         return {}, b""
     if verb == "check":
         return _check_message(frame), b""
+    if verb == "check_constraint":
+        return _check_constraint(frame)
     text = loaded[key]
     if verb == "encode":
         return {}, text.encode(frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens"))
@@ -196,6 +199,19 @@ def _check_message(frame: Frame) -> dict[str, object]:
     except WireError as error:
         return {"refused": str(error), "reason": error.reason, "violations": error.violations}
     return {}
+
+
+def _check_constraint(frame: Frame) -> tuple[dict[str, object], bytes]:
+    # Imported at first use: most workers see no constraint.
+    from frontend_svc.text.constraint import AskedConstraint, ConstraintRefused, check
+
+    with _reporting("the constraint cannot be checked"):
+        try:
+            with extra_memory(_CONSTRAINT_BYTES):
+                checked = check(AskedConstraint.from_json(frame.body))
+        except ConstraintRefused as error:
+            return {"refused": str(error), "reason": error.reason}, b""
+    return {"backend": checked.backend}, checked.text.encode()
 
 
 def _read_json(content: bytes) -> dict[str, object]:

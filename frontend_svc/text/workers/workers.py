@@ -1,5 +1,5 @@
-"""Tokenizes, renders chat templates and checks large messages in child processes, off the event loop.
-Knows no requests.
+"""Tokenizes, renders chat templates and checks constraints and large messages in child processes, off the
+event loop. Knows no requests.
 
 Processes and not threads: a hang in a tokenizer's regular expression or in a template's loop can be killed at
 its time limit. It then costs one failed request and a new process, and never blocks the event loop.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor
 
+from frontend_svc.text.constraint import AskedConstraint, CheckedConstraint
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, unpack_numbers
@@ -167,6 +168,11 @@ class TextWorkers:
         }
         await self._run(None, header, data, "the request")
 
+    async def check_constraint(self, asked: AskedConstraint, field: str) -> CheckedConstraint:
+        """See `frontend_svc.text.constraint.check`. Errors name `field`."""
+        frame = await self._run(None, {"verb": "check_constraint"}, asked.to_json(), field)
+        return CheckedConstraint(frame.text("backend"), frame.body.decode())
+
     async def close(self) -> None:
         """End all workers; queued and running tasks fail with Unavailable."""
         self._is_closed = True
@@ -273,7 +279,8 @@ def num_cores() -> int:
 def _refused(refusal: str, frame: Frame, field: str) -> InvalidArgument:
     found = frame.header.get("violations")
     if not isinstance(found, list):
-        return InvalidArgument(refusal, field=str(frame.header.get("field") or field), reason="TEXT_REFUSED")
+        reason = str(frame.header.get("reason", "TEXT_REFUSED"))
+        return InvalidArgument(refusal, field=str(frame.header.get("field") or field), reason=reason)
     violations = [(str(name), str(description)) for name, description in found]
     return InvalidArgument(refusal, violations=violations, reason=frame.text("reason"))
 

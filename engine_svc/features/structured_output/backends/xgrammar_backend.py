@@ -103,7 +103,7 @@ class XGrammarBackend:
                     return compiler.compile_grammar(constraint.text)
                 return compiler.compile_lark(constraint.text)
             case ConstraintKind.STRUCTURAL_TAG:
-                return compiler.compile_structural_tag(_structural_tag(constraint))
+                return compiler.compile_structural_tag(read_structural_tags(constraint.text).document())
 
 
 class _XGrammarGrammar:
@@ -188,27 +188,6 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
         "separators": None if whitespace.is_any else (", ", ": "),
         "strict_mode": not constraint.has_additional_properties,
     }
-
-
-def _structural_tag(constraint: Constraint) -> dict[str, Any]:
-    found = read_structural_tags(constraint.text)
-    tags = [
-        {
-            "type": "tag",
-            "begin": tag.begin,
-            "content": {"type": "json_schema", "json_schema": tag.schema},
-            "end": tag.end,
-        }
-        for tag in found.tags
-    ]
-    form = {
-        **({"type": "triggered_tags", "triggers": list(found.triggers)} if found.triggers else {}),
-        **({} if found.triggers else {"type": "tags_with_separator", "separator": found.separator}),
-        "tags": tags,
-        "at_least_one": found.at_least_one,
-        "stop_after_first": found.stop_after_first,
-    }
-    return {"type": "structural_tag", "format": form}
 
 
 def _texts(vocabulary: Vocabulary) -> list[str]:
