@@ -28,10 +28,7 @@ from tokenizers import Tokenizer
 import launcher.tiny_model
 from engine_svc.features.structured_output.backends.backend import (
     CompiledGrammar,
-    Constraint,
-    ConstraintKind,
     GrammarBackend,
-    GrammarError,
     MatcherError,
     Vocabulary,
 )
@@ -39,6 +36,7 @@ from engine_svc.features.structured_output.backends.llguidance_backend import LL
 from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 from frontend_svc.text.json_schema.document import InvalidSchema, SchemaTooLarge
 from frontend_svc.text.json_schema.keywords import UnenforcedKeywords, serve
+from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError
 
 TIME_LIMIT_S = 15
 NUM_SAMPLES = 4
