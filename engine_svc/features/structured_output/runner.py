@@ -159,7 +159,7 @@ class StructuredOutputRows(RunnerFeature):
         self._rows: dict[int, _Row] = {}
         self._masks = torch.zeros(context.max_num_seqs, vocabulary.num_words, dtype=torch.int32)
         self._mask_of: dict[int, int] = {}  # by row, for the step that runs
-        self._masks_us = 0
+        self._times = GrammarTimes(-1, 0)  # of its masks
 
     def prepare(self, extra: StructuredOutput) -> Grammar:
         return self._grammars.compile(extra)
@@ -200,7 +200,7 @@ class StructuredOutputRows(RunnerFeature):
         for row, index in self._mask_of.items():
             if conflict := self._rows[row].put_ends(words[index]):
                 failed.setdefault(row, conflict)
-        self._masks_us = round((time.perf_counter() - began_at) * 1e6)
+        self._times = GrammarTimes(-1, round((time.perf_counter() - began_at) * 1e6))
         return failed
 
     def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
@@ -216,11 +216,12 @@ class StructuredOutputRows(RunnerFeature):
 
     def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart | None:
         rows = some.rows.tolist()
-        times = {rows[0]: GrammarTimes(-1, self._masks_us)}
-        for number, row in enumerate(rows):
+        times = {rows[0]: self._times}
+        for row in rows:
             grammar = self._rows[row].grammar
             if grammar.compile_us >= 0:
-                times[row] = GrammarTimes(grammar.compile_us, -1 if number else self._masks_us)
+                masks_us = times[row].masks_us if row in times else -1
+                times[row] = GrammarTimes(grammar.compile_us, masks_us)
                 grammar.compile_us = -1
         return lambda: times
 
