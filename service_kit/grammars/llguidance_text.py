@@ -99,12 +99,13 @@ def _check_schema(schema: Any, multiple: int = 1) -> int:
         elif name in ("properties", "required") and isinstance(value, dict | list):
             if len(value) > MAX_PROPERTIES:
                 raise GrammarTooComplex(f"{name} has {len(value)} entries, {MAX_PROPERTIES} are allowed")
-        elif name == "multipleOf" and isinstance(value, int | float) and 0 < value < float("inf"):
+        elif name == "multipleOf" and type(value) in (int, float) and 0 < value < float("inf"):
             number = Decimal(str(value)).normalize()
             multiple = math.lcm(multiple, int("".join(map(str, number.as_tuple().digits))))
             if multiple > MAX_MULTIPLE:
                 raise GrammarTooComplex(f"multipleOf: the least common multiple exceeds {MAX_MULTIPLE}")
-        multiple = _check_schema(value, multiple)
+        if name not in _VALUES:
+            multiple = _check_schema(value, multiple)
     return multiple
 
 
@@ -123,6 +124,7 @@ def _parsed(text: str) -> dict[str, Any]:
     return schema
 
 
+_VALUES = ("const", "enum", "default", "examples")  # data, whatever its keys
 _SUBSCHEMAS = ("items", "contains", "not", "if", "then", "else", "propertyNames")
 _SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -167,7 +169,10 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
 
 
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(constraint))
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(constraint))
+    except ValueError as error:
+        raise GrammarError(f"json_schema: {short_message(str(error))}") from None
 
 
 def _lark(text: str) -> str:

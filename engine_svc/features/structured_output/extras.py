@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
-# Refers to no backend: these import torch, or are an extra.
+# The default one first.
 BACKENDS = ("llguidance", "xgrammar")
 
 _TIMES = struct.Struct("<qq")

@@ -20,7 +20,7 @@ class Options(FeatureOptions):
     )
     max_cached_grammars: int = option(1024, help="most compiled grammars that are kept for later requests")
     grammar_cache_memory: int = option(
-        256 << 20, size=True, help="most bytes of compiled grammars that are kept, as they are estimated"
+        32 << 20, size=True, help="most bytes of compiled grammars that are kept, as they are estimated"
     )
 
     def check(self) -> None:

@@ -124,14 +124,26 @@ class _Row:
                 f"{self._num_tokens} of the output"
             )
 
-    def put_ends(self, words: _Words) -> None:
-        """Allow the request's own ends exactly where the output may end. words: the row's mask."""
+    def put_ends(self, words: _Words) -> str:
+        """Allow the request's own ends exactly where the output may end. words: the row's mask.
+
+        Returns the rules that leave no token then, if they do.
+        """
         if self._ends is None or self.matcher is None:
-            return
-        if self.matcher.is_accepting and self._num_tokens >= self._min_tokens:
+            return ""
+        is_accepting = self.matcher.is_accepting
+        if is_accepting and self._num_tokens >= self._min_tokens:
             words |= self._ends
-        else:
-            words &= ~self._ends
+            return ""
+        words &= ~self._ends
+        if words.any():
+            return ""
+        if is_accepting:
+            return (
+                f"structured_output: the constraint allows nothing after {self._num_tokens} tokens, "
+                f"min_tokens is {self._min_tokens}"
+            )
+        return "structured_output: the constraint allows stop_token_ids alone, where the output may not end"
 
 
 class StructuredOutputRows(RunnerFeature):
@@ -147,7 +159,7 @@ class StructuredOutputRows(RunnerFeature):
         self._rows: dict[int, _Row] = {}
         self._masks = torch.zeros(context.max_num_seqs, vocabulary.num_words, dtype=torch.int32)
         self._mask_of: dict[int, int] = {}  # by row, for the step that runs
-        self._masks_us = 0
+        self._times = GrammarTimes(-1, 0)  # of its masks
 
     def prepare(self, extra: StructuredOutput) -> Grammar:
         return self._grammars.compile(extra)
@@ -186,8 +198,9 @@ class StructuredOutputRows(RunnerFeature):
                 failed[row] = "structured_output: the grammar reached a limit on the work for one token"
         words = self._masks.numpy()
         for row, index in self._mask_of.items():
-            self._rows[row].put_ends(words[index])
-        self._masks_us = round((time.perf_counter() - began_at) * 1e6)
+            if conflict := self._rows[row].put_ends(words[index]):
+                failed.setdefault(row, conflict)
+        self._times = GrammarTimes(-1, round((time.perf_counter() - began_at) * 1e6))
         return failed
 
     def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
@@ -203,11 +216,12 @@ class StructuredOutputRows(RunnerFeature):
 
     def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart | None:
         rows = some.rows.tolist()
-        times = {rows[0]: GrammarTimes(-1, self._masks_us)}
-        for number, row in enumerate(rows):
+        times = {rows[0]: self._times}
+        for row in rows:
             grammar = self._rows[row].grammar
             if grammar.compile_us >= 0:
-                times[row] = GrammarTimes(grammar.compile_us, -1 if number else self._masks_us)
+                masks_us = times[row].masks_us if row in times else -1
+                times[row] = GrammarTimes(grammar.compile_us, masks_us)
                 grammar.compile_us = -1
         return lambda: times
 

@@ -95,12 +95,7 @@ def _to_constraint(asked: sampling_pb2.StructuredOutput) -> Constraint:
 
 def _check_json_options(asked: sampling_pb2.StructuredOutput, kind: ConstraintKind) -> None:
     """Options about JSON, which would have no effect on another constraint or on each other."""
-    for option in (
-        "disable_any_whitespace",
-        "whitespace_pattern",
-        "disable_additional_properties",
-        "lenient",
-    ):
+    for option in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
         if getattr(asked, option) and kind not in _JSON:
             raise InvalidArgument(
                 f"{_FIELD}.{option} is set, but {kind.value} is no JSON", field=f"{_FIELD}.{option}"

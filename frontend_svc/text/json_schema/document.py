@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -41,7 +41,8 @@ class SchemaDocument:
         if size > MAX_BYTES:
             raise SchemaTooLarge(f"json_schema has {size} bytes, {MAX_BYTES} are allowed")
         try:
-            self.root: Any = json.loads(text, parse_constant=_no_constant)
+            self.root: Any = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+            json.dumps(self.root, ensure_ascii=False).encode()
         except RecursionError:
             raise SchemaTooLarge(f"json_schema is nested deeper than {MAX_DEPTH} levels") from None
         except ValueError as error:
@@ -192,6 +193,7 @@ class SchemaDocument:
                 node.setdefault(keyword, {})[name] = value
         if node.get("$recursiveRef") == "#":
             node["$dynamicRef"] = node.pop("$recursiveRef")
+        _check_shape(node)
         for name, value in node.items():
             if name in SCHEMA_MAPS and isinstance(value, dict):
                 for entry in value.values():
@@ -227,6 +229,55 @@ class SchemaDocument:
                 self._index(value, base)
 
 
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# What the value of a keyword must be, and the test for it.
+_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = (
+    dict.fromkeys(SCHEMA_MAPS, ("an object of schemas", lambda value: _is_map(value, _is_schema)))
+    | dict.fromkeys(
+        SCHEMA_LISTS,
+        ("a list of schemas", lambda value: isinstance(value, list) and all(map(_is_schema, value))),
+    )
+    | dict.fromkeys(SCHEMAS, ("a schema", _is_schema))
+    | dict.fromkeys(COUNTS, ("a whole number from 0", lambda value: type(value) is int and value >= 0))
+    | dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), ("a number", _is_number))
+    | dict.fromkeys(
+        ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor", "$id"),
+        ("a text", lambda value: isinstance(value, str)),
+    )
+    | {
+        "multipleOf": ("a number above 0", lambda value: _is_number(value) and value > 0),
+        "required": ("a list of texts", _is_texts),
+        "dependentRequired": ("an object of lists of texts", lambda value: _is_map(value, _is_texts)),
+        "enum": ("a list with values", lambda value: isinstance(value, list) and bool(value)),
+        "uniqueItems": ("a bool", lambda value: isinstance(value, bool)),
+    }
+)
+
+
+def _is_map(value: Any, is_entry: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_entry, value.values()))
+
+
+def _check_shape(node: dict[str, Any]) -> None:
+    for name in node.keys() & _SHAPES.keys():
+        wanted, is_fine = _SHAPES[name]
+        if not is_fine(node[name]):
+            text = json.dumps(node[name])
+            shown = text if len(text) <= 60 else text[:60] + " ..."
+            raise InvalidSchema(f"{name} is {shown}, not {wanted}")
+
+
 def pointer(parent: str, *keys: str | int) -> str:
     return parent + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
@@ -246,6 +297,13 @@ def _check_size(root: Any) -> None:
             elif isinstance(value, list):
                 below.extend(value)
         level, depth = below, depth + 1
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large")
+    return number
 
 
 def _no_constant(text: str) -> Any:

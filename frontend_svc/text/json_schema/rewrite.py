@@ -720,7 +720,10 @@ def _or_other(kind: str, *choices: Any) -> dict[str, Any]:
 
 def _matches_all(pattern: str) -> bool:
     """Whether a translated pattern is found in every text: the empty match at its start is in all of them."""
-    return "$" not in pattern and bool(re.search(pattern, ""))
+    try:
+        return "$" not in pattern and bool(re.search(pattern, ""))
+    except re.error:
+        return False
 
 
 def _has_control(value: Any) -> bool:

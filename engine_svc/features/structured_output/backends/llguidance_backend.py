@@ -101,9 +101,11 @@ class LLGuidanceMatcher:
         return count
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
-        if self._has_ended:
-            return 0
         known = self._known(token_ids)
+        if self._has_ended or not set(known).isdisjoint(self._vocabulary.eos_ids):
+            count = self.accept(known)
+            self.rollback(count)
+            return count
         count = self.inner.validate_tokens(known)
         self._check()
         return count

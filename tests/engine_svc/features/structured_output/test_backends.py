@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import launcher.tiny_model
+from engine_svc.features.structured_output.backends import llguidance_backend
 from engine_svc.features.structured_output.backends.backend import (
     GrammarBackend,
     Matcher,
@@ -113,6 +114,12 @@ CASES = [
 def test_a_constraint_allows_its_language_alone(name, constraint, valid, invalid):
     assert accepts(name, constraint, valid)
     assert not accepts(name, constraint, invalid)
+
+
+def test_data_in_a_schema_is_not_read_as_keywords():
+    data = {"multipleOf": True, "pattern": "(a{1000}){1000}", "required": list(range(5000))}
+    document = {"default": data, "properties": {"multipleOf": {"type": "boolean"}}, "x": {"multipleOf": "y"}}
+    assert accepts("llguidance", schema(document), '{"multipleOf": true}')
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -257,6 +264,21 @@ def test_the_end_token_is_allowed_exactly_where_the_output_may_end(name):
     assert EOS in allowed(matcher) and matcher.is_accepting and not matcher.is_terminated
     assert matcher.accept([EOS]) == 1
     assert matcher.is_terminated and matcher.is_accepting
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("end", [0, 4])
+def test_each_of_several_end_tokens_ends(name, end):
+    made = make_backend(name, Vocabulary(TOKENIZER_JSON, SIZE, (0, 4)))
+    for text in ("ab", "a"):  # where nothing may follow, and where something may
+        matcher = made.compile(regex("ab?")).matcher()
+        assert matcher.count_valid([*ids(text), end, end]) == len(ids(text)) + 1
+        matcher.accept(ids(text))
+        assert {0, 4} <= set(allowed(matcher))
+        assert matcher.count_valid([end, end]) == matcher.accept([end, end]) == 1
+        assert matcher.is_terminated
+        matcher.rollback(1)
+        assert matcher.accept([4]) == 1
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -405,6 +427,23 @@ def test_a_hostile_constraint_ends_by_a_limit(constraint):
         backend("llguidance").compile(constraint)
 
 
+def test_a_matcher_out_of_fuel_fails_alone(monkeypatch):
+    made = backend("llguidance")
+    healthy = made.compile(regex("a+")).matcher()
+    monkeypatch.setattr(llguidance_backend, "STEP_LEXER_FUEL", 10)
+    starved = made.compile(regex("(a|b|ab|ba|[c-z]{3,9}){1,20}")).matcher()
+    masks = torch.zeros((2, made.vocabulary.num_words), dtype=torch.int32)
+    assert made.fill_masks([(starved, 0), (healthy, 1)], masks) == [0]
+    for call in (
+        lambda: starved.fill_mask(masks, 0),
+        lambda: starved.accept([1]),
+        lambda: starved.forced_tokens(),
+    ):
+        with pytest.raises(MatcherError):
+            call()
+    assert healthy.accept(ids("a")) == 1
+
+
 def byte_vocabulary(alphabet: str) -> tuple[Vocabulary, list[str]]:
     """All texts of one to three letters of an alphabet as tokens, and an end token."""
     letters = list(alphabet)
@@ -455,3 +494,43 @@ def test_exactly_the_viable_tokens_are_allowed(name, pattern):
                 following = matcher.copy()
                 assert following.accept([index]) == 1
                 reached[prefix + texts[index]] = following
+
+
+def sentencepiece_vocabulary() -> tuple[Vocabulary, list[bytes]]:
+    """Words begin with a mark, what the vocabulary lacks is written in byte tokens; as Llama 2 and Gemma."""
+    words = ["\u2581", "a", "b", "\u2581a", "ab", "\u2581ab", "é", "日"]
+    texts = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={text: index for index, text in enumerate(texts)},
+            merges=[("\u2581", "a"), ("a", "b"), ("\u2581a", "b")],
+            byte_fallback=True,
+            unk_token="<unk>",
+            fuse_unk=True,
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    spelled = [b"", b"", *(bytes([byte]) for byte in range(256))]
+    spelled += [word.replace("\u2581", " ").encode() for word in words]
+    return Vocabulary(tokenizer.to_str(), len(texts) + 7, (1,)), spelled
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("pattern", ["(a|b| ab|é|日本){1,6}", "[a-bé日]+", "a( b)*"])
+def test_marks_and_byte_tokens_of_sentencepiece_are_what_they_stand_for(name, pattern):
+    vocabulary, spelled = sentencepiece_vocabulary()
+    grammar = make_backend(name, vocabulary).compile(regex(pattern))
+    noise = random.Random(7)
+    for _ in range(15):
+        matcher, text = grammar.matcher(), b""
+        for _ in range(60):
+            token = noise.choice(allowed(matcher, vocabulary.size))
+            assert matcher.accept([token]) == 1
+            if token == 1:
+                assert re.fullmatch(pattern, text.decode())
+                break
+            text += spelled[token]

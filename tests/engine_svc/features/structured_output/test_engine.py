@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from engine_svc.core.request import FinishReason
+from engine_svc.features.token_rules.extras import TokenRules
 from service_kit.grammars.constraint import ConstraintKind
 from tests.engine_svc.features.structured_output.engine_rig import (
     EOS,
@@ -161,10 +162,13 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(
 
 
 def test_equal_constraints_are_compiled_once(plain: Rig):
-    hits = plain.metric("triptych_engine_grammar_cache_hits_total")
-    asked = Asked(regex_spec("(un|deux|trois)"))
-    plain.answer([asked] * 4)
-    assert plain.metric("triptych_engine_grammar_cache_hits_total") == hits + 3
+    def counts() -> tuple[float, int]:
+        compiled = plain.served.metrics.families["triptych_engine_grammar_compile_seconds"].read()
+        return plain.metric("triptych_engine_grammar_cache_hits_total"), sum(compiled[()].counts)
+
+    num_hits, num_compiled = counts()
+    plain.answer([Asked(regex_spec("(un|deux|trois)"))] * 4)
+    assert counts() == (num_hits + 3, num_compiled + 1)
 
 
 def test_the_end_of_the_language_ends_an_output_that_ignores_ends(plain: Rig):
@@ -173,14 +177,24 @@ def test_the_end_of_the_language_ends_an_output_that_ignores_ends(plain: Rig):
     assert re.fullmatch("[0-9]{3}", text_of(answered.token_ids))
 
 
-@pytest.mark.parametrize("ignores_eos", [False, True])
-def test_rules_that_leave_no_token_end_the_request_with_an_error(plain: Rig, ignores_eos: bool):
-    before = plain.metric("triptych_engine_structured_output_failures_total", "conflict")
-    options = {"min_tokens": 20, "ignore_eos": ignores_eos}
-    (answered,) = plain.answer([Asked(regex_spec("[0-9]{3}"), options=options)])
-    assert answered.end.reason is FinishReason.ERROR
-    assert "leave no token" in answered.end.message
-    assert plain.metric("triptych_engine_structured_output_failures_total", "conflict") == before + 1
+def test_rules_that_leave_no_token_end_the_request_with_an_error(plain: Rig):
+    def failures(cause: str) -> float:
+        return plain.metric("triptych_engine_structured_output_failures_total", cause)
+
+    before = failures("conflict"), failures("run")
+    letters = TokenRules(allowed=frozenset(ids("x")))
+    answers = plain.answer(
+        [
+            Asked(regex_spec("[0-9]{3}"), (letters,)),
+            Asked(regex_spec("[0-9]{3}"), options={"min_tokens": 20}),
+            Asked(regex_spec("[0-9]{3}"), options={"min_tokens": 20, "ignore_eos": True}),
+        ]
+    )
+    assert all(answered.end.reason is FinishReason.ERROR for answered in answers)
+    assert "leave no token" in answers[0].end.message
+    for answered in answers[1:]:
+        assert "allows nothing after 3 tokens, min_tokens is 20" in answered.end.message
+    assert (failures("conflict"), failures("run")) == (before[0] + 1, before[1] + 2)
 
 
 def test_the_constraint_begins_after_the_reasoning(plain: Rig):

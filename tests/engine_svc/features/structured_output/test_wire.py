@@ -91,7 +91,10 @@ def test_each_kind_of_constraint_is_read(fields: dict[str, object], constraint: 
         ),
         ({"choice": StructuredChoice()}, "structured_output.choice is 0, it takes 1 to 10000"),
         ({"choice": StructuredChoice(choices=["a", ""])}, "structured_output.choice has an empty text"),
-        ({"regex": "a", "lenient": True}, "structured_output.lenient is set, but regex is no JSON"),
+        (
+            {"regex": "a", "disable_any_whitespace": True},
+            "structured_output.disable_any_whitespace is set, but regex is no JSON",
+        ),
         (
             {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True},
             "whitespace_pattern is set beside disable_any_whitespace",
