@@ -55,8 +55,8 @@ class StructuredOutput(RequestOption):
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         has_own = request.sampling.HasField("structured_output")
         if has_own:
-            _check_served(_FIELD, model)
             _check_constraint(request.sampling.structured_output, model, violations)
+            _check_served(_FIELD, model)
         if not isinstance(request, chat_message_pb2.ChatRequest):
             return
         if has_strict_tools(request):
@@ -178,7 +178,7 @@ def _check_constraint(
         violations.add(f"{_FIELD}.whitespace_pattern", asked.whitespace_pattern, rule)
     _check_nul(f"{_FIELD}.whitespace_pattern", asked.whitespace_pattern, violations)
     backends = (*model.ready.structured_output_backends, AUTO)
-    is_known = not asked.backend or asked.backend in backends
+    is_known = len(backends) == 1 or not asked.backend or asked.backend in backends
     violations.need(is_known, f"{_FIELD}.backend", asked.backend, f"must be one of {', '.join(backends)}")
     starts = sampling_pb2.StructuredOutputStart
     violations.need_enum(f"{_FIELD}.start", asked.start, starts, starts.values())

@@ -9,6 +9,8 @@ import re
 
 import pytest
 
+from engine_svc.convert.feature import AddContext
+from engine_svc.features.structured_output.wire import StructuredOutputOfAdd
 from frontend_svc.generation.preprocess import check_request, needs_of, prepare
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import ParserNames
@@ -21,7 +23,8 @@ from frontend_svc.text.constraint import (
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument, Unimplemented
-from tests.frontend_svc.fakes import make_request
+from tests.engine_svc.session.service_rig import make_facts
+from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
 from tests.frontend_svc.options.asking import LIMITS, Encoder, model_of
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
@@ -247,3 +250,40 @@ async def test_those_who_share_a_cache_salt_share_what_was_found():
     request.cache_salt = "mine"
     await sent(request, model)
     assert model.tokenizer.workers.tenants == ["mine"]
+
+
+SENT = (
+    {"json_schema": EMAIL, "disable_additional_properties": True, "lenient": True},
+    {"json_object": True, "disable_any_whitespace": True},
+    {"json_object": True, "whitespace_pattern": "[ ]?", "lenient": True},
+    {"regex": "[a-z]+", "lenient": True, "backend": "auto"},
+    {"choice": {"choices": ["yes", "no"]}, "backend": "llguidance"},
+    {"grammar": 'start: "a" /b+/', "start": sampling_pb2.STRUCTURED_OUTPUT_START_AT_ONCE},
+    {
+        "structural_tag": json.dumps(
+            {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+        ),
+        "disable_additional_properties": True,
+        "start": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
+    },
+)
+
+
+@pytest.mark.parametrize("fields", SENT, ids=lambda fields: next(iter(fields)))
+async def test_an_engine_takes_what_a_frontend_sends(fields):
+    entry = await sent(asking(**fields), served(parsers=ParserNames("none", "think")))
+    facts = make_facts()
+    parsed = StructuredOutputOfAdd(("llguidance",)).parse(entry, AddContext(facts, None, [5]))
+    assert parsed is not None
+
+
+async def test_constraints_go_to_engines_with_a_backend_alone():
+    able = FakeEngine(answer("a"), structured_output_backends=["llguidance"])
+    other = FakeEngine(answer("free"), dp_rank=1)
+    async with serving(able, other) as (client, _):
+        await client.until_engines_are_ready(2)
+        for _ in range(4):
+            _, text, _, finished = await read_all(client.generate(structured_output={"regex": "a"}))
+            assert (text, finished.is_incomplete) == ("a", False)
+    assert len(able.requests) == 4
+    assert {one.entry.sampling.structured_output.backend for one in able.requests} == {"llguidance"}
