@@ -80,7 +80,10 @@ class StructuredOutput(RequestOption):
         asked = AskedConstraint(
             _constraint_of(sent), _allowed_backends(sent.backend, prompt.model), sent.lenient, lenient_tags
         )
-        checked = await self._verdicts.check(request.cache_salt, asked, prompt.model.tokenizer.workers, field)
+        # Those who share cached prompts share verdicts: tenants have no other name.
+        checked = await prompt.model.tokenizer.workers.check_constraint(
+            asked, field, tenant=request.cache_salt
+        )
         sent.backend = checked.backend
         kind = sent.WhichOneof("constraint")
         if kind in ("json_schema", "structural_tag"):
