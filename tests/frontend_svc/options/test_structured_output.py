@@ -113,7 +113,7 @@ async def sent(request: generate_pb2.GenerateRequest, model: ServedModel | None 
         ({"regex": "a", "start": 9}, f"{FIELD}.start", "must be one of"),
     ],
 )  # fmt: skip
-def test_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
+def test_123_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
     found = violations_of(asking(**fields))
     assert set(found) == {field}
     assert re.search(words, found[field])
@@ -134,7 +134,7 @@ def test_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
         ({"json_schema": "[" * 5000 + "]" * 5000}, "deep", "CONSTRAINT_TOO_COMPLEX"),
     ],
 )
-async def test_a_constraint_that_no_backend_takes_is_refused_with_its_cause(fields, words, reason):
+async def test_123_a_constraint_that_no_backend_takes_is_refused_with_its_cause(fields, words, reason):
     with pytest.raises(InvalidArgument, match=words) as caught:
         await sent(asking(**fields))
     assert caught.value.reason == reason

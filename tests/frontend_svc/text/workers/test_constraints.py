@@ -134,7 +134,7 @@ async def make_workers() -> AsyncIterator[MakeWorkers]:
         await workers.close()
 
 
-async def test_a_schema_that_explodes_costs_its_request_a_status_and_its_worker_the_life(make_workers):
+async def test_122_a_schema_that_explodes_costs_its_request_a_status_and_its_worker_the_life(make_workers):
     many = {"properties": {f"p{index}": {"type": "string"} for index in range(2000)}}
     workers = make_workers(1, time_limit_s=0.3)
     schema = Constraint(ConstraintKind.JSON_SCHEMA, SCHEMA)
@@ -149,7 +149,7 @@ async def test_a_schema_that_explodes_costs_its_request_a_status_and_its_worker_
     assert before not in workers.process_ids
 
 
-async def test_a_refusal_says_what_is_wrong(make_workers):
+async def test_122_a_refusal_says_what_is_wrong(make_workers):
     with pytest.raises(InvalidArgument, match="unclosed group") as caught:
         await make_workers(1).check_constraint(asked("(a"), FIELD)
     assert caught.value.reason == "CONSTRAINT_INVALID"
