@@ -89,8 +89,9 @@ def check(asked: AskedConstraint) -> CheckedConstraint:
                 first = first or error
             except GrammarError as error:
                 first = first or error
-                # The other backend's word is known of schemas alone.
-                if asked.constraint.kind is not ConstraintKind.JSON_SCHEMA:
+                # Another backend is known to take a schema alone, and without limits on the work for it.
+                is_limit = isinstance(error, GrammarTooComplex)
+                if is_limit or asked.constraint.kind is not ConstraintKind.JSON_SCHEMA:
                     break
             else:
                 return CheckedConstraint(backend, text)

@@ -73,4 +73,4 @@ def _schema(tool: chat_message_pb2.Tool) -> dict[str, Any]:
         return _NO_ARGUMENTS
     schema: dict[str, Any] = json.loads(tool.parameters_json_schema)
     # Arguments are an object in every format.
-    return {"type": "object"} | schema
+    return schema | {"type": "object"}

@@ -9,9 +9,10 @@ import re
 
 import pytest
 
+from engine_svc.convert.feature import AddContext
+from engine_svc.features.structured_output.wire import StructuredOutputOfAdd
 from frontend_svc.generation.preprocess import check_request, needs_of, prepare
 from frontend_svc.options import OPTIONS
-from frontend_svc.options.structured_output import Verdicts
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.text.constraint import (
     AskedConstraint,
@@ -21,10 +22,9 @@ from frontend_svc.text.constraint import (
 )
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import RequestPrompt
-from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.errors import InvalidArgument, Unimplemented
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
-from tests.frontend_svc.fakes import make_request
+from tests.engine_svc.session.service_rig import make_facts
+from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
 from tests.frontend_svc.options.asking import LIMITS, Encoder, model_of
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
@@ -37,14 +37,15 @@ UNKNOWN = json.dumps({"properties": {"a": {"type": "object", "minProperties": 3}
 
 
 class HereWorkers:
-    """Checks in this process, and counts."""
+    """Checks in this process."""
 
     def __init__(self) -> None:
-        self.num_checks = 0
+        self.tenants: list[str] = []
 
-    async def check_constraint(self, asked: AskedConstraint, field: str) -> CheckedConstraint:
-        self.num_checks += 1
-        await asyncio.sleep(0)
+    async def check_constraint(
+        self, asked: AskedConstraint, field: str, *, tenant: str
+    ) -> CheckedConstraint:
+        self.tenants.append(tenant)
         try:
             return check(AskedConstraint.from_json(asked.to_json()))
         except ConstraintRefused as error:
@@ -112,7 +113,7 @@ async def sent(request: generate_pb2.GenerateRequest, model: ServedModel | None 
         ({"regex": "a", "start": 9}, f"{FIELD}.start", "must be one of"),
     ],
 )  # fmt: skip
-def test_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
+def test_123_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
     found = violations_of(asking(**fields))
     assert set(found) == {field}
     assert re.search(words, found[field])
@@ -133,7 +134,7 @@ def test_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
         ({"json_schema": "[" * 5000 + "]" * 5000}, "deep", "CONSTRAINT_TOO_COMPLEX"),
     ],
 )
-async def test_a_constraint_that_no_backend_takes_is_refused_with_its_cause(fields, words, reason):
+async def test_123_a_constraint_that_no_backend_takes_is_refused_with_its_cause(fields, words, reason):
     with pytest.raises(InvalidArgument, match=words) as caught:
         await sent(asking(**fields))
     assert caught.value.reason == reason
@@ -243,110 +244,46 @@ async def test_an_output_that_ended_by_length_is_marked():
     assert option.reader(free, prepared.prompt, 0) is None
 
 
-def asked(text: str, backends: tuple[str, ...] = ("llguidance",)) -> AskedConstraint:
-    return AskedConstraint(
-        Constraint(ConstraintKind.REGEX, text, whitespace=Whitespace(False, " ")), backends
-    )
+async def test_those_who_share_a_cache_salt_share_what_was_found():
+    model = served()
+    request = asking(regex="a")
+    request.cache_salt = "mine"
+    await sent(request, model)
+    assert model.tokenizer.workers.tenants == ["mine"]
 
 
-def test_what_a_worker_reads_is_what_was_asked():
-    one = dataclasses.replace(asked("a"), is_lenient=True, lenient_tags=(True, False))
-    assert AskedConstraint.from_json(one.to_json()) == one
+SENT = (
+    {"json_schema": EMAIL, "disable_additional_properties": True, "lenient": True},
+    {"json_object": True, "disable_any_whitespace": True},
+    {"json_object": True, "whitespace_pattern": "[ ]?", "lenient": True},
+    {"regex": "[a-z]+", "lenient": True, "backend": "auto"},
+    {"choice": {"choices": ["yes", "no"]}, "backend": "llguidance"},
+    {"grammar": 'start: "a" /b+/', "start": sampling_pb2.STRUCTURED_OUTPUT_START_AT_ONCE},
+    {
+        "structural_tag": json.dumps(
+            {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+        ),
+        "disable_additional_properties": True,
+        "start": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
+    },
+)
 
 
-class ScriptedWorkers:
-    """Answers with what it is given, in turn."""
-
-    def __init__(self, *answers: CheckedConstraint | InvalidArgument) -> None:
-        self.answers = list(answers)
-
-    async def check_constraint(self, asked: AskedConstraint, field: str) -> CheckedConstraint:
-        await asyncio.sleep(0)
-        answer = self.answers.pop(0)
-        if isinstance(answer, InvalidArgument):
-            raise answer
-        return answer
+@pytest.mark.parametrize("fields", SENT, ids=lambda fields: next(iter(fields)))
+async def test_an_engine_takes_what_a_frontend_sends(fields):
+    entry = await sent(asking(**fields), served(parsers=ParserNames("none", "think")))
+    facts = make_facts()
+    parsed = StructuredOutputOfAdd(("llguidance",)).parse(entry, AddContext(facts, None, [5]))
+    assert parsed is not None
 
 
-FINE = CheckedConstraint("llguidance", "a")
-
-
-async def test_equal_constraints_are_checked_once_at_the_same_time_and_later():
-    verdicts, workers = Verdicts(), ScriptedWorkers(FINE)
-    checks = [verdicts.check("", asked("a"), workers, FIELD) for _ in range(5)]
-    assert await asyncio.gather(*checks) == [FINE] * 5
-    assert await verdicts.check("", asked("a"), workers, FIELD) == FINE
-
-
-async def test_a_refusal_for_good_is_kept_with_its_reason_and_names_the_field_that_asks():
-    refusal = InvalidArgument("no", field=FIELD, reason="CONSTRAINT_INVALID")
-    verdicts, workers = Verdicts(), ScriptedWorkers(refusal)
-    for field in (FIELD, "tools"):
-        with pytest.raises(InvalidArgument, match="no") as caught:
-            await verdicts.check("", asked("a"), workers, field)
-        assert caught.value.reason == "CONSTRAINT_INVALID"
-        assert caught.value.violations == [(field, "no")]
-
-
-@pytest.mark.parametrize("reason", ["CONSTRAINT_TOO_COMPLEX", "TEXT_TIME_LIMIT", "TEXT_REFUSED"])
-async def test_a_check_that_ran_out_of_resources_is_made_again(reason):
-    verdicts, workers = Verdicts(), ScriptedWorkers(InvalidArgument("no", reason=reason), FINE)
-    with pytest.raises(InvalidArgument):
-        await verdicts.check("", asked("a"), workers, FIELD)
-    assert await verdicts.check("", asked("a"), workers, FIELD) == FINE
-
-
-async def test_a_cancelled_request_leaves_the_check_to_others():
-    verdicts, workers = Verdicts(), ScriptedWorkers(FINE)
-    first = asyncio.ensure_future(verdicts.check("", asked("a"), workers, FIELD))
-    second = asyncio.ensure_future(verdicts.check("", asked("a"), workers, FIELD))
-    await asyncio.sleep(0)
-    first.cancel()
-    assert await second == FINE
-
-
-async def test_a_tenant_with_many_constraints_drops_its_own_oldest_ones():
-    verdicts = Verdicts(max_tenant_bytes=2100)
-    await verdicts.check("other", asked("x"), ScriptedWorkers(FINE), FIELD)
-    for index in range(100):
-        await verdicts.check("busy", asked(f"a{index}"), ScriptedWorkers(FINE), FIELD)
-    assert len(verdicts) == 1 + 4
-    assert await verdicts.check("other", asked("x"), ScriptedWorkers(), FIELD) == FINE
-    assert await verdicts.check("busy", asked("a99"), ScriptedWorkers(), FIELD) == FINE
-
-
-async def test_many_tenants_share_a_limit():
-    verdicts = Verdicts(max_bytes=2100)
-    for index in range(100):
-        await verdicts.check(f"t{index}", asked("a"), ScriptedWorkers(FINE), FIELD)
-    assert len(verdicts) == 4
-    assert await verdicts.check("t99", asked("a"), ScriptedWorkers(), FIELD) == FINE
-
-
-async def test_a_schema_that_explodes_costs_its_request_a_status_and_its_worker_the_life():
-    many = {"properties": {f"p{index}": {"type": "string"} for index in range(2000)}}
-    explosion = json.dumps({"prefixItems": [many] * 4})
-    workers = TextWorkers(1, time_limit_s=0.3)
-    try:
-        schema = Constraint(ConstraintKind.JSON_SCHEMA, EMAIL)
-        small = AskedConstraint(schema, ("llguidance",))
-        assert (await workers.check_constraint(small, FIELD)).backend == "llguidance"
-        (before,) = workers.process_ids
-        large = dataclasses.replace(small, constraint=dataclasses.replace(schema, text=explosion))
-        with pytest.raises(InvalidArgument, match=r"longer than the limit of 0\.3 s") as caught:
-            await workers.check_constraint(large, FIELD)
-        assert caught.value.reason == "TEXT_TIME_LIMIT"
-        assert (await workers.check_constraint(small, FIELD)).backend == "llguidance"
-        assert before not in workers.process_ids
-    finally:
-        await workers.close()
-
-
-async def test_a_worker_refuses_with_the_cause():
-    workers = TextWorkers(1)
-    try:
-        with pytest.raises(InvalidArgument, match="unclosed group") as caught:
-            await workers.check_constraint(asked("(a"), FIELD)
-    finally:
-        await workers.close()
-    assert caught.value.reason == "CONSTRAINT_INVALID"
+async def test_constraints_go_to_engines_with_a_backend_alone():
+    able = FakeEngine(answer("a"), structured_output_backends=["llguidance"])
+    other = FakeEngine(answer("free"), dp_rank=1)
+    async with serving(able, other) as (client, _):
+        await client.until_engines_are_ready(2)
+        for _ in range(4):
+            _, text, _, finished = await read_all(client.generate(structured_output={"regex": "a"}))
+            assert (text, finished.is_incomplete) == ("a", False)
+    assert len(able.requests) == 4
+    assert {one.entry.sampling.structured_output.backend for one in able.requests} == {"llguidance"}

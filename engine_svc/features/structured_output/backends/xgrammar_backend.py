@@ -1,7 +1,7 @@
 """Grammars by xgrammar, an extra: it is imported with this file alone.
 
-It has no limit on the work of a compilation, so that constraints are limited by their text: schemas it would
-take seconds for reach an engine only if a frontend's worker has compiled them within its time.
+It has no limit on the work of a compilation, so that constraints are limited by their text. Frontends cannot
+compile with it, as it needs torch: they let schemas through whose keywords it enforces, by name alone.
 """
 
 from __future__ import annotations
