@@ -79,7 +79,7 @@ class _Row:
         self.matcher: Matcher | None = None  # None: the constraint has not begun
         self.has_ended = False
         self.failure = ""
-        self._before: list[int] = []  # the newest tokens of reasoning, as many as its end has at most
+        self._before: list[int] = []  # newest tokens of the reasoning, one less than its end has
         self._end_ids = sampling.end_token_ids.union(grammar.spec.eos_token_ids)
         self._num_tokens = 0  # of the output
         self._min_tokens = sampling.min_tokens
@@ -103,7 +103,7 @@ class _Row:
             begin = begins_at(tokens, marker)
             if begin < 0:
                 self._num_tokens += len(known)
-                self._before = tokens[len(tokens) - len(marker) + 1 :] if len(marker) > 1 else []
+                self._before = tokens[1 - len(marker) :] if len(marker) > 1 else []
                 return
             self._num_tokens += begin - len(self._before)
             self._before, known = [], tokens[begin:]

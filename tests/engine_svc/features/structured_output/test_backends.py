@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import launcher.tiny_model
-from engine_svc.features.structured_output.backends import llguidance_backend
 from engine_svc.features.structured_output.backends.backend import (
     GrammarBackend,
     Matcher,
@@ -22,6 +21,7 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
 )
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
+from service_kit.grammars import llguidance_text
 from service_kit.grammars.constraint import (
     Constraint,
     ConstraintKind,
@@ -430,7 +430,7 @@ def test_a_hostile_constraint_ends_by_a_limit(constraint):
 def test_a_matcher_out_of_fuel_fails_alone(monkeypatch):
     made = backend("llguidance")
     healthy = made.compile(regex("a+")).matcher()
-    monkeypatch.setattr(llguidance_backend, "STEP_LEXER_FUEL", 10)
+    monkeypatch.setattr(llguidance_text, "STEP_LEXER_FUEL", 10)
     starved = made.compile(regex("(a|b|ab|ba|[c-z]{3,9}){1,20}")).matcher()
     masks = torch.zeros((2, made.vocabulary.num_words), dtype=torch.int32)
     assert made.fill_masks([(starved, 0), (healthy, 1)], masks) == [0]

@@ -1,4 +1,4 @@
-"""Answers to many constraints at temperature 1, in large batches: in their language by independent validators."""
+"""Many constraints at temperature 1, in large batches: answers are in their language by other validators."""
 
 from __future__ import annotations
 

@@ -107,6 +107,14 @@ def test_124_tokens_after_the_end_of_reasoning_advance_the_grammar():
         rows.feature.remove_row(1)
 
 
+@pytest.mark.parametrize("marker", [(1900,), (1900, 1901, 1902, 1903)])
+def test_124_an_end_of_reasoning_may_have_one_token_or_several(marker: tuple[int, ...]):
+    rows = Rows()
+    rows.enter(0, regex_spec("[0-9]x", reasoning_end=marker))
+    assert EOS in rows.allowed_after(*marker[:-1])
+    assert rows.allowed_after(marker[-1]) == {ids(digit)[0] for digit in "0123456789"}
+
+
 def test_29_a_row_that_cannot_advance_ends_and_others_go_on():
     rows = Rows()
     a, b = ids("a")[0], ids("b")[0]
