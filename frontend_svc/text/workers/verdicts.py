@@ -58,9 +58,7 @@ class Verdicts:
         # The check goes on for others where one of the requests that wait is cancelled.
         return await asyncio.shield(running)
 
-    async def _checked(
-        self, key: tuple[str, bytes], asked: AskedConstraint, field: str
-    ) -> CheckedConstraint:
+    async def _checked(self, key: tuple[str, bytes], asked: AskedConstraint, field: str) -> CheckedConstraint:
         try:
             checked = await self._check(asked, field)
         except InvalidArgument as error:

@@ -253,7 +253,7 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_if_strict_
         await read(client.chat.Chat(none, timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "minProperties at #" in (caught.value.details() or "")
-    assert '<tool_call>' in (caught.value.details() or "")
+    assert "<tool_call>" in (caught.value.details() or "")
     details = details_of(caught.value)
     assert 'field: "tools"' in details and "CONSTRAINT_NOT_ENFORCED" in details
     for request in engine.requests:
@@ -264,7 +264,11 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_if_strict_
     ("backends", "options", "words"),
     [
         ([], {}, "have no grammar backend"),
-        (["llguidance"], {"tool_parser": "pythonic"}, "no grammar is known for the calls of tool parser 'pythonic'"),
+        (
+            ["llguidance"],
+            {"tool_parser": "pythonic"},
+            "no grammar is known for the calls of tool parser 'pythonic'",
+        ),
         (["llguidance"], {"tool_parser": "none"}, "tool parser 'none'"),
     ],
 )
@@ -288,7 +292,9 @@ async def test_a_structured_answer_has_no_calls_beside_it():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await read(client.chat.Chat(ask(sampling=sampling, **fields), timeout=WAIT_S))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "sampling.structured_output is 'json_object', must be unset" in (caught.value.details() or "")
+            assert "sampling.structured_output is 'json_object', must be unset" in (
+                caught.value.details() or ""
+            )
 
 
 @pytest.mark.parametrize("thinks", [True, False])

@@ -42,9 +42,7 @@ class HereWorkers:
     def __init__(self) -> None:
         self.tenants: list[str] = []
 
-    async def check_constraint(
-        self, asked: AskedConstraint, field: str, *, tenant: str
-    ) -> CheckedConstraint:
+    async def check_constraint(self, asked: AskedConstraint, field: str, *, tenant: str) -> CheckedConstraint:
         self.tenants.append(tenant)
         try:
             return check(AskedConstraint.from_json(asked.to_json()))

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,10 @@ TEMPLATE = (
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"animal": {"enum": ["crab", "fox"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "properties": {
+        "animal": {"enum": ["crab", "fox"]},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["animal", "legs"],
     "additionalProperties": False,
 }
@@ -46,7 +48,14 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def drawn(constraint: StructuredOutput, **options: object) -> SamplingParams:
     return SamplingParams(
-        **{"temperature": 1.0, "seed": 3, "n": 4, "max_tokens": 60, "structured_output": constraint, **options}
+        **{
+            "temperature": 1.0,
+            "seed": 3,
+            "n": 4,
+            "max_tokens": 60,
+            "structured_output": constraint,
+            **options,
+        }
     )
 
 
@@ -96,7 +105,9 @@ def test_a_demanded_answer_is_calls_with_arguments_in_their_schema(llm: LLM, cho
         assert (one.text.strip(), one.finish_reason, one.is_incomplete) == ("", "stop", False)
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_before_it_reaches_the_engine(llm: LLM) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_before_it_reaches_the_engine(
+    llm: LLM,
+) -> None:
     overlapping = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "multipleOf": 3}]}
     schema = StructuredOutput(json_schema=json.dumps({"properties": {"legs": overlapping}}))
     with pytest.raises(InvalidArgument, match="oneOf at #/properties/legs"):
