@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_BODY_BYTES = 256 * 1024
+_MAX_PAGE_BYTES = 64 * 1024 * 1024  # of another process
 _IDLE_S = 60.0  # between two requests of a connection, and for one to arrive
 _WRITE_S = 10.0
 _READ_BYTES = 64 * 1024
@@ -201,11 +202,11 @@ def _name_in(host: str) -> str:
 
 
 async def read_page(address: str, target: str, *, limit_s: float) -> bytes:
-    """The body of a page of another process. Raises OSError if it is not served within the limit."""
+    """The body of a page of another process. Raises OSError if it is not served within the limits."""
     host, _, port = address.rpartition(":")
     connection = h11.Connection(h11.CLIENT)
     request = h11.Request(method="GET", target=target, headers=[("host", address), ("connection", "close")])
-    body = b""
+    body = bytearray()
     async with asyncio.timeout(limit_s):
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         try:
@@ -218,8 +219,12 @@ async def read_page(address: str, target: str, *, limit_s: float) -> bytes:
                     raise ConnectionError(f"{address} answered {event.status_code} to {target}")
                 elif isinstance(event, h11.Data):
                     body += event.data
+                    if len(body) > _MAX_PAGE_BYTES:
+                        raise ConnectionError(
+                            f"{address} answered more than {_MAX_PAGE_BYTES} bytes to {target}"
+                        )
                 elif isinstance(event, h11.EndOfMessage):
-                    return body
+                    return bytes(body)
         except h11.RemoteProtocolError as error:
             raise ConnectionError(f"{address} speaks no HTTP: {error}") from error
         finally:

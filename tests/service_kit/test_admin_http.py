@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from service_kit import admin_http
-from service_kit.admin_http import AdminHTTP, Page, metrics_page
+from service_kit.admin_http import AdminHTTP, Page, metrics_page, read_page
 from service_kit.metrics import Metrics
 from service_kit.server import AddressError
 
@@ -282,6 +282,23 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
     assert len(await asyncio.wait_for(reader.read(), 10)) < num_parts << 20
     writer.close()
     await listener.stop(0)
+
+
+async def test_a_page_without_an_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(admin_http, "_MAX_PAGE_BYTES", 1 << 20, raising=False)
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+    server = await asyncio.start_server(endless, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    with pytest.raises(ConnectionError, match="more than 1048576 bytes"):
+        await read_page(f"{host}:{port}", "/echo", limit_s=2)
+    server.close()
 
 
 async def test_the_end_cancels_parts():
