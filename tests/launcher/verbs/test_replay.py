@@ -50,7 +50,7 @@ def test_another_decision_is_named(trace: Path, capsys: pytest.CaptureFixture[st
     [
         ("no.jsonl", None, "No such file or directory"),
         ("empty.jsonl", b"", "it is empty"),
-        ("text.jsonl", b"hello\n", "line 1 is no record of a trace"),
+        ("text.jsonl", b"hello\n", "line 1 is not JSON"),
         ("case.json.gz", b"hello\n", "it is not a recorded case"),
     ],
 )
