@@ -255,7 +255,8 @@ class RequestTrace:
     ) -> None:
         """Record the result. reasons: why the outputs ended, the last one last."""
         timeline = self._timeline
-        self._reason = reasons[-1]
+        # One that failed or was aborted makes the request one that was.
+        self._reason = next((reason for reason in ("error", "abort") if reason in reasons), reasons[-1])
         times = _times_of(states)
         num_cached_tokens = states[0].collector.num_cached_tokens
         self._fields |= {
