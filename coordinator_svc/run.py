@@ -16,10 +16,12 @@ from coordinator_svc.config import CoordinatorConfig
 from coordinator_svc.membership.registry import EngineRegistry
 from coordinator_svc.membership.servicer import CoordinatorServicer
 from coordinator_svc.membership.topology import Topology
+from coordinator_svc.metrics import coordinator_metrics
 from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.admin import AdminServicer
+from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
@@ -29,12 +31,14 @@ from service_kit.server import (
     INTERNAL,
     AddressError,
     Lifecycle,
+    Listener,
     Registration,
     Server,
     run_server,
     write_announcement,
 )
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
+from service_kit.trace_page import traces_page
 from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -46,14 +50,15 @@ EXIT_LOOP_FAILED = 70
 def run(loaded: Loaded[CoordinatorConfig]) -> int:
     """Serve until SIGTERM. Returns the exit code."""
     config = loaded.config
-    setup_telemetry(
+    starting = setup_telemetry(
         "coordinator", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        exit_code = uvloop.run(_serve(config))
+        exit_code = uvloop.run(_serve(config, starting))
     except AddressError as error:
         write_log_line(f"triptych coordinator: {error.strerror}")
+        starting.end(error.strerror)
         exit_code = 2
     finally:
         shutdown_telemetry()
@@ -61,16 +66,17 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     return leave_process(exit_code)
 
 
-async def _serve(config: CoordinatorConfig) -> int:
+async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
     clock = MonotonicClock()
     lease_s = config.lease_ms / 1000
     # The epoch is wall-clock time, so that of two coordinators the later one has the greater epoch.
     registry = EngineRegistry(clock, lease_s=lease_s)
     topology = Topology(registry, coordinator_epoch=time.time_ns())
     servicer = CoordinatorServicer(topology, clock, lease_s=lease_s)
+    # The prefix keeps operation ids of two coordinators apart.
+    operations = Scaling(id_prefix=f"scale-{topology.coordinator_epoch // 10**9:x}")
     scaling = ScalingServicer(
-        # The prefix keeps operation ids of two coordinators apart.
-        Scaling(id_prefix=f"scale-{topology.coordinator_epoch // 10**9:x}"),
+        operations,
         MemberEngines(registry, topology),
         servicer.signal,
         clock,
@@ -79,7 +85,8 @@ async def _serve(config: CoordinatorConfig) -> int:
     )
     lifecycle = Lifecycle()
     admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status, lifecycle=lifecycle)
-    servers = [
+    metrics = coordinator_metrics(registry, topology, operations)
+    servers: list[Listener] = [
         Server(
             listen=f"{config.host}:{config.port}",
             registrations=[
@@ -107,19 +114,28 @@ async def _serve(config: CoordinatorConfig) -> int:
             service="coordinator",
             reflection=config.reflection,
         ),
+        AdminHTTP(
+            f"{config.admin_http_host}:{config.admin_http_port}",
+            {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
+        ),
     ]
+
+    def announce(addresses: list[str]) -> None:
+        starting.end()
+        _announce(config, addresses)
 
     async def close() -> None:
         scaling.close()
         await servicer.close()
 
+    starting.enter("listen")
     exit_code = await serve_beside(
-        [servicer.expire_leases(), servicer.step_groups(), scaling.run()],
+        [servicer.expire_leases(), servicer.step_groups(), scaling.run(), export_metrics(metrics)],
         run_server(
             servers,
             on_drain=close,
             drain_deadline_s=config.drain_deadline_s,
-            announce=lambda addresses: _announce(config, addresses),
+            announce=announce,
             lifecycle=lifecycle,
         ),
     )
@@ -128,8 +144,10 @@ async def _serve(config: CoordinatorConfig) -> int:
 
 
 def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:
-    address, admin_address = addresses
-    logger.info("serving", extra={"address": address, "admin_address": admin_address})
+    address, admin_address, admin_http = addresses
+    logger.info(
+        "serving", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+    )
     write_announcement(
         config.announce_fd,
         {
@@ -138,6 +156,7 @@ def _announce(config: CoordinatorConfig, addresses: list[str]) -> None:
             "pid": os.getpid(),
             "address": address,
             "admin_address": admin_address,
+            "admin_http": admin_http,
         },
     )
 

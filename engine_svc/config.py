@@ -42,6 +42,8 @@ class CoreConfig:
     admin_port: int = option(
         0, help="port of the admin listener, always on loopback; 0 lets the kernel choose"
     )
+    admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
+    admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
     coordinator: str | None = option(None, help="host:port of the coordinator; unset: none")
     advertise_address: str | None = option(
         None, help="host[:port] frontends reach this engine at (default: where it listens)"
@@ -158,11 +160,6 @@ class CoreConfig:
         "time any engine may take from one such layer to the next, and from one step to the next",
     )
 
-    record_decisions: str | None = option(
-        None,
-        help="file (.json.gz) to record every scheduling decision in, for replay; with fcfs and priority",
-    )
-
     profile_dir: str | None = option(
         None,
         help="folder for profiles of steps, which operators start by a call; unset: such calls are refused",
@@ -174,7 +171,9 @@ class CoreConfig:
     announce_fd: int | None = option(
         None, help="file descriptor to write the bound addresses to, for supervisors"
     )
-    log_format: Literal["text", "json"] = option("text", help="format of log messages")
+    log_format: Literal["auto", "text", "json"] = option(
+        "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
+    )
     log_level: str = option(
         "info", choices=("debug", "info", "warning", "error"), help="lowest level that is logged"
     )
@@ -210,7 +209,7 @@ class CoreConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             require(value is None or value >= least, name, value, f"at least {least}")
-        for name in ("port", "admin_port"):
+        for name in ("port", "admin_port", "admin_http_port"):
             require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
         require(
             self.long_prefill_token_threshold >= 0,
@@ -227,12 +226,6 @@ class CoreConfig:
         )
         require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
         require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
-        require(
-            self.record_decisions is None or self.record_decisions.endswith(".json.gz"),
-            "record_decisions",
-            self.record_decisions,
-            "a file that ends in .json.gz",
-        )
         for name in ("drain_deadline_s", "replay_window_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")

@@ -35,20 +35,28 @@ from frontend_svc.generation.admission import Admission
 from frontend_svc.generation.drain import Drain, shutting_down
 from frontend_svc.generation.failover import Failover
 from frontend_svc.generation.generation import Generation
+from frontend_svc.generation.metrics import RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
+from frontend_svc.generation.tracing import RequestTraces
+from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
+from frontend_svc.ui.page import ui_pages, ui_posts
+from frontend_svc.ui.state import StatePage
 from service_kit import shared_memory
 from service_kit.admin import AdminServicer
+from service_kit.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
+from service_kit.metrics import Metrics
 from service_kit.process import runtime_folder
 from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
+from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -74,7 +82,7 @@ _REQUEST = "triptych.api.v1.RequestService"
 
 @dataclass(frozen=True, slots=True)
 class PublicAPI:
-    """The servicers of the public API. A caller in this process may call their unary methods directly."""
+    """The servicers of the public API. A caller in this process may call their methods directly."""
 
     inference: InferenceServicer
     chat: ChatServicer
@@ -101,9 +109,9 @@ class Frontend:
         )
         self._config = config
         self.address = ""
-        self._text_workers = TextWorkers(config.text_workers, time_limit_s=config.text_time_limit_s)
+        self.text_workers = TextWorkers(config.text_workers, time_limit_s=config.text_time_limit_s)
         artifacts = ArtifactStore(
-            self._text_workers,
+            self.text_workers,
             read_tokenizer_override(config.tokenizer),
             ParserNames(config.tool_parser, config.reasoning_parser),
             chat_template=None if config.chat_template is None else Path(config.chat_template).read_bytes(),
@@ -142,8 +150,19 @@ class Frontend:
         self.requests = OpenRequests(clock)
         # Sampled only while requests are open: a 10 ms timer would cause most of an idle process's CPU time.
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
+        self.metrics = Metrics("frontend")
+        self._request_metrics = RequestMetrics(self.metrics)
+        self._traces = RequestTraces(slow_ms=config.trace_slow_ms)
         self.generation = Generation(
-            self.directory, self.failover, self.admission, limits, reader_limit, self.requests, self.draining
+            self.directory,
+            self.failover,
+            self.admission,
+            limits,
+            reader_limit,
+            self.requests,
+            self.draining,
+            self._request_metrics,
+            self._traces,
         )
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
@@ -155,7 +174,7 @@ class Frontend:
             profile=public_profile(config),
             service="frontend",
             reflection=config.reflection,
-            check_large=self._text_workers.check_message,
+            check_large=self.text_workers.check_message,
         )
         self.lifecycle = Lifecycle(lambda: self.draining.num_open)
         admin = AdminServicer("frontend", f"frontend-{config.index}", self.status, lifecycle=self.lifecycle)
@@ -166,15 +185,35 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
         )
+        self._state_page = StatePage(self, clock)
+        pages: dict[str, MakePage] = {
+            "/metrics": metrics_page(self.metrics.collect),
+            "/traces/last": traces_page,
+        }
+        posts: dict[str, TakeBody] = {}
+        if config.serves_ui:
+            pages |= {"/ui/state": self._state_page.make, **ui_pages(lambda: self.address)}
+            posts = ui_posts(self.api.inference, self.api.chat)
+        self.admin_http = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages, posts)
+        register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
         self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether there is a session with a coordinator."""
+        return self._coordinator is not None and self._coordinator.is_connected
+
+    def wave_of(self, engine_id: str) -> int | None:
+        """The wave of the engine's group, as the coordinator announced it; None: there is none."""
+        return None if self._coordinator is None else self._coordinator.wave_of(engine_id)
 
     def connect(self, address: str) -> None:
         """Start connecting to engines and coordinator; `address` is where this frontend listens."""
         if shared_memory.is_available():
             # Segments of frontends that were killed and that no engine has removed.
             shared_memory.sweep()
-        self.address = address
+        self.address = self._traces.address = address
         self.directory.set_addresses("configuration", self._config.engine)
         if self._coordinator is not None:
             self._coordinator.start()
@@ -204,6 +243,7 @@ class Frontend:
 
     async def _close(self) -> None:
         self.loop_lag.stop()
+        await self._state_page.close()
         self.directory.leave()
         await self.resumable.close()
         self.failover.close()
@@ -211,7 +251,7 @@ class Frontend:
         if self._coordinator is not None:
             await self._coordinator.close()
         await self.directory.close()
-        await self._text_workers.close()
+        await self.text_workers.close()
 
     def status(self) -> dict[str, str | int | float]:
         """Facts and gauges for an operator."""
@@ -227,8 +267,8 @@ class Frontend:
             "num_suspect_requests": self.failover.suspects.num_on_probation,
             "num_quarantined_requests": self.failover.num_quarantined,
             "retry_budget_left": round(self.failover.budget.left, 1),
-            "num_text_workers": len(self._text_workers.process_ids),
-            "num_queued_texts": self._text_workers.num_queued,
+            "num_text_workers": len(self.text_workers.process_ids),
+            "num_queued_texts": self.text_workers.num_queued,
             "event_loop_lag_p50_ms": lag.p50_ms,
             "event_loop_lag_p99_ms": lag.p99_ms,
             "event_loop_lag_max_ms": lag.max_ms,
@@ -243,7 +283,9 @@ class Frontend:
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
-        pooling = Pooling(self.directory, self.failover, self.admission, self.requests, self.draining)
+        pooling = Pooling(
+            self.directory, self.failover, self.admission, self.requests, self.draining, self._traces
+        )
         return PublicAPI(
             InferenceServicer(self.generation, self.resumable),
             ChatServicer(self.generation, takes_templates=config.request_templates),
@@ -274,6 +316,8 @@ class Frontend:
             self._coordinator.note_request(engine_id)
 
     def _engines_changed(self) -> None:
+        for name in self.directory.models():
+            self._request_metrics.of(name)
         self._show_readiness()
         self.failover.engines_changed()
 

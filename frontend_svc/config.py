@@ -8,6 +8,7 @@ from typing import Literal
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
+from service_kit.admin_http import is_loopback
 from service_kit.channel import parse_target
 from service_kit.config import option
 from service_kit.errors import InvalidArgument
@@ -26,6 +27,9 @@ class FrontendConfig:
     host: str = option("127.0.0.1", help="address to listen on")
     port: int = option(50051, help="port to listen on; 0 lets the kernel choose")
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
+    admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
+    admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
+    ui: bool = option(False, help="serve the page /ui at an admin HTTP listener that is not on loopback, too")
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
     coordinator: str | None = option(None, help="coordinator that lists the engines, host:port")
     routing_policy: str = option(
@@ -80,8 +84,17 @@ class FrontendConfig:
     )
     announce_fd: int | None = option(None, help="inherited pipe to write the bound addresses to")
     index: int = option(0, help="number of this instance, for logs")
-    log_format: Literal["text", "json"] = option("text", help="format of log lines")
+    trace_slow_ms: int = option(
+        60_000, help="a request that takes so long is exported as a trace even if unsampled; 0 is never"
+    )
+    log_format: Literal["auto", "text", "json"] = option(
+        "auto", help="format of log lines; auto: text on a terminal, JSON elsewhere"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", help="least severe level logged")
+
+    @property
+    def serves_ui(self) -> bool:
+        return self.ui or is_loopback(self.admin_http_host)
 
     def __post_init__(self) -> None:
         if not self.engine and self.coordinator is None:
@@ -99,7 +112,7 @@ class FrontendConfig:
             raise ValueError(
                 "engine_label chooses among a coordinator's engines, and there is no --coordinator"
             )
-        for name in ("port", "admin_port"):
+        for name in ("port", "admin_port", "admin_http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)} is not in 0..65535")
         for name in ("max_queued_requests", "max_queued_prompt_tokens", "max_n", "stream_interval"):
@@ -112,7 +125,13 @@ class FrontendConfig:
             _check_chat_template(self.chat_template)
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs {self.max_logprobs} is below -1")
-        for name in ("drain_deadline_s", "drain_lag_s", "slow_reader_s", "reconnect_window_s"):
+        for name in (
+            "drain_deadline_s",
+            "drain_lag_s",
+            "slow_reader_s",
+            "reconnect_window_s",
+            "trace_slow_ms",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")
         if not 0 <= self.text_workers <= _MAX_TEXT_WORKERS:

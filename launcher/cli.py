@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from service_kit.process import end_at_once_on_signals, prepare_process, process_environment
@@ -45,6 +46,8 @@ app = typer.Typer(
 )
 
 
+trace = typer.Typer(help="Look at traces without a collector.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(trace, name="trace")
 bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
@@ -306,6 +309,43 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
+@app.command("collect-env")
+def collect_env(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", metavar="ADDRESS", help="a service to test the link to; repeatable"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="timeout of a call to it, in s")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+) -> None:
+    """Show what a report of a bug needs, without secrets.
+
+    Exits 1 if a service named by --target does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.collect_env import run_collect_env
+
+    raise typer.Exit(run_collect_env(_ENVIRONMENT, targets or (), timeout_s, as_json=as_json))
+
+
+@trace.command("last")
+def trace_last(
+    url: Annotated[str, typer.Option(help="an admin HTTP listener, http://host:port")],
+    num_traces: Annotated[int, typer.Option("-n", min=1, max=64, help="how many")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+) -> None:
+    """Draw the last requests of a frontend, the newest last.
+
+    Of an engine or a coordinator it draws the start, and operations such as a drain. Exits 1 if the service
+    does not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.trace import TracesAsked, run_trace_last
+
+    raise typer.Exit(run_trace_last(TracesAsked(url, num_traces, as_json, timeout_s)))
+
+
 @bench.command("serve", context_settings=_PASS_ON)
 def bench_serve(context: typer.Context) -> None:
     """Put a load on a running frontend, and measure it."""
@@ -367,6 +407,42 @@ def demo(
     from launcher.verbs.demo import DEFAULT_PROMPT, run_demo
 
     raise typer.Exit(run_demo(prompt or DEFAULT_PROMPT, _ENVIRONMENT))
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="what --sched-trace-path wrote")],
+) -> None:
+    """Replay a trace of the scheduler, and compare.
+
+    Prints for each run in FILE whether the same decisions come out, else the first difference. Exits with 1
+    if there is one, with 2 if FILE cannot be read.
+    """
+    prepare_process("client")
+    from launcher.verbs.replay import run_replay
+
+    raise typer.Exit(run_replay(file))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="admin HTTP listener of a frontend, http://host:port")],
+    interval_s: Annotated[float, typer.Option(min=0.1, max=60.0, help="time between two pictures")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="print one picture, and end")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print what the frontend says as JSON, and end")
+    ] = False,
+) -> None:
+    """Show engines and their requests while they run.
+
+    q ends it. Without a terminal, or with TERM=dumb, it prints one picture. Exits with 1 if the frontend does
+    not answer.
+    """
+    prepare_process("client")
+    from launcher.verbs.top import run_top
+
+    is_dumb = _ENVIRONMENT.get("TERM") == "dumb"
+    raise typer.Exit(run_top(url, interval_s, once=once or is_dumb, as_json=as_json))
 
 
 def _run_service(service: str, arguments: list[str]) -> int:

@@ -25,6 +25,11 @@ class ServeConfig:
     data_parallel_external_lb: bool = option(
         False, help="a frontend for each engine, on --port and the ports after it, for a balancer elsewhere"
     )
+    admin_http_port: int = option(
+        0,
+        help="port of the coordinator's admin HTTP listener; the frontends' and then the engines' follow it; "
+        "0 lets the kernel choose each",
+    )
     verbose: bool = option(
         False,
         short="v",
@@ -36,9 +41,18 @@ class ServeConfig:
     startup_timeout_s: float = option(600.0, help="time for everything to get ready, in s")
     drain_deadline_s: float = option(20.0, help="time for running requests to end at a stop, in s")
 
+    @property
+    def num_frontends(self) -> int:
+        return self.data_parallel_size if self.data_parallel_external_lb else 1
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, the range is 0..65535")
+        num_listeners = 1 + self.num_frontends + self.data_parallel_size
+        if not 0 <= self.admin_http_port <= 65536 - num_listeners:
+            raise ValueError(
+                f"admin_http_port is {self.admin_http_port}, the range is 0..{65536 - num_listeners}"
+            )
         if not 1 <= self.data_parallel_size <= MAX_ENGINES:
             raise ValueError(
                 f"data_parallel_size is {self.data_parallel_size}, the range is 1..{MAX_ENGINES}"

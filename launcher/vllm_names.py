@@ -84,6 +84,8 @@ SENTENCES: dict[str, str] = {
     "node_rank": _OTHER_HOSTS,
     "master_addr": _OTHER_HOSTS,
     "master_port": _OTHER_HOSTS,
+    # A former flag of this program.
+    "record_decisions": "it is `sched_trace_path`, whose file triptych replay reads",
     # Without a counterpart.
     "seed": "give each request its own seed",
     "max_long_partial_prefills": "all requests share one budget of tokens, `max_num_batched_tokens`",
@@ -161,7 +163,10 @@ _FAMILIES: Sequence[tuple[str, str]] = (
         "experts stay in their rank",
     ),
     (r"mamba", "state-space models are not served yet"),
-    (r"metrics|traces|nvtx|nsight", "see OTEL_EXPORTER_OTLP_ENDPOINT, and triptych admin ADDRESS status"),
+    (
+        r"(?<!kv_cache_)metrics|traces|nvtx|nsight",
+        "see docs/metrics.md, and OTEL_EXPORTER_OTLP_ENDPOINT",
+    ),
     (
         r"^allow_credentials|^allowed_|origins|middleware|root_path|fastapi|uvicorn|^h11_|response_role|tool_server|id_headers"
         r"|include_usage|info_endpoint|load_tracking|when_tool_choice",

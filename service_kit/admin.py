@@ -15,7 +15,8 @@ from service_kit.errors import Unimplemented
 from service_kit.field_checks import check_enum
 from service_kit.logs import set_log_level
 from service_kit.server import Lifecycle, Registration
-from service_kit.telemetry import SpanRecord, recent_spans
+from service_kit.spans import SpanRecord, Value
+from service_kit.telemetry import recent_spans
 from service_kit.version import installed_version
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -36,11 +37,11 @@ _STATES = {
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility if it has a handler.
+    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility and WatchScheduler with a handler.
 
     The rest of AdminService is UNIMPLEMENTED. `status` returns the service's own facts and counters; its key
-    `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` handles
-    calls into an engine process.
+    `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` and `watch`
+    handle calls into an engine process.
     """
 
     def __init__(
@@ -51,12 +52,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         *,
         lifecycle: Lifecycle,
         utility: Callable[[admin_pb2.UtilityRequest], Awaitable[admin_pb2.UtilityResponse]] | None = None,
+        watch: Callable[[admin_pb2.WatchSchedulerRequest], AsyncIterator[admin_pb2.WatchSchedulerResponse]]
+        | None = None,
     ) -> None:
         self._service = service
         self._instance = instance
         self._status = status
         self._lifecycle = lifecycle
         self._utility = utility
+        self._watch = watch
         self._started_at = time.monotonic()
 
     def registration(self) -> Registration:
@@ -96,7 +100,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             newest = recent_spans()[-1:]
             trace_id = newest[0].trace_id if newest else "none"
         spans = sorted(recent_spans(trace_id), key=lambda span: span.start_unix_ns)
-        return admin_pb2.GetTraceResponse(spans=[_span(span) for span in spans])
+        return admin_pb2.GetTraceResponse(spans=[_span(span, self._service) for span in spans])
 
     async def SetLogLevel(
         self,
@@ -132,6 +136,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
         return await self._utility(request)
 
+    async def WatchScheduler(
+        self,
+        request: admin_pb2.WatchSchedulerRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.WatchSchedulerRequest, admin_pb2.WatchSchedulerResponse],
+    ) -> AsyncIterator[admin_pb2.WatchSchedulerResponse]:
+        """The state of the scheduler at intervals, if this process is an engine."""
+        if self._watch is None:
+            raise Unimplemented(f"a {self._service} has no scheduler to watch", reason="NO_ENGINE")
+        async for response in self._watch(request):
+            yield response
+
 
 def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:
     if isinstance(value, str):
@@ -139,22 +154,27 @@ def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:
     return admin_pb2.StatusValue(key=key, number=value)
 
 
-def _span(record: SpanRecord) -> admin_pb2.Span:
+def _span(record: SpanRecord, service: str) -> admin_pb2.Span:
     return admin_pb2.Span(
         name=record.name,
         trace_id=record.trace_id,
         span_id=record.span_id,
         parent_span_id=record.parent_span_id,
-        service=record.service,
-        pid=record.pid,
+        service=service,
+        pid=os.getpid(),
         start_unix_ns=record.start_unix_ns,
         end_unix_ns=record.end_unix_ns,
         attributes=[
-            admin_pb2.SpanAttribute(key=key, value=value) for key, value in record.attributes.items()
+            admin_pb2.SpanAttribute(key=key, value=_text_of(value))
+            for key, value in record.attributes.items()
         ],
-        events=[admin_pb2.SpanEvent(name=name, unix_ns=unix_ns) for name, unix_ns in record.events],
-        ok=record.ok,
+        events=[admin_pb2.SpanEvent(name=event.name, unix_ns=event.unix_ns) for event in record.events],
+        ok=record.error is None,
     )
+
+
+def _text_of(value: Value) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _nearest_level(level: int) -> admin_pb2.LogLevel:

@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO, Any
 
-from service_kit.logs import is_below_warning, write_log_line
+from service_kit.logs import COPIED_TO_TERMINAL, is_below_warning, is_shown_on_terminal, write_log_line
 
 _NUM_LAST_LINES = 20
 _MAX_HELD_LINES = 1000
@@ -48,6 +49,7 @@ class Announcement:
     pid: int
     address: str
     admin_address: str
+    admin_http: str = ""
 
 
 class ChildDied(Exception):
@@ -101,15 +103,18 @@ class Child:
         self._held: deque[str] | None = None  # lines to copy at `release`; None: none is held back
         self.announcement: Announcement | None = None
         self._is_terminated = False
+        environment = dict(environment)
         if output is not Output.INHERITED:
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            if self.is_copied and is_shown_on_terminal(sys.stderr):
+                environment[COPIED_TO_TERMINAL] = "1"
         read_fd, write_fd = os.pipe()
         self._announcing = os.fdopen(read_fd, "rb")
         try:
             self._process = subprocess.Popen(
                 [*command, *([f"--announce-fd={write_fd}"] if announces else [])],
                 pass_fds=[*pass_fds, *([write_fd] if announces else [])],
-                env=dict(environment),
+                env=environment,
                 **{"stdin": subprocess.DEVNULL, **options},
             )
         except BaseException:
@@ -170,9 +175,8 @@ class Child:
             await self.wait()
             raise ChildDied(self, STARTING)
         record = json.loads(line)
-        self.announcement = Announcement(
-            self.pid, record.get("address") or "", record.get("admin_address") or ""
-        )
+        addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http"))
+        self.announcement = Announcement(self.pid, *addresses)
         return self.announcement
 
     async def wait(self) -> None:

@@ -126,7 +126,7 @@ def _guarded_handler(
 
     async def run(request: Any, context: Any) -> Any:
         call = start()
-        trace_id = join_trace(metadata.get("traceparent", ""))
+        trace_id = join_trace(metadata.get("traceparent", ""), method)
         bind_log_fields(request_id=call.request_id, trace_id=trace_id)
         async with _guard(call, context):
             # Sent at once, so that refused and unanswered calls can be found in logs and traces.

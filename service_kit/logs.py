@@ -19,8 +19,13 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TextIO
 
-LOG_FORMATS = ("text", "json")
+from service_kit.config import read_environment
+
+LOG_FORMATS = ("auto", "text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# Set for a child process whose output is copied to a terminal.
+COPIED_TO_TERMINAL = "TRIPTYCH_COPIED_TO_TERMINAL"
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
@@ -109,13 +114,18 @@ def log_fields() -> Mapping[str, str]:
 def setup_logs(
     service: str, *, instance: str, log_format: str, log_level: str, stream: TextIO | None = None
 ) -> None:
-    """Send all log lines of this process to `stream` (stderr), replacing the handler of an earlier call."""
+    """Send all log lines of this process to `stream` (stderr), replacing the handler of an earlier call.
+
+    The format `auto` is text on a terminal and JSON elsewhere.
+    """
     if log_level not in LOG_LEVELS:
         raise ValueError(f"log level {log_level!r} is not one of {', '.join(LOG_LEVELS)}")
     if log_format not in LOG_FORMATS:
         raise ValueError(f"log format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
     handler = logging.StreamHandler(LogStream(stream) if stream else _log_stream(sys.stderr))
     handler.set_name("triptych")
+    if log_format == "auto":
+        log_format = "text" if is_shown_on_terminal(stream or sys.stderr) else "json"
     formatter = JsonFormatter if log_format == "json" else TextFormatter
     handler.setFormatter(formatter(service, instance))
     root = logging.getLogger()
@@ -123,6 +133,16 @@ def setup_logs(
         root.removeHandler(earlier)
     root.addHandler(handler)
     set_log_level(log_level)
+
+
+def is_shown_on_terminal(stream: TextIO | None) -> bool:
+    """Whether people read it as it is written: it is a terminal, or a parent process copies it to one."""
+    if stream is None:
+        return False
+    # ValueError: it is closed.
+    with contextlib.suppress(ValueError):
+        return stream.isatty() or bool(read_environment(COPIED_TO_TERMINAL))
+    return False
 
 
 def set_log_level(log_level: str) -> None:

@@ -7,9 +7,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from service_kit.clock import Clock
+from service_kit.metrics import Distribution
 
 INTERVAL_S = 0.01
 WINDOW_S = 20.0
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class LoopLag:
     def __init__(self, clock: Clock, *, interval_s: float = INTERVAL_S, window_s: float = WINDOW_S) -> None:
         self._clock = clock
         self._interval_s = interval_s
+        self.distribution = Distribution(LAG_BUCKETS)  # of all samples since the start
         self._samples_s: deque[float] = deque(maxlen=max(1, round(window_s / interval_s)))
         self._due_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -67,14 +70,18 @@ class LoopLag:
         now = self._clock.now()
         if now < self._due_at:
             # A loop with coarse timers may fire a little early, which counts as no lag.
-            self._samples_s.append(0.0)
+            self._note(0.0)
             self._due_at += self._interval_s
             return
         num_due = 1 + int((now - self._due_at) / self._interval_s)
         # Samples older than the window would be dropped at once.
         for index in range(max(0, num_due - (self._samples_s.maxlen or 0)), num_due):
-            self._samples_s.append(now - (self._due_at + index * self._interval_s))
+            self._note(now - (self._due_at + index * self._interval_s))
         self._due_at += num_due * self._interval_s
+
+    def _note(self, lag_s: float) -> None:
+        self._samples_s.append(lag_s)
+        self.distribution.observe(lag_s)
 
     def _schedule(self) -> None:
         delay_s = max(0.0, self._due_at - self._clock.now())

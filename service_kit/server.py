@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -38,6 +39,7 @@ __all__ = [
     "DrainCut",
     "Lifecycle",
     "LimitProfile",
+    "Listener",
     "Registration",
     "Server",
     "ServiceState",
@@ -155,6 +157,22 @@ class Registration:
     full_name: str
     add: Callable[[grpc.aio.Server], None]
     is_ready: bool = False
+
+
+class Listener(Protocol):
+    """What `run_server` serves."""
+
+    async def start(self) -> str:
+        """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
+        ...
+
+    def drain(self) -> None:
+        """Report that no new work should be sent. Calls are still served."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop serving; running calls get `grace_s` to end."""
+        ...
 
 
 class Server:
@@ -298,7 +316,7 @@ def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
 
 
 async def run_server(
-    servers: Sequence[Server],
+    servers: Sequence[Listener],
     *,
     on_drain: Callable[[], Awaitable[None]],
     drain_deadline_s: float,

@@ -50,6 +50,10 @@ class LockstepGroups:
     def find(self, name: str) -> LockstepGroup | None:
         return self._groups.get(name)
 
+    def present(self) -> list[LockstepGroup]:
+        """The groups that have engines."""
+        return [group for group in self._groups.values() if not group.is_empty]
+
     def formations(self) -> Mapping[str, Formation]:
         return {name: group.formation for name, group in self._groups.items()}
 
@@ -144,8 +148,7 @@ class LockstepGroups:
     def status(self) -> dict[str, str | int | float]:
         return {
             f"group.{group.name or 'unnamed'}.{key}": value
-            for group in self._groups.values()
-            if not group.is_empty
+            for group in self.present()
             for key, value in group.status().items()
         }
 

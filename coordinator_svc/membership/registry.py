@@ -81,6 +81,7 @@ class EngineRegistry:
         self.lease_s = lease_s
         self.clock = clock
         self._members: dict[str, Member] = {}
+        self.num_expired = 0
         self._lease_ends_at: dict[str, float] = {}
         self._expired_at = clock.now()
 
@@ -91,6 +92,11 @@ class EngineRegistry:
     def find(self, engine_id: str) -> Member | None:
         """The member of that id, or None."""
         return self._members.get(engine_id)
+
+    def leases_left_s(self) -> dict[str, float]:
+        """The time until the lease of each member ends."""
+        now = self.clock.now()
+        return {engine_id: max(0.0, ends_at - now) for engine_id, ends_at in self._lease_ends_at.items()}
 
     def register(self, registration: Registration, session_id: int) -> Member:
         """Enter an engine, or let one that lost its session continue, and start its lease.
@@ -191,6 +197,7 @@ class EngineRegistry:
             self.version += 1
             gone.append(self._members[engine_id].move_to(MemberState.GONE, self.version))
             self._forget(engine_id)
+        self.num_expired += len(gone)
         return gone
 
     def _rivals(self, registration: Registration) -> list[Member]:

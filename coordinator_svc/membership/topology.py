@@ -79,6 +79,11 @@ class Topology:
         """Grows with every change of loads."""
         return self._loads.version
 
+    @property
+    def num_stale_reports(self) -> int:
+        """Load reports that were dropped because a newer one had arrived."""
+        return self._loads.num_stale
+
     def register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> Member:
         """Register an engine under a session, or update its facts if the session has it already."""
         registration = to_registration(message)
@@ -229,7 +234,7 @@ class Topology:
             "num_ready": sum(member.state is MemberState.READY for member in members),
             "num_unreported": sum(not member.is_reporting for member in members),
             "num_frontends": len(self.frontends),
-            "num_stale_reports": self._loads.num_stale,
+            "num_stale_reports": self.num_stale_reports,
             "num_refused_as_stale": self.epoch_check.num_refused,
             "num_outstanding_commands": self.commands.num_outstanding,
             "num_refused_commands": self.commands.num_refused,

@@ -18,6 +18,8 @@ from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.scaling.group_snapshot import Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import MAX_TIMEOUT_S, Scaling
+from coordinator_svc.scaling.tracing import OperationTraces
+from service_kit import conventions as names
 from service_kit.clock import Clock
 from service_kit.errors import (
     FailedPrecondition,
@@ -28,6 +30,7 @@ from service_kit.errors import (
     Unavailable,
     to_parts,
 )
+from service_kit.telemetry import traced_operation
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
 
@@ -46,6 +49,7 @@ _IDLE_LOOK_INTERVAL_S = 1.0
 # A stream without changes repeats its last message, so that a disconnected reader is noticed.
 _REPEAT_S = 5.0
 _MAX_WATCHERS = 256
+_MAX_REASON_CHARS = 256  # in traces
 _STATES = {
     OperationState.PREPARING: scaling_pb2.OPERATION_STATE_PREPARING,
     OperationState.COMMITTING: scaling_pb2.OPERATION_STATE_COMMITTING,
@@ -78,6 +82,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         self._epoch = epoch
         self._rebuilt_at = rebuilt_at
         self._moved = ChangeSignal()
+        self._traces = OperationTraces()
         self._shown: tuple[object, ...] = ()  # the state that watchers were last woken for
         self._num_watchers = 0
         self._drain_tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +115,7 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
             )
         group = self._group_of(request.dp_group)
         operation = self._scaling.begin(group, request.new_size, self._clock.now(), request.timeout_ms / 1000)
+        self._traces.begin(operation.operation_id)
         fields = {"operation_id": operation.operation_id, "group": group.name}
         logger.info("scaling", extra={**fields, "from": operation.old_size, "to": operation.new_size})
         self._look()
@@ -165,9 +171,10 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
             )
         engine = self._engine_of(request.engine_id)
         if engine.state is not MemberState.DRAINING or request.deadline_ms:
-            refusal = await self._engines.drain(engine.engine_id, request.deadline_ms / 1000)
-            if refusal:
-                raise FailedPrecondition(f"engine {engine.engine_id} refuses to drain: {refusal}")
+            with traced_operation("drain engine", {names.ENGINE: engine.engine_id}):
+                refusal = await self._engines.drain(engine.engine_id, request.deadline_ms / 1000)
+                if refusal:
+                    raise FailedPrecondition(f"engine {engine.engine_id} refuses to drain: {refusal}")
             logger.info("engine drains", extra={"engine_id": engine.engine_id})
         return scaling_pb2.DrainEngineResponse(num_in_flight=self._engines.num_in_flight(engine.engine_id))
 
@@ -175,7 +182,9 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         self, request: scaling_pb2.EvictEngineRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> scaling_pb2.EvictEngineResponse:
         engine = self._engine_of(request.engine_id)
-        version = self._engines.evict(engine.engine_id, request.reason)
+        attributes = {names.ENGINE: engine.engine_id, names.CAUSE: request.reason[:_MAX_REASON_CHARS]}
+        with traced_operation("evict engine", attributes):
+            version = self._engines.evict(engine.engine_id, request.reason)
         self._signal.notify()
         return scaling_pb2.EvictEngineResponse(version=version)
 
@@ -204,14 +213,17 @@ class ScalingServicer(scaling_pb2_grpc.ScalingServiceServicer):
         for group in groups.values():
             if group.formed is not None and group.name in self._scaling.wanted():
                 self._engines.want_members(group.name, *self._scaling.members_wanted(group))
-        shown = (self._scaling.operations(), self._group_states())
+        operations = self._scaling.operations()
+        self._traces.look(operations)
+        shown = (operations, self._group_states())
         if shown != self._shown:
             self._shown = shown
             self._moved.notify()
 
     async def _send_drain(self, engine_id: str) -> None:
         try:
-            refusal = await self._engines.drain(engine_id, LEAVE_DEADLINE_S)
+            with traced_operation("drain engine", {names.ENGINE: engine_id}):
+                refusal = await self._engines.drain(engine_id, LEAVE_DEADLINE_S)
         except ServiceError as error:
             # The command is sent again: the session, or the answer, may only be late.
             logger.info("drain not delivered", extra={"engine_id": engine_id, "cause": str(error)})

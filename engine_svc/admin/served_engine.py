@@ -24,11 +24,13 @@ from engine_svc.loop.pause import RunState
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.clock import Clock
 from service_kit.errors import DeadlineExceeded, Internal, ServiceError, Unavailable, Unimplemented
+from service_kit.metrics import Metrics
 from triptych.engine.v1 import utility_pb2
 
 if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver, RankStatus
     from engine_svc.loop.controls import EngineControls
+    from engine_svc.scheduler.watch import SchedulerWatch
 
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class LoadedCore:
     )
     lockstep: LockstepDriver | None = None  # None: it does not step together with other engines
     rank_ids: Sequence[int] = ()  # process ids of the ranks
+    num_device_bytes: Callable[[], int] = int  # memory in use
+    watch: SchedulerWatch | None = None  # read on the engine thread; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class ServedEngine:
     kv_event_log: KVEventLog | None = None  # None: KV cache events are disabled
     features: WireFeatures = field(default_factory=WireFeatures)
     tensors: TensorReceiver = field(default_factory=TensorReceiver)
+    metrics: Metrics = field(default_factory=lambda: Metrics("engine"))
     progress: LoadProgress = field(default_factory=LoadProgress)
     core: LoadedCore | None = None
     failure: Failure | None = None

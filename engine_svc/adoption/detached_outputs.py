@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import nan
 
 from engine_svc.core.extras import Extras, merge_extras
-from engine_svc.core.request import Request, RequestOutput
+from engine_svc.core.request import FirstOutput, Request, RequestOutput
 from engine_svc.core.step import TokenLogprobs
 
 
@@ -17,7 +17,7 @@ class DetachedOutput:
 
     request: Request
     counts: list[int]  # output tokens of each step
-    num_cached_tokens: int | None = None
+    first: FirstOutput | None = None
     final: RequestOutput | None = None
     extras: Extras = field(default_factory=dict)
     sampled: TokenLogprobs | None = None  # logprobs of its newest tokens
@@ -84,7 +84,7 @@ class DetachedOutputs:
                     detached.add_logprobs(sampled[output.request_id].part(0, num_tokens))
             if output.extras:
                 detached.extras = merge_extras(detached.extras, output.extras)
-            if output.num_cached_tokens is not None:
-                detached.num_cached_tokens = output.num_cached_tokens
+            if output.first is not None:
+                detached.first = output.first
             if output.finish_reason is not None and not output.continues:
                 detached.final = output

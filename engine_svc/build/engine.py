@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
+from engine_svc.admin.metrics import register_engine
 from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine, UtilityCall
 from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.build.features import scheduler_features, wire_features
@@ -33,7 +34,7 @@ from engine_svc.core.artifacts import Artifact, check_artifacts, read_artifacts
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, StatsSnapshot
-from engine_svc.loop.protocols import NoLockstep
+from engine_svc.loop.protocols import EngineScheduler, NoLockstep
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
 from engine_svc.scheduler.budget import Budget
@@ -42,20 +43,23 @@ from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.policies import POLICIES
 from engine_svc.scheduler.policy import Policy, PolicyFactory
 from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.admin import AdminServicer
+from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
+from service_kit.metrics import Metrics
 from service_kit.plugins import find_offered
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.server import Lifecycle as ServiceLifecycle
+from service_kit.trace_page import traces_page
 from service_kit.version import installed_version
 
 if TYPE_CHECKING:
     from engine_svc.build.runner import RunnerSide
     from engine_svc.data_parallel.driver import LockstepDriver
-    from engine_svc.features.record import RecordedScheduler
     from engine_svc.loop.controls import EngineControls
 
 logger = logging.getLogger(__name__)
@@ -109,6 +113,10 @@ def build_served_engine(
         kv_event_log=KVEventLog(max_batches=_MAX_KV_BATCHES, max_blocks=_MAX_KV_BATCH_BLOCKS)
         if config.enable_kv_events
         else None,
+        metrics=Metrics(
+            "engine",
+            {"model_name": _served_name(config), "engine": str(config.data_parallel_rank)},
+        ),
         features=features,
         tensors=TensorReceiver(is_open=features.take_tensors),
         options=_options(config, origins),
@@ -119,16 +127,18 @@ def build_served_engine(
 
 def build_servers(
     config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: ServiceLifecycle
-) -> list[Server]:
-    """The listener for frontends, then the admin listener."""
+) -> tuple[Server, Server, AdminHTTP]:
+    """The listener for frontends, then the admin listeners."""
+    register_engine(engine.metrics, engine, servicer)
     admin = AdminServicer(
         "engine",
         f"engine-{config.index}",
         lambda: announce.status(engine, servicer.num_sessions),
         lifecycle=lifecycle,
         utility=AdminCalls(engine).serve,
+        watch=servicer.watchers.responses,
     )
-    return [
+    return (
         Server(
             listen=f"{config.host}:{config.port}",
             registrations=[Registration(FULL_NAME, servicer.add_to)],
@@ -143,7 +153,11 @@ def build_servers(
             service="engine",
             reflection=config.reflection,
         ),
-    ]
+        AdminHTTP(
+            f"{config.admin_http_host}:{config.admin_http_port}",
+            {"/metrics": metrics_page(engine.metrics.collect), "/traces/last": traces_page},
+        ),
+    )
 
 
 def build_memberships(
@@ -197,6 +211,9 @@ def _put_together(
     side: RunnerSide,
     defer: Callable[[Callable[[], None]], object],
 ) -> tuple[Engine, LoadedCore]:
+    # Imported here, as what builds the side.
+    from engine_svc.runner.memory.free_memory import num_bytes_in_use
+
     facts = _describe(config, served.artifacts, side)
     scheduler_config = _scheduler_config(config, side)
     cache_config = CacheConfig(
@@ -207,25 +224,28 @@ def _put_together(
         fingerprint=bytes.fromhex(facts.fingerprint.digest),
     )
     kv_event_log = served.kv_event_log
-    context = SchedulerContext(served.clock, defer, None if kv_event_log is None else kv_event_log.publish)
+    context = SchedulerContext(
+        served.clock,
+        defer,
+        scheduler_config,
+        cache_config,
+        served.metrics,
+        None if kv_event_log is None else kv_event_log.publish,
+    )
+    watch = SchedulerWatch(served.clock)
+    features = [*scheduler_features(config, context), watch]
     core = build_core(
         scheduler_config,
         cache_config,
         policy=config.scheduling_policy,
         scheduler_class=config.scheduler_class,
-        features=scheduler_features(config, context),
+        features=features,
     )
-    scheduler: Scheduler | RecordedScheduler = core.scheduler
-    at_end: list[Callable[[], None]] = []
+    scheduler: EngineScheduler = core.scheduler
+    for feature in features:
+        scheduler = feature.wrap(scheduler, core.kv_cache)
+    at_end: list[Callable[[], None]] = [feature.close for feature in features]
     lockstep = _build_lockstep(config, served, side, facts, at_end)
-    if config.record_decisions is not None:
-        from engine_svc.features.record import RecordedScheduler
-        from engine_svc.features.recorded_case import case_config, create_case
-
-        described = case_config(scheduler_config, cache_config, config.scheduling_policy)
-        case = create_case(Path(config.record_decisions), described, version=served.identity.version)
-        scheduler = recorded = RecordedScheduler(core.scheduler, core.kv_cache, case)
-        at_end.append(recorded.close)
     engine = Engine(
         scheduler=scheduler,
         executor=side.executor,
@@ -239,7 +259,14 @@ def _put_together(
     )
     controls = _build_controls(config, served, side, facts, engine, scheduler, defer, lockstep)
     return engine, LoadedCore(
-        facts, core.scheduler.refusal, core.kv_cache.hasher.extend, controls, lockstep, side.rank_ids
+        facts,
+        core.scheduler.refusal,
+        core.kv_cache.hasher.extend,
+        controls,
+        lockstep,
+        side.rank_ids,
+        num_bytes_in_use,
+        watch,
     )
 
 
@@ -275,7 +302,7 @@ def _build_controls(
     side: RunnerSide,
     facts: EngineFacts,
     engine: Engine,
-    scheduler: Scheduler | RecordedScheduler,
+    scheduler: EngineScheduler,
     defer: Callable[[Callable[[], None]], object],
     lockstep: LockstepDriver | None,
 ) -> EngineControls:
@@ -340,7 +367,7 @@ def _attention_kind(block_size: int, window: int | None) -> AttentionKind:
 def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: RunnerSide) -> EngineFacts:
     folder, model = Path(config.model), side.model
     return EngineFacts(
-        model_name=config.served_model_name or folder.resolve().name,
+        model_name=_served_name(config),
         fingerprint=_fingerprint(folder, artifacts, side, model.weights_digest),
         max_model_len=side.max_model_len,
         block_size=config.block_size,
@@ -355,6 +382,10 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
     )
+
+
+def _served_name(config: EngineConfig) -> str:
+    return config.served_model_name or Path(config.model).resolve().name
 
 
 def _fingerprint(

@@ -73,6 +73,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         )
         if experts is not None:
             experts.attach(loaded, Checkpoint(Path(config.model)))
+        progress("memory", 0, 1)
         max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
         if config.num_kv_blocks is None and config.kv_cache_memory is not None:
             warn_if_cut(config.kv_cache_memory, [sizing])

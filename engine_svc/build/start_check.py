@@ -5,7 +5,6 @@ Imports no torch, so that `serve` and `LLM` refuse a start without waiting for a
 
 from __future__ import annotations
 
-import os
 import runpy
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -49,7 +48,6 @@ def check_start(config: EngineConfig, *, num_engines: int = 1) -> None:
     _check_offered(config)
     _check_scheduling(config)
     devices = _checked_devices(config)
-    _check_writable(config)
     if is_hub_id(config.model):
         return
     folder = Path(config.model)
@@ -97,8 +95,6 @@ def _check_offered(config: EngineConfig) -> None:
 
 
 def _check_scheduling(config: EngineConfig) -> None:
-    if config.record_decisions is not None and config.scheduler_class != "default":
-        raise ConfigError("--record-decisions records the default scheduler, not that of --scheduler-class")
     if config.enable_chunked_prefill:
         return
     if config.scheduling_policy == "prefill-first":
@@ -143,13 +139,6 @@ def _checked_devices(config: EngineConfig) -> Sequence[int]:
             "them, or choose --device cpu"
         )
     return devices
-
-
-def _check_writable(config: EngineConfig) -> None:
-    if config.record_decisions is not None:
-        folder = Path(config.record_decisions).absolute().parent
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(f"--record-decisions: {folder} does not exist or is not writable")
 
 
 def _weight_bytes(config: EngineConfig, headers: Sequence[Header], stated: str | None) -> int:

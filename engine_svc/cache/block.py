@@ -40,6 +40,13 @@ class FreeList:
             yield block
             block = block.next
 
+    def __reversed__(self) -> Iterator[Block]:
+        """From the block to be reused last to the next."""
+        block = self._tail.previous
+        while block is not None and block is not self._head:
+            yield block
+            block = block.previous
+
     def pop_first(self) -> Block:
         """Remove and return the block to be reused next."""
         block = self._head.next

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from engine_svc.cache.block import Block, FreeList
 from engine_svc.cache.observer import CacheObserver
@@ -51,6 +52,11 @@ class BlockPool:
     def free_block_ids(self) -> list[int]:
         """The free blocks from the next to be allocated to the last. For tests and debugging: O(n)."""
         return [block.block_id for block in self._free]
+
+    def cached_block_ids(self, limit: int) -> list[int]:
+        """Cached blocks without a holder among the `limit` that are reused last, from the last on."""
+        newest_first = islice(reversed(self._free), limit)
+        return [block.block_id for block in newest_first if block.key is not None]
 
     @property
     def num_cached_keys(self) -> int:

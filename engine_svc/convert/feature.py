@@ -64,10 +64,10 @@ class WireFeature:
 
         Checks everything as if no frontend had done so.
         """
-        raise NotImplementedError
+        return None
 
-    def write(self, step: step_pb2.Step, row: int, extra: Any) -> None:
-        """Write what goes to the client of this row."""
+    def write(self, step: step_pb2.Step, row: int, extra: Any, now: float) -> None:
+        """Write what goes to the client of this row. now: on the engine's clock; times are sent as ages."""
         raise NotImplementedError
 
     def announce(self, ready: session_pb2.Ready) -> None:
@@ -110,9 +110,14 @@ class WireFeatures:
                 found.append(parsed)
         return found
 
-    def write(self, step: step_pb2.Step, row: int, extra: OutputExtra) -> None:
-        self._writers[type(extra)].write(step, row, extra)
+    def write(self, step: step_pb2.Step, row: int, extra: OutputExtra, now: float) -> None:
+        self._writers[type(extra)].write(step, row, extra, now)
 
     def announce(self, ready: session_pb2.Ready) -> None:
         for feature in self._features:
             feature.announce(ready)
+
+
+def to_us(seconds: float) -> int:
+    """A duration on the wire, in microseconds."""
+    return max(0, round(seconds * 1e6))

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.convert.feature import AddContext, WireFeatures
+from engine_svc.convert.feature import AddContext, WireFeatures, to_us
 from engine_svc.convert.logprobs import add_logprobs, pack
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
-from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.request import FinishReason, FirstOutput, PrefillStats, Request
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
@@ -109,7 +109,6 @@ def to_request(
         priority=entry.priority,
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
-        trace_context=(entry.trace_context.traceparent, entry.trace_context.tracestate),
         spans=context.spans,
         extras={type(one.extra): one.extra for one in parsed},
     )
@@ -129,9 +128,12 @@ def to_abort_cause(reason: engine_pb2.AbortReason) -> str:
 
 
 def to_step(
-    output: StepOutput, stop_token_ids: dict[int, frozenset[int]], features: WireFeatures
+    output: StepOutput, stop_token_ids: dict[int, frozenset[int]], features: WireFeatures, now: float
 ) -> step_pb2.Step:
-    """The columns of a step. stop_token_ids: by handle, those that the requests themselves named."""
+    """The columns of a step. stop_token_ids: by handle, those that the requests themselves named.
+
+    now: on the engine's clock; times become ages.
+    """
     step = step_pb2.Step(
         step_number=output.step_number,
         handles=pack(array("I", output.handles)),
@@ -144,24 +146,28 @@ def to_step(
         step.num_tokens_wide = pack(array("I", output.num_tokens))
     for row, counts in output.parts:
         step.parts.add(row=row, num_tokens=counts)
-    for row, num_cached_tokens in output.first:
-        step.first.add(row=row, num_cached_tokens=num_cached_tokens)
+    if output.ended_at is not None:
+        step.age_us = to_us(now - output.ended_at)
+    for row, first in output.first:
+        record = step.first.add(row=row, num_cached_tokens=first.num_cached_tokens)
+        if first.prefill is not None:
+            _set_prefill(record.prefill_stats, first, first.prefill)
     # End offset of each row's tokens. In most steps no request stops at a token, and it is not needed.
     stops = any(finished.reason is FinishReason.STOP for finished in output.finished)
     ends = list(accumulate(output.num_tokens)) if stops else []
     for finished in output.finished:
-        record = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
+        end = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
         if finished.reason is FinishReason.STOP:
             last_token = output.token_ids[ends[finished.row] - 1]
-            _set_stop(record, finished, last_token, stop_token_ids[output.handles[finished.row]])
+            _set_stop(end, finished, last_token, stop_token_ids[output.handles[finished.row]])
         elif finished.reason is FinishReason.ERROR:
-            record.message = finished.message
+            end.message = finished.message
     if output.token_logprobs is not None:
         add_logprobs(step, output, output.token_logprobs)
     if output.extras:
         for row, handle in enumerate(output.handles):
             for extra in output.extras.get(handle, {}).values():
-                features.write(step, row, extra)
+                features.write(step, row, extra, now)
     return step
 
 
@@ -185,6 +191,13 @@ def to_error_status(error: ServiceError) -> error_pb2.ErrorStatus:
     """`error` as data, with its google.rpc details."""
     code, message, details = to_parts(error)
     return error_pb2.ErrorStatus(code=code, message=message, details=details)
+
+
+def _set_prefill(stats: step_pb2.PrefillStats, first: FirstOutput, prefill: PrefillStats) -> None:
+    stats.num_prompt_tokens = prefill.num_prompt_tokens
+    stats.num_computed_tokens = prefill.num_prompt_tokens - first.num_cached_tokens
+    stats.num_chunks = prefill.num_chunks
+    stats.queue_us, stats.prefill_us = to_us(prefill.queue_s), to_us(prefill.prefill_s)
 
 
 def _set_stop(

@@ -23,8 +23,8 @@ class Extra(Protocol):
     def decode(cls, data: bytes) -> Self: ...
 
 
-class OutputExtra(Extra, Protocol):
-    """An extra of a result that goes to the client with the request's output."""
+class OutputExtra(Protocol):
+    """An extra that goes to the client with the request's output. One that a rank makes is an Extra too."""
 
     @property
     def size_bytes(self) -> int:

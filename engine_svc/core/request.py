@@ -98,7 +98,6 @@ class Request:
     spans: tuple[ContentSpan, ...] = ()  # in order of their start
     num_encoder_tokens: int = 0  # that cross-attention reads; 0 = none
     is_resumable: bool = False  # it waits for a further input segment at the end of a turn
-    trace_context: tuple[str, str] = ("", "")  # passed on, never read: traceparent, tracestate
     extras: Extras = field(default_factory=dict)  # of features; passed on to the runner, never read
     blockers: set[str] = field(default_factory=set)  # names of what it waits for before admission
 
@@ -110,6 +109,7 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)  # with KV, including those of steps in flight
     num_placeholders: int = field(default=0, init=False)  # sampled by steps in flight, values not yet known
     num_cached_tokens: int = field(default=0, init=False)  # prefix hit at the first admission
+    num_chunks: int = field(default=0, init=False)  # planned rows that end inside of its known tokens
     num_preemptions: int = field(default=0, init=False)
     resumes_after_step: int = field(default=0, init=False)  # the last step in flight at its preemption
     last_row_sampled: bool = field(default=True, init=False)  # False: its last step ended inside the prompt
@@ -158,6 +158,24 @@ class Request:
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillStats:
+    """How the prompt of a request was computed; output of an earlier engine is a part of it."""
+
+    num_prompt_tokens: int
+    num_chunks: int  # steps, with those that a preemption undid
+    queue_s: float  # from its arrival to its first admission
+    prefill_s: float  # from there to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class FirstOutput:
+    """What the first output of a request says of its prompt. prefill: None without a first token."""
+
+    num_cached_tokens: int
+    prefill: PrefillStats | None = None
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The output of a step for one request. Only the last of a request, or of a turn, has a finish reason."""
@@ -166,7 +184,12 @@ class RequestOutput:
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it; None for the end-of-sequence token
-    num_cached_tokens: int | None = None  # set in the first output of the request only
+    first: FirstOutput | None = None  # in the first output of the request only
     message: str = ""  # for people, if it ended by an error
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Set in the first output of the request only."""
+        return None if self.first is None else self.first.num_cached_tokens

@@ -150,8 +150,13 @@ class StepResult:
         return sorted((faults | self.failed).items())
 
     def clear_faulty(self) -> None:
-        """Remove all else that the step produced for rows that end with an error."""
+        """Remove all else that the step produced for rows that end with an error.
+
+        What explains the error stays: extras of a type with `stays_with_error`.
+        """
         for row, _ in self.faults():
             self.sampled[row] = []
-            for of_rows in (self.logprobs, *self.extras.values()):
-                of_rows.pop(row, None)
+            self.logprobs.pop(row, None)
+            for kind, of_rows in self.extras.items():
+                if not getattr(kind, "stays_with_error", False):
+                    of_rows.pop(row, None)

@@ -9,9 +9,12 @@ from importlib.metadata import entry_points
 
 # The order is the order of application: what forces a token comes last.
 FEATURES = (
-    "request_spans",
+    "request_events",
     "kv_events",
+    "kv_residency",
     "log_steps",
+    "sched_trace",
+    "nan_counts",
     "prompt_embeds",
     "prompt_logprobs",
     "token_rules",

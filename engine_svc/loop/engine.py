@@ -168,7 +168,7 @@ class Engine:
         outputs = self._scheduler.update(plan, result, now)
         self._steps.pop_oldest()
         self._stats.end_step(now)
-        self._requests.publish(plan, result, outputs)
+        self._requests.publish(plan, result, outputs, now)
         self._recovery.apply(decision)
         return True
 

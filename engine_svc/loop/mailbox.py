@@ -14,9 +14,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.core.request import Request
+from engine_svc.core.request import FinishReason, Request
 from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
+from service_kit.metrics import Counts, Distribution
+
+STEP_TIME_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 60,
+)  # fmt: skip
+# Known from the start, so that each is counted from 0.
+_ABORT_CAUSES = (
+    "client", "deadline", "stop_string", "slow_consumer", "migrated", "session_lost", "poison", "pause",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +163,11 @@ class Outbox:
         return bool(self._rest) or not self._unread.is_empty
 
     @property
+    def num_unread_bytes(self) -> int:
+        """The approximate size of unread steps on the wire."""
+        return self._unread.size_bytes
+
+    @property
     def has_rest(self) -> bool:
         """Whether a step was read in part."""
         return bool(self._rest)
@@ -192,10 +206,20 @@ class LoopStats:
     scheduler: SchedulerStats | None = None  # None until the model is loaded
 
 
+class LoopCounts:
+    """Counts since the start, to which the engine thread adds in place, and which any thread reads."""
+
+    def __init__(self) -> None:
+        self.finished = Counts({(reason.value,): 0 for reason in FinishReason})
+        self.aborted = Counts({(cause,): 0 for cause in _ABORT_CAUSES})
+        self.step_times = Distribution(STEP_TIME_BUCKETS)
+
+
 class StatsSnapshot:
     """The latest statistics of the loop: replaced whole by the engine thread, read by any thread."""
 
     def __init__(self) -> None:
+        self.counts = LoopCounts()
         self._stats = LoopStats()
         self._progressed_at = float("-inf")
 

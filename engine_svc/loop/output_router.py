@@ -48,9 +48,16 @@ class OutputRouter:
         return steps
 
     def rows(
-        self, outputs: list[RequestOutput], sampled: Mapping[str, TokenLogprobs], step_number: int
+        self,
+        outputs: list[RequestOutput],
+        sampled: Mapping[str, TokenLogprobs],
+        step_number: int,
+        ended_at: float | None = None,
     ) -> dict[Outbox, StepOutput]:
-        """What each outbox gets of these outputs, as one step. sampled: their logprobs, by request."""
+        """What each outbox gets of these outputs, as one step. sampled: their logprobs, by request.
+
+        ended_at: when the step that produced them ended; None: none did.
+        """
         steps: dict[Outbox, StepOutput] = {}
         routes, latest = self.by_id, None
         logprobs = self._logprobs_by_outbox(sampled)
@@ -59,14 +66,14 @@ class OutputRouter:
             outbox, handle = routes[output.request_id]
             # Neighbours mostly have the same outbox, so its columns are looked up once for all of them.
             if outbox is not latest:
-                step = steps.setdefault(outbox, StepOutput(step_number))
+                step = steps.setdefault(outbox, StepOutput(step_number, ended_at=ended_at))
                 handles, num_tokens, token_ids = step.handles, step.num_tokens, step.token_ids
                 latest = outbox
             handles.append(handle)
             num_tokens.append(len(output.new_token_ids))
             token_ids += output.new_token_ids
-            if output.num_cached_tokens is not None:
-                step.first.append((len(handles) - 1, output.num_cached_tokens))
+            if output.first is not None:
+                step.first.append((len(handles) - 1, output.first))
             if output.extras:
                 step.extras[handle] = output.extras
             if output.finish_reason is not None and not output.continues:
@@ -99,8 +106,8 @@ def _whole(detached: DetachedOutput, handle: int, step_number: int) -> StepOutpu
     step = StepOutput(step_number, [handle], [len(token_ids)], token_ids)
     if len(detached.counts) > 1:
         step.parts.append((0, list(detached.counts)))
-    if detached.num_cached_tokens is not None:
-        step.first.append((0, detached.num_cached_tokens))
+    if detached.first is not None:
+        step.first.append((0, detached.first))
     if final is not None and final.finish_reason is not None:
         step.finished.append(_finished_row(0, final, final.finish_reason))
     token_logprobs = detached.token_logprobs()

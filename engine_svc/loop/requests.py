@@ -64,6 +64,7 @@ class EngineRequests:
         """End requests; their final outputs go out with what is published next."""
         for output in self._scheduler.abort(request_ids, self._clock.now(), cause, reason):
             output.message = message
+            self._stats.count_abort(cause)
             self._ended.append(output)
 
     def adopt(self, command: Adopt) -> None:
@@ -84,22 +85,27 @@ class EngineRequests:
         left_s = self._deadlines.left_s(self._clock.now())
         return None if left_s is None else min(left_s, _MAX_WAIT_S)
 
-    def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput]) -> None:
-        """Send each session its rows of a finished step."""
+    def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput], now: float) -> None:
+        """Send each session its rows of a step that has just ended."""
         self._step_number = plan.step_number
         sampled = {plan.request_ids[row]: logprobs for row, logprobs in result.logprobs.items()}
-        self._publish(outputs, sampled)
+        self._publish(outputs, sampled, now)
 
     def publish_ended(self) -> None:
         """Send the final outputs of requests that were ended from outside."""
         if self._ended:
             self._publish([], {})
 
-    def _publish(self, outputs: list[RequestOutput], sampled: Mapping[str, TokenLogprobs]) -> None:
+    def _publish(
+        self,
+        outputs: list[RequestOutput],
+        sampled: Mapping[str, TokenLogprobs],
+        ended_at: float | None = None,
+    ) -> None:
         if self._ended:
             outputs = self._ended + outputs
             self._ended = []
-        steps = self._router.rows(outputs, sampled, self._step_number)
+        steps = self._router.rows(outputs, sampled, self._step_number, ended_at)
         # Statistics first: a client that receives the end of a request then finds its blocks free.
         self._stats.count_outputs(steps.values())
         self._stats.post()

@@ -29,6 +29,7 @@ class StatsRecorder:
         scheduler_stats: Callable[[], SchedulerStats],
     ) -> None:
         self._snapshot = snapshot
+        self._counts = snapshot.counts
         self._clock = clock
         self._has_work = has_work
         self._scheduler_stats = scheduler_stats
@@ -46,6 +47,8 @@ class StatsRecorder:
 
     def end_step(self, now: float) -> None:
         """The oldest step in flight has ended."""
+        if self._step_time.running_since is not None:
+            self._counts.step_times.observe(now - self._step_time.running_since)
         self._step_time.end(now)
 
     def drop_steps(self) -> None:
@@ -74,10 +77,15 @@ class StatsRecorder:
     def count_prompt(self, num_tokens: int) -> None:
         self._num_prompt_tokens += num_tokens
 
+    def count_abort(self, cause: str) -> None:
+        self._counts.aborted.add(cause)
+
     def count_outputs(self, steps: Iterable[StepOutput]) -> None:
         for step in steps:
             self._num_generated_tokens += len(step.token_ids)
             self._num_finished += len(step.finished)
+            for finished in step.finished:
+                self._counts.finished.add(finished.reason.value)
 
     def post(self) -> None:
         step_time = self._step_time

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_svc.core.extras import Extras, merge_extras
-from engine_svc.core.request import FinishReason
+from engine_svc.core.request import FinishReason, FirstOutput
 from engine_svc.core.step import TokenLogprobs
 
 # A sixteenth of the largest message that either side accepts: heartbeats wait behind a long message.
 MAX_PIECE_BYTES = 4 * 1024 * 1024
 # Upper limits on the wire: a row with all that it has once, a token with its share of the per-step counts,
 # one logprob with its token id or rank.
-_ROW_BYTES = 64
+_ROW_BYTES = 128
 _TOKEN_BYTES = 5
 _ENTRY_BYTES = 8
 # Up to this many unread steps are kept unmerged: a reader that is only busy finds a handful.
@@ -74,12 +74,14 @@ class StepOutput:
     num_tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # of all rows, one row after the other
     finished: list[FinishedRow] = field(default_factory=list)
-    # (row, cached tokens) of requests whose first output this is.
-    first: list[tuple[int, int]] = field(default_factory=list)
+    # (row, what it says of the prompt) of requests whose first output this is.
+    first: list[tuple[int, FirstOutput]] = field(default_factory=list)
     # (row, tokens of each step) of rows whose tokens are of several steps, so that merging loses nothing.
     parts: list[tuple[int, list[int]]] = field(default_factory=list)
     token_logprobs: LogprobDeltas | None = None  # of requests that asked for them; None: no request did
     extras: dict[int, Extras] = field(default_factory=dict)  # of features, by handle
+    # When the newest of its steps ended, on the engine's clock; None: no step produced the rows.
+    ended_at: float | None = None
 
     def add_logprobs(self, token_logprobs: LogprobDeltas) -> None:
         """Add the logprobs of the rows' tokens."""
@@ -118,7 +120,7 @@ class StepOutput:
         self.num_tokens += other.num_tokens
         self.token_ids += other.token_ids
         self.finished += [replace(end, row=row + end.row) for end in other.finished]
-        self.first += [(row + index, num_cached_tokens) for index, num_cached_tokens in other.first]
+        self.first += [(row + index, first) for index, first in other.first]
         self.parts += [(row + index, counts) for index, counts in other.parts]
         if other.token_logprobs is not None:
             self.token_logprobs = self.token_logprobs or LogprobDeltas()
@@ -136,7 +138,7 @@ class UnreadSteps:
         self._tokens: dict[int, list[int]] = {}
         self._counts: dict[int, list[int]] = {}
         self._finished: dict[int, FinishedRow] = {}
-        self._first: dict[int, int] = {}
+        self._first: dict[int, FirstOutput] = {}
         self._token_logprobs: LogprobDeltas | None = None
         self._extras: dict[int, Extras] = {}
 
@@ -160,6 +162,8 @@ class UnreadSteps:
         if len(self._recent) == 1 and not self._tokens:
             return self._recent[0]
         merged = StepOutput(self._recent[-1].step_number)
+        ends = [output.ended_at for output in self._recent if output.ended_at is not None]
+        merged.ended_at = ends[-1] if ends else None
         self._merge_recent()
         merged.token_logprobs = self._token_logprobs
         merged.extras = self._extras
@@ -183,7 +187,7 @@ class UnreadSteps:
                 self._merge_rows(run[0])
             for output in run:
                 self._finished.update((output.handles[end.row], end) for end in output.finished)
-                self._first.update((output.handles[row], num_cached) for row, num_cached in output.first)
+                self._first.update((output.handles[row], first) for row, first in output.first)
                 if output.token_logprobs is not None:
                     self._token_logprobs = self._token_logprobs or LogprobDeltas()
                     self._token_logprobs.merge(output.token_logprobs)
@@ -247,7 +251,10 @@ def split(output: StepOutput, max_bytes: int = MAX_PIECE_BYTES) -> list[StepOutp
     # In one message the logprob columns of all rows are as wide as the widest row's. Sorting keeps the parts
     # of a row in order: extras have no such column, and all tokens of a request have the same width.
     parts.sort(key=lambda part: _WireSize.of(part).num_entries)
-    return list(_packed(parts, max_bytes))
+    pieces = list(_packed(parts, max_bytes))
+    for piece in pieces:
+        piece.ended_at = output.ended_at
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)

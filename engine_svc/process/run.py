@@ -15,6 +15,7 @@ import uvloop
 
 from engine_svc.admin.announce import num_in_flight
 from engine_svc.admin.lifecycle import EngineState
+from engine_svc.admin.load_log import LoadLog
 from engine_svc.admin.served_engine import Failure, LoadedCore, ServedEngine
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine, build_servers
 from engine_svc.build.start_check import check_start
@@ -34,7 +35,7 @@ from service_kit.errors import InvalidArgument
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -64,20 +65,18 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     except (ValueError, OSError) as error:
         write_log_line(f"triptych engine: {error}")
         return EXIT_CANNOT_LOAD
-    setup_telemetry(
+    starting = setup_telemetry(
         "engine", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
     )
     logger.info("starting", extra={"options": loaded.changed()})
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
+        starting.enter("find model")
         config = _with_folder(config)
-    except (ConfigError, ModelError) as error:
+        exit_code = uvloop.run(_serve(config, loaded.origins, starting))
+    except (AddressError, ConfigError, ModelError) as error:
         write_log_line(f"triptych engine: {error}")
-        return EXIT_CANNOT_LOAD
-    try:
-        exit_code = uvloop.run(_serve(config, loaded.origins))
-    except (AddressError, ConfigError) as error:
-        write_log_line(f"triptych engine: {error}")
+        starting.end(str(error))
         exit_code = EXIT_CANNOT_LOAD
     # Undoes the freeze of `calm_collector`.
     gc.unfreeze()
@@ -113,16 +112,21 @@ def _with_folder(config: EngineConfig) -> EngineConfig:
     return config
 
 
-async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
+async def _serve(config: EngineConfig, origins: Mapping[str, str], starting: StartTrace) -> int:
+    starting.enter("listen")
     engine = build_served_engine(config, origins)
     servicer = EngineCoreServicer(engine)
     lifecycle = Lifecycle(lambda: num_in_flight(engine))
     servers = build_servers(config, engine, servicer, lifecycle)
     departure = Departure(engine, until_dry=servicer.until_dry, stop_process=_stop_process)
-    thread = _engine_thread(config, engine)
-    heartbeats = _background(engine, servicer.beat_forever())
+    thread = _engine_thread(config, engine, starting)
+    background = [
+        _background(engine, servicer.beat_forever()),
+        _background(engine, LoadLog(engine.stats_snapshot, engine.clock).run()),
+        _background(engine, export_metrics(engine.metrics)),
+    ]
     memberships: list[asyncio.Task[None]] = []
-    engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state))
+    engine.lifecycle.subscribe(lambda state: _follow(engine, servers[0], state, starting))
     patience = _PATIENT
 
     async def cut(cause: DrainCut) -> None:
@@ -154,7 +158,7 @@ async def _serve(config: EngineConfig, origins: Mapping[str, str]) -> int:
     finally:
         _stop(engine)
         await asyncio.gather(
-            _leave(heartbeats, memberships, patience.last_words_s), thread.stop(patience.thread_s)
+            _leave(background, memberships, patience.last_words_s), thread.stop(patience.thread_s)
         )
     if engine.failure is not None:
         # The last line: nothing that is logged at a stop comes after the cause.
@@ -186,37 +190,44 @@ def _stop(engine: ServedEngine) -> None:
 
 
 async def _leave(
-    heartbeats: asyncio.Task[None], memberships: list[asyncio.Task[None]], last_words_s: float
+    background: list[asyncio.Task[None]], memberships: list[asyncio.Task[None]], last_words_s: float
 ) -> None:
     """Wait for the goodbye to the coordinator, then cancel the background tasks."""
     if memberships:
         await asyncio.wait(memberships, timeout=last_words_s)
-    for task in (heartbeats, *memberships):
+    for task in (*background, *memberships):
         task.cancel()
-    await asyncio.wait((heartbeats, *memberships))
+    await asyncio.wait((*background, *memberships))
 
 
-def _engine_thread(config: EngineConfig, engine: ServedEngine) -> EngineThread:
+def _engine_thread(config: EngineConfig, engine: ServedEngine, starting: StartTrace) -> EngineThread:
     event_loop = asyncio.get_running_loop()
     display = LoadDisplay(sys.stderr, engine.clock)
 
     def on_progress(progress: LoadProgress) -> None:
         engine.progress = progress
+        starting.enter(progress.phase)
         display.show(progress)
 
     def load() -> tuple[Engine, LoadedCore]:
+        starting.enter("import")
         try:
             built = build_engine(config, engine, progress=on_progress, defer=event_loop.call_soon_threadsafe)
         finally:
             display.close()
+        starting.enter("assemble")
         calm_collector()
         return built
 
     return EngineThread(engine, load, ends_if_hung=True)
 
 
-def _follow(engine: ServedEngine, server: Server, state: EngineState) -> None:
+def _follow(engine: ServedEngine, server: Server, state: EngineState, starting: StartTrace) -> None:
     server.set_ready(FULL_NAME, state is EngineState.READY)
+    if state is EngineState.READY:
+        starting.end()
+    elif state is EngineState.FAILED:
+        starting.end("cannot load" if engine.failure is None else engine.failure.reason)
     if state is EngineState.READY and engine.core is not None:
         facts = engine.core.facts
         num_kv_tokens = facts.num_kv_blocks * facts.block_size
@@ -240,8 +251,10 @@ def _stop_process() -> None:
 
 
 def _announce(config: EngineConfig, addresses: list[str]) -> None:
-    address, admin_address = addresses
-    logger.info("listening", extra={"address": address, "admin_address": admin_address})
+    address, admin_address, admin_http = addresses
+    logger.info(
+        "listening", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+    )
     write_announcement(
         config.announce_fd,
         {
@@ -250,6 +263,7 @@ def _announce(config: EngineConfig, addresses: list[str]) -> None:
             "pid": os.getpid(),
             "address": address,
             "admin_address": admin_address,
+            "admin_http": admin_http,
         },
     )
 

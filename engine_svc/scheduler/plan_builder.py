@@ -97,7 +97,9 @@ class PlanBuilder:
         self.remaining -= num_tokens
         for budget in self._budgets:
             budget.take(request, num_tokens)
-        if samples and self._overlaps:
+        if not samples:
+            request.num_chunks += 1
+        elif self._overlaps:
             request.num_placeholders += 1 + len(drafts)
             request.draft_token_ids = self._unknown_drafts
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.core.request import FinishReason, Request, RequestOutput, RequestStatus
+from engine_svc.core.request import (
+    FinishReason,
+    FirstOutput,
+    PrefillStats,
+    Request,
+    RequestOutput,
+    RequestStatus,
+)
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.turns import INPUT
@@ -114,7 +121,7 @@ class RequestQueues:
         self.finish(request, reason, now)
         output = RequestOutput(request.request_id, [], reason)
         if request.timeline.first_token_at is None:
-            output.num_cached_tokens = request.num_cached_tokens
+            output.first = FirstOutput(request.num_cached_tokens)
         return output
 
     def end_broken(self, request: Request, message: str, now: float) -> RequestOutput:
@@ -148,10 +155,18 @@ class RequestQueues:
 
 
 def note_first_token(request: Request, output: RequestOutput, now: float) -> None:
-    """Stamp the first token of a request, and report its cached tokens with it."""
-    request.timeline.first_token_at = now
-    request.timeline.events.append(("first_token", now))
-    output.num_cached_tokens = request.num_cached_tokens
+    """Stamp the first token of a request, before it is appended, and report its prompt with it."""
+    timeline = request.timeline
+    timeline.first_token_at = now
+    timeline.events.append(("first_token", now))
+    scheduled_at = now if timeline.scheduled_at is None else timeline.scheduled_at
+    prefill = PrefillStats(
+        num_prompt_tokens=request.num_tokens,
+        num_chunks=request.num_chunks + 1,
+        queue_s=scheduled_at - timeline.queued_at,
+        prefill_s=now - scheduled_at,
+    )
+    output.first = FirstOutput(request.num_cached_tokens, prefill)
 
 
 def _forget_progress(request: Request) -> None:

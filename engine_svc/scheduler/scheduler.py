@@ -27,7 +27,13 @@ from engine_svc.scheduler.speculation import (
     pad_with_drafts,
     roll_back_rejected,
 )
-from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.scheduler.stats import (
+    FREE_BLOCKS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    PAUSED,
+    SchedulerStats,
+)
 from engine_svc.scheduler.turns import INPUT, begin_turn, note_limits, settle_turn, why_stopped
 
 
@@ -64,7 +70,9 @@ class Scheduler:
         self._prefill_limit = 0  # of this step
         self._pads_newcomers = False  # in this step
         self._has_running_rows = False  # in this step
+        self._admission_limit = ""  # of the newest plan
         self._num_chunked_prefills = 0
+        self._num_non_finite_rows = 0
         self._max_rows = 0
         self._drafts = DraftCounter()
 
@@ -110,7 +118,9 @@ class Scheduler:
             num_preemptions=queues.num_preemptions,
             num_chunked_prefills=self._num_chunked_prefills,
             max_rows=self._max_rows,
+            num_non_finite_rows=self._num_non_finite_rows,
             drafts=self._drafts.stats(),
+            admission_limit=self._admission_limit if self._pause is PauseState.NONE else PAUSED,
         )
 
     def refusal(self, request: Request) -> str | None:
@@ -235,8 +245,10 @@ class Scheduler:
             request.last_row_sampled for request in queues.running
         )
         self._schedule_running(now)
-        if not plan.preempted and self._pause is PauseState.NONE:
-            self._admit_waiting(now)
+        if plan.preempted:
+            self._admission_limit = FREE_BLOCKS
+        elif self._pause is PauseState.NONE:
+            self._admission_limit = self._admit_waiting(now)
         rows = self._builder.rows
         if not rows:
             return plan
@@ -256,6 +268,7 @@ class Scheduler:
         assert result.step_number == plan.step_number, "a result belongs to its plan"
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
         self._updated_step_number = plan.step_number
+        self._num_non_finite_rows += sum(not rows[row].is_finished for row in result.non_finite)
         broken = [(rows[row], why) for row, why in result.faults() if not rows[row].is_finished]
         outputs = [self._queues.end_broken(request, why, now) for request, why in broken]
         finished = RequestStatus.FINISHED
@@ -332,24 +345,27 @@ class Scheduler:
         )
         return self._builder.clip(request, num_tokens)
 
-    def _admit_waiting(self, now: float) -> None:
+    def _admit_waiting(self, now: float) -> str:
+        """Admit requests; returns what ended the admission, empty if each was asked."""
         config, queues, builder = self._config, self._queues, self._builder
         self._has_running_rows = bool(builder.rows)
         index = 0
         while builder.remaining and len(queues.running) < config.max_num_seqs:
             request = queues.waiting.at(index)
             if request is None:
-                return
+                return ""
             # A preempted request needs its tokens of steps in flight before it can continue.
             waits_for_tokens = request.resumes_after_step > self._updated_step_number
             if waits_for_tokens or not builder.admits(request):
                 index += 1
                 continue
-            if not self._admit(request, now):
+            if limit := self._admit(request, now):
                 # No request overtakes one that only has to wait for room.
-                return
+                return limit
+        return MAX_NUM_SEQS if builder.remaining else MAX_NUM_BATCHED_TOKENS
 
-    def _admit(self, request: Request, now: float) -> bool:
+    def _admit(self, request: Request, now: float) -> str:
+        """Admit a request; returns the limit that it does not fit into, empty if it was admitted."""
         config, kv_cache, builder = self._config, self._kv_cache, self._builder
         hit = kv_cache.match_prefix(request)
         num_computed = request.num_computed_tokens
@@ -361,17 +377,17 @@ class Scheduler:
         wanted = self._limit(wanted)
         num_tokens = builder.clip(request, wanted)
         must_be_whole = request.draft_token_ids or not config.enable_chunked_prefill
-        new_block_ids = None
+        new_block_ids, limit = None, MAX_NUM_BATCHED_TOKENS
         if num_tokens >= 1 and not (must_be_whole and num_tokens < wanted):
-            new_block_ids = self._make_room(request, hit, num_tokens)
+            new_block_ids, limit = self._make_room(request, hit, num_tokens), FREE_BLOCKS
         if new_block_ids is None:
             request.draft_token_ids, request.num_computed_tokens = [], num_computed
-            return False
+            return limit
         self._queues.enter(request, now)
         builder.admit(request, new_block_ids)
         builder.add_row(request, num_tokens, new_block_ids)
         self._num_chunked_prefills += not request.last_row_sampled
-        return True
+        return ""
 
     def _make_room(self, request: Request, hit: PrefixHit, num_tokens: int) -> NewBlocks | None:
         """Blocks for a request that is admitted; if none runs, also those of idle requests."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What keeps waiting requests from being admitted.
+FREE_BLOCKS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, PAUSED = (
+    "free_blocks", "max_num_seqs", "max_num_batched_tokens", "paused",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
@@ -34,4 +39,6 @@ class SchedulerStats:
     num_preemptions: int
     num_chunked_prefills: int  # admissions whose first step did not reach their last known token
     max_rows: int  # of any step
+    num_non_finite_rows: int  # each ended its request with an error
     drafts: DraftStats
+    admission_limit: str = ""  # why the newest plan admitted no further request; empty: none waited

@@ -13,6 +13,7 @@ import grpc.aio
 from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
+from engine_svc.admin.watch import SchedulerWatchers
 from engine_svc.adoption.orphaned_requests import OrphanedRequests
 from engine_svc.core.facts import SCHEMA_REVISION
 from engine_svc.loop.mailbox import GiveUp
@@ -26,11 +27,13 @@ from service_kit.errors import (
     ResourceExhausted,
 )
 from service_kit.field_checks import check_id
+from triptych.admin.v1 import admin_pb2
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
 logger = logging.getLogger(__name__)
 
 FULL_NAME: str = engine_pb2.DESCRIPTOR.services_by_name["EngineCoreService"].full_name
+ADMIN_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 _HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
@@ -55,6 +58,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         max_replay_bytes: int = announce.MAX_REPLAY_BYTES,
     ) -> None:
         self._engine = engine
+        self.watchers = SchedulerWatchers(engine)
         self._max_outbox_bytes = max_outbox_bytes
         self._max_replay_bytes = max_replay_bytes
         self._orphaned_requests = OrphanedRequests(
@@ -65,6 +69,8 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
         self._windows: dict[Session, asyncio.TimerHandle] = {}  # replay windows of sessions without a stream
         self._numbers = itertools.count(1)
         self._progressed = asyncio.Event()  # a request, a session or a subscription has ended
+        self.num_resumed = 0
+        self._num_closed_bytes = 0  # sent by sessions that are closed
         engine.lifecycle.subscribe(self._on_state)
 
     @property
@@ -86,14 +92,40 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     def num_kv_subscriptions(self) -> int:
         return len(self._kv_subscriptions)
 
+    @property
+    def num_unread_bytes(self) -> int:
+        """Outputs that are not written to streams yet."""
+        return sum(session.num_unread_bytes for session in self._sessions)
+
+    @property
+    def num_unacknowledged_bytes(self) -> int:
+        """Messages that are kept until frontends acknowledge them."""
+        return sum(session.stream.log.size_bytes for session in self._sessions)
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Messages to frontends since the start."""
+        return self._num_closed_bytes + sum(session.num_sent_bytes for session in self._sessions)
+
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service. `Connect` writes messages that are serialized once, for wire and replay."""
+        """Register the service. `Connect` writes messages that are serialized once, for wire and replay.
+
+        Of AdminService a frontend gets WatchScheduler alone, which changes nothing.
+        """
         connect = grpc.stream_stream_rpc_method_handler(
             self.Connect, request_deserializer=engine_pb2.ConnectRequest.FromString, response_serializer=None
         )
+        watch = grpc.unary_stream_rpc_method_handler(
+            self.WatchScheduler,
+            request_deserializer=admin_pb2.WatchSchedulerRequest.FromString,
+            response_serializer=admin_pb2.WatchSchedulerResponse.SerializeToString,
+        )
         # gRPC uses the first handler registered for a method.
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(FULL_NAME, {"Connect": connect}),)
+            (
+                grpc.method_handlers_generic_handler(FULL_NAME, {"Connect": connect}),
+                grpc.method_handlers_generic_handler(ADMIN_NAME, {"WatchScheduler": watch}),
+            )
         )
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, server)
 
@@ -208,6 +240,15 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             self._kv_subscriptions.discard(subscription)
             self._progressed.set()
 
+    async def WatchScheduler(
+        self,
+        request: admin_pb2.WatchSchedulerRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.WatchSchedulerRequest, admin_pb2.WatchSchedulerResponse],
+    ) -> AsyncGenerator[admin_pb2.WatchSchedulerResponse, None]:
+        """The state of the scheduler at intervals; of AdminService."""
+        async for response in self.watchers.responses(request):
+            yield response
+
     async def beat_forever(self) -> None:
         """Send heartbeats to every session, also while the engine loop is blocked."""
         while True:
@@ -270,6 +311,7 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
             if window is not None:
                 window.cancel()
             self._orphaned_requests.mark_found(resumed.number)
+            self.num_resumed += 1
             self._log(resumed, "session resumed")
             return resumed, refusal
         session = Session(
@@ -344,7 +386,9 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
 
     def _close(self, session: Session) -> None:
         num_aborted = session.close()
-        self._sessions.discard(session)
+        if session in self._sessions:
+            self._sessions.discard(session)
+            self._num_closed_bytes += session.num_sent_bytes
         window = self._windows.pop(session, None)
         if window is not None:
             window.cancel()

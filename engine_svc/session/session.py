@@ -92,6 +92,7 @@ class Session:
         self.hello = hello
         self.number = number
         self.features = announce.common_features(hello)
+        self.num_sent_bytes = 0
         self.leaves_orphans = False  # whether other sessions may adopt its requests after its end
         self.stream: ResumableStream[bytes, SessionLink] = ResumableStream(
             ReplayLog(max_bytes=max_replay_bytes), is_resumable=announce.RESUME in self.features
@@ -129,6 +130,11 @@ class Session:
     def num_in_flight(self) -> int:
         """Requests whose final output has not been written yet."""
         return self._requests.num_in_flight
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Outputs that no message has taken yet."""
+        return self._outbox.num_unread_bytes
 
     @property
     def is_parked(self) -> bool:
@@ -326,8 +332,11 @@ class Session:
     def _append_step(self, step: StepOutput) -> None:
         ended = [step.handles[finished.row] for finished in step.finished]
         stop_token_ids = self._requests.stop_token_ids(ended)
+        now = self._engine.clock.now()
         self._append(
-            engine_pb2.ConnectResponse(step=messages.to_step(step, stop_token_ids, self._engine.features))
+            engine_pb2.ConnectResponse(
+                step=messages.to_step(step, stop_token_ids, self._engine.features, now)
+            )
         )
         # The log holds their final outputs now, even if the stream breaks.
         self._requests.end(ended)
@@ -388,6 +397,7 @@ class Session:
         message.seq = log.last_seq + 1
         serialized = message.SerializeToString()
         log.append(serialized, len(serialized))
+        self.num_sent_bytes += len(serialized)
 
     def _on_output(self) -> None:
         """The outbox has output, or has overflowed."""

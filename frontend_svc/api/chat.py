@@ -14,7 +14,6 @@ from frontend_svc.api.generate_stream import kind_of
 from frontend_svc.api.messages import finished_message, started_message, usage_message
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
-from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind
 from frontend_svc.text.chat.prompt import ChatPrompt
 from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc
@@ -37,7 +36,7 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
         self._takes_templates = takes_templates
 
     def Chat(
-        self, request: chat_message_pb2.ChatRequest, context: ChatContext
+        self, request: chat_message_pb2.ChatRequest, context: ChatContext | None = None
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
         return self._stream(request, caller_of(context))
 
@@ -98,6 +97,5 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
     ) -> AsyncIterator[OpenRequest]:
         model = self._generation.model(request.model)
         prompt = ChatPrompt(request, model, takes_templates=self._takes_templates)
-        trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
-        async with self._generation.open(request, prompt, caller, kind, trace) as opened:
+        async with self._generation.open(request, prompt, caller, kind) as opened:
             yield opened

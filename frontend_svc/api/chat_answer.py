@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frontend_svc.api.messages import logprobs_message, reason_value, stop_match_message
+from frontend_svc.api.messages import (
+    logprobs_message,
+    reason_value,
+    stats_message,
+    stop_match_message,
+)
 from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.output.collector import OutputPiece
 from frontend_svc.parsers.parser import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
@@ -58,6 +63,7 @@ def whole_answer(opened: OpenRequest, piece: OutputPiece) -> chat_message_pb2.Ch
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
+        stats=stats_message(opened, piece.index),
     )
     opened.fill(whole, piece.index)
     return whole

@@ -11,7 +11,6 @@ from frontend_svc.api.messages import finished_message, started_message
 from frontend_svc.engines.adoption.takeover import Adoption
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
-from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import EndReason, Output, OutputKind, OutputPiece
 from frontend_svc.output.logprobs import fill_logprobs
 from frontend_svc.text.prompt import RequestPrompt
@@ -38,9 +37,8 @@ async def stream_generate(
     generation: Generation, request: generate_pb2.GenerateRequest, caller: Caller
 ) -> AsyncGenerator[Response, None]:
     """Started, deltas, and one finished per output, numbered from 1. Closing it aborts the request."""
-    trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
     prompt, kind = RequestPrompt(request), kind_of(request.sampling)
-    async with generation.open(request, prompt, caller, kind, trace) as opened:
+    async with generation.open(request, prompt, caller, kind) as opened:
         output = await opened.next()
         started = started_message(opened, output, returns_ids=request.return_prompt_token_ids)
         position = 1
@@ -66,7 +64,6 @@ async def stream_rest(
     `on_adopted` is called with the request when it was adopted. Raises NotFound if no engine keeps it.
     """
     token, received = resume.resume_token, {one.output_index: one for one in resume.received}
-    trace = RequestTrace(caller.request_id, caller.traceparent, caller.tracestate)
     # Counted before any engine is asked, so that a draining frontend adopts nothing.
     with generation.counted():
         async with adoption.take_over(token, received, caller.is_left) as adopted:
@@ -74,7 +71,7 @@ async def stream_rest(
             kind = kind_of(adopted.request.sampling)
             has_all_each_time = kind is OutputKind.CUMULATIVE
             cuts = {index: Cut(one, has_all_each_time=has_all_each_time) for index, one in received.items()}
-            async with generation.adopt(adopted, caller, kind, trace) as opened:
+            async with generation.adopt(adopted, caller, kind) as opened:
                 position, is_last = resume.last_position, False
                 while not is_last:
                     output = await opened.next()

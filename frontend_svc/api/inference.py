@@ -16,13 +16,13 @@ from frontend_svc.api.messages import (
     logprobs_message,
     reason_value,
     started_message,
+    stats_message,
     stop_match_message,
     usage_message,
 )
 from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
-from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument
@@ -52,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stream_of = functools.partial(stream_generate, generation)
 
     def Generate(
-        self, request: generate_pb2.GenerateRequest, context: StreamContext
+        self, request: generate_pb2.GenerateRequest, context: StreamContext | None = None
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
         return start(request, caller_of(context))
@@ -92,9 +92,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",
                 field="orphan_grace_ms",
             )
-        trace = RequestTrace(request.request_id or caller.request_id, caller.traceparent, caller.tracestate)
         prompt = RequestPrompt(request)
-        async with self._generation.open(request, prompt, caller, OutputKind.FINAL_ONLY, trace) as opened:
+        async with self._generation.open(request, prompt, caller, OutputKind.FINAL_ONLY) as opened:
             output = await opened.next()
             return inference_pb2.GenerateUnaryResponse(
                 started=started_message(opened, output, returns_ids=request.return_prompt_token_ids),
@@ -114,6 +113,7 @@ def _output(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
+        stats=stats_message(opened, piece.index),
     )
     opened.fill(whole, piece.index)
     return whole

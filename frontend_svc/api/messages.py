@@ -42,9 +42,22 @@ def finished_message(
         usage=usage_message(opened, output, [piece]),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=ending.message,
+        stats=stats_message(opened, piece.index),
     )
     opened.fill(finished, piece.index)
     return finished
+
+
+def stats_message(opened: OpenRequest, index: int) -> output_pb2.OutputStats:
+    """Where output `index`, which has ended, spent its time."""
+    times = opened.states[index].times
+    return output_pb2.OutputStats(
+        queue_ms=times.spent_ns[times.QUEUE] / 1e6,
+        prefill_ms=times.spent_ns[times.PREFILL] / 1e6,
+        decode_ms=times.spent_ns[times.DECODE] / 1e6,
+        num_preemptions=times.num_preemptions,
+        num_migrations=times.num_migrations,
+    )
 
 
 def reason_value(ending: Ending) -> output_pb2.FinishReason:

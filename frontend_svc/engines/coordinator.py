@@ -57,6 +57,15 @@ class CoordinatorSession:
         self._outgoing: Outgoing | None = None  # of the current session
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session over which the coordinator has announced its engines."""
+        return self._outgoing is not None
+
+    def wave_of(self, engine_id: str) -> int | None:
+        """As the coordinator announced it last; see `Topology.wave_of`."""
+        return self._topology.wave_of(engine_id)
+
     def start(self) -> None:
         """Connect in the background, and again whenever the session is lost."""
         self._task = asyncio.ensure_future(self._run(open_channel(self._address)))

@@ -102,6 +102,14 @@ class Topology:
         self._hinted[group] = state.wave
         return coordinator_pb2.FirstRequestWhilePaused(dp_group=group, engine_id=engine_id, wave=state.wave)
 
+    def wave_of(self, engine_id: str) -> int | None:
+        """The wave that runs in the group of an engine, or the next; None: it has none, or is not known."""
+        member = self._members.get(engine_id)
+        if member is None or not member.registration.lockstep:
+            return None
+        state = self._waves.get(member.registration.dp_group)
+        return None if state is None else state.wave
+
     def _endpoints(self) -> dict[str, str]:
         return {engine_id: member.registration.endpoint for engine_id, member in self._members.items()}
 

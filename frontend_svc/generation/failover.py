@@ -20,6 +20,7 @@ from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind
 from frontend_svc.text.model import ServedModel
 from service_kit.clock import Clock
 from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
+from service_kit.metrics import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ _LOCKED_OUT_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move from the engine at the address `origin` to the one at `target`."""
+    """A move from the engine with the id `origin` to the one with the id `target`."""
 
     cause: LossKind
     origin: str
@@ -113,7 +114,7 @@ class Failover:
         self.budget = RetryBudget(clock)
         self.suspects = PoisonQuarantine(locks)
         self.poison = poison or PoisonRecord()
-        self.num_moved = 0
+        self.moves = Counts({(kind.value,): 0 for kind in LossKind})  # by what was lost
         self.num_quarantined = 0
         self.is_closed = False
         self._chance = chance
@@ -126,6 +127,11 @@ class Failover:
     def num_held(self) -> int:
         """Number of requests that wait for an engine."""
         return len(self._waiting)
+
+    @property
+    def num_moved(self) -> int:
+        """Requests that were sent to another engine."""
+        return int(sum(self.moves.values.values()))
 
     def engines_changed(self) -> None:
         """Try to send the waiting requests, soon."""
@@ -354,8 +360,8 @@ class Migration:
             self._end_with(error)
             return
         if self._origin is not None:
-            failover.num_moved += 1
-            self._on_move(Move(self._cause, self._origin.address, client.address))
+            failover.moves.add(self._cause.value)
+            self._on_move(Move(self._cause, self._origin.engine_id, client.engine_id))
 
     def give_up(self) -> None:
         """End the wait: send it even to an engine with other suspects, or end it if there is none."""

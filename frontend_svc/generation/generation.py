@@ -19,10 +19,11 @@ from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
 from frontend_svc.generation.group import make_states
+from frontend_svc.generation.metrics import OutputMeter, RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
-from frontend_svc.generation.tracing import RequestTrace
+from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.options.option import AnyRequest
 from frontend_svc.output.collector import Ending, EndReason, Output, OutputKind, ReaderLimit
 from frontend_svc.output.loss import LossKind, refusal_of_begun
@@ -31,8 +32,9 @@ from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, RequestPrompt
 from frontend_svc.text.tokenize.id_column import id_column
+from service_kit import conventions as names
 from service_kit.errors import ServiceError
-from triptych.api.v1 import generate_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 
 # Finish reasons that do not refill the retry budget.
@@ -59,6 +61,7 @@ class OpenRequest:
         self.model = requirements.model.name
         self.prompt_token_ids = prepared.prompt.token_ids
         self.finish_reason = "abort"
+        self._finish_reasons: dict[int, str] = {}
         self.states = states
         self._entries = prepared.entries
         self._tensors = prepared.prompt.tensors
@@ -66,6 +69,7 @@ class OpenRequest:
         self._clock = failover.clock
         self._arrived_at = arrived_at
         self.on_read: Callable[[], None] = lambda: None  # called for each output that is read
+        self.meter: OutputMeter | None = None
         self._num_output_tokens: dict[int, int] = {}
         self._handles: list[int] = []
         self._num_sent_tokens = 0
@@ -90,6 +94,7 @@ class OpenRequest:
         self._migration.take_over(client, adopted.num_attempts)
         self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
         for index, state in enumerate(self.states):
+            state.times.begin(adopted.num_attempts - 1, client.engine_id)
             if index not in outputs:
                 state.advance([], Ending(EndReason.STOP))
         client.requests.adoptions.hand_over(
@@ -104,6 +109,9 @@ class OpenRequest:
             self._num_output_tokens[piece.index] = piece.num_output_tokens
             if piece.ending is not None:
                 self.finish_reason = piece.ending.reason.name.lower()
+                self._finish_reasons[piece.index] = self.finish_reason
+                if self.meter is not None:
+                    self.meter.reasons[piece.index] = self.finish_reason
                 if piece.ending.reason is EndReason.ABORT and self._caller.is_late():
                     raise too_late()
         return output
@@ -111,6 +119,11 @@ class OpenRequest:
     def fill(self, message: Message, index: int = 0) -> None:
         """Add to a message of the answer what the request's options have read of output `index`."""
         self.states[index].fill(message)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the outputs, in the order in which the reader got their ends; abort if it got none."""
+        return list(self._finish_reasons.values()) or [self.finish_reason]
 
     @property
     def num_output_tokens(self) -> int:
@@ -201,6 +214,7 @@ class OpenRequest:
             if remaining_ms is not None:
                 sent.remaining_ms = remaining_ms
             state.on_output = self._migration.end_probation if self._migration.is_on_probation else None
+            state.times.begin(sent.attempt, client.engine_id)
             entries.append(sent)
             states.append(state)
         self._num_sent_tokens = self.num_sampled_tokens
@@ -241,7 +255,11 @@ class Generation:
         reader_limit: ReaderLimit,
         requests: OpenRequests,
         drain: Drain,
+        metrics: RequestMetrics,
+        traces: RequestTraces,
     ) -> None:
+        self._metrics = metrics
+        self._traces = traces
         self._directory = directory
         self._failover = failover
         self._admission = admission
@@ -263,12 +281,13 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind, trace: RequestTrace
+        self, request: AnyRequest, prompt: Prompt, caller: Caller, kind: OutputKind
     ) -> AsyncGenerator[OpenRequest, None]:
         """Check `request`, send it, and keep it open inside of the block."""
         with (
             self._drain.counted(),
-            trace,
+            self._traced(request, caller) as trace,
+            self._metrics.counted(caller),
             self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
@@ -277,14 +296,16 @@ class Generation:
             self._admission.add_prompt(ticket, len(prepared.prompt.token_ids))
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked)
             opened.on_read = lambda: self._admission.leave_queue(ticket)
-            with _kept_open(opened, caller, trace):
+            age_s = self._failover.clock.now() - tracked.arrived_at
+            timed = self._metrics.timed(opened, age_s=age_s, is_late=caller.is_late)
+            with _kept_open(opened, caller, trace), timed:
                 opened.start()
                 tracked.follow(opened)
                 yield opened
 
     @contextlib.asynccontextmanager
     async def adopt(
-        self, adopted: AdoptedRequest, caller: Caller, kind: OutputKind, trace: RequestTrace
+        self, adopted: AdoptedRequest, caller: Caller, kind: OutputKind
     ) -> AsyncGenerator[OpenRequest, None]:
         """Keep a request of another frontend open inside of the block, with its output from the start.
 
@@ -292,7 +313,7 @@ class Generation:
         """
         request = adopted.request
         with (
-            trace,
+            self._traced(request, caller) as trace,
             self._requests.track(request.request_id, caller.request_id) as tracked,
         ):
             prompt, model = RequestPrompt(request), adopted.client.model
@@ -305,10 +326,16 @@ class Generation:
                 max_bytes=self._reader_limit.max_bytes + adopted.size_bytes,
             )
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked, limit=limit)
+            self._metrics.adopted.add()
             with _kept_open(opened, caller, trace):
                 opened.take_over(adopted)
                 tracked.follow(opened)
                 yield opened
+
+    def _traced(self, request: AnyRequest, caller: Caller) -> RequestTrace:
+        is_chat = isinstance(request, chat_message_pb2.ChatRequest)
+        operation = names.CHAT if is_chat else names.TEXT_COMPLETION
+        return self._traces.begin(operation, request.request_id or caller.request_id, caller)
 
     def _opened(
         self,
@@ -325,6 +352,9 @@ class Generation:
         trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         for entry in prepared.entries:
             entry.trace_context.CopyFrom(trace_context)
+        seed = request.sampling.seed if request.sampling.HasField("seed") else None
+        is_stream = kind is not OutputKind.FINAL_ONLY
+        trace.note_sampling(prepared.entries[0].sampling, len(prepared.entries), seed, is_stream=is_stream)
         states = make_states(
             request,
             prompt,
@@ -335,7 +365,6 @@ class Generation:
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
         )
         model = prepared.prompt.model
-        seed = request.sampling.seed if request.sampling.HasField("seed") else None
         opened = OpenRequest(
             caller,
             request.request_id or caller.request_id,
@@ -353,7 +382,7 @@ class Generation:
         self, request: AnyRequest, prompt: Prompt, model: ServedModel, caller: Caller, trace: RequestTrace
     ) -> Prepared:
         await check_request(request, prompt, model, self._limits)
-        with trace.tokenizing():
+        with trace.tokenizing(), self._metrics.tokenizing():
             prepared = await prepare(request, prompt, model)
         if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
             request_id = request.request_id or caller.request_id
@@ -364,7 +393,7 @@ class Generation:
                 caller.resume_token,
                 has_tensors=bool(prepared.prompt.tensors),
             )
-        trace.note_request(model.name, len(prepared.prompt.token_ids), prepared.entries[0].sampling)
+        trace.note_model(model.name, len(prepared.prompt.token_ids))
         return prepared
 
 
@@ -389,8 +418,10 @@ def _kept_open(opened: OpenRequest, caller: Caller, trace: RequestTrace) -> Iter
         reason = caller.abort_reason()
         if reason == engine_pb2.ABORT_REASON_DEADLINE:
             trace.abort_cause = "deadline"
+        engine_id = opened.engine_id
         if caller.is_left():
+            trace.abort_cause = "left"
             opened.leave()
         else:
             opened.close(reason)
-        trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reason)
+        trace.note_output(opened.states, opened.num_output_tokens, opened.finish_reasons, engine_id)

@@ -19,13 +19,14 @@ from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration, Move
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.generation.poison import content_of
-from frontend_svc.generation.tracing import RequestTrace
+from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import LossKind
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import is_per_token
 from frontend_svc.text.tokenize.id_column import id_column
+from service_kit import conventions as names
 from service_kit.errors import Aborted, ServiceError
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
@@ -208,12 +209,14 @@ class Pooling:
         admission: Admission,
         requests: OpenRequests,
         drain: Drain,
+        traces: RequestTraces,
     ) -> None:
         self._directory = directory
         self._failover = failover
         self._admission = admission
         self._requests = requests
         self._drain = drain
+        self._traces = traces
 
     def model(self, name: str) -> ServedModel:
         return self._directory.model(name)
@@ -221,16 +224,16 @@ class Pooling:
     async def run(self, work: PoolingWork, caller: Caller) -> PooledPrompts:
         """All results of `work`. Raises the first error of any prompt, after aborting the others."""
         request_id = work.request_id or caller.request_id
-        trace = RequestTrace(request_id, caller.traceparent, caller.tracestate)
         with (
             self._drain.counted(),
-            trace,
+            self._traces.begin(names.EMBEDDINGS, request_id, caller) as trace,
             self._requests.track(work.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):
             with trace.tokenizing():
                 prompts = await work.tokenize()
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            trace.note_model(work.model.name, num_tokens)
             self._admission.add_prompt(ticket, num_tokens)
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)

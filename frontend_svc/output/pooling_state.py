@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss, LossKind
 from service_kit.errors import Aborted, Internal, ServiceError, Unavailable
@@ -49,6 +50,9 @@ class PoolingState:
 
     def note_cached(self, num_cached_tokens: int) -> None:
         self._num_cached = num_cached_tokens
+
+    def note_progress(self, progress: Progress) -> None:
+        """The answer has no times."""
 
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None

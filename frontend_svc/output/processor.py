@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from frontend_svc.output.collector import Ending
+from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss
 from service_kit.errors import ServiceError
@@ -31,6 +32,8 @@ class Receiver(Protocol):
 
     def note_cached(self, num_cached_tokens: int) -> None: ...
 
+    def note_progress(self, progress: Progress) -> None: ...
+
     def add_extra(self, extra: step_pb2.StepExtra) -> None: ...
 
     def fail(self, error: ServiceError) -> None: ...
@@ -46,6 +49,7 @@ class StepColumns:
     logprobs: one entry per entry of `token_ids`.
     extras: what the row has beside tokens, which `Receiver.add_extra` gets before them.
     parts: number of tokens per step, for rows merged from several steps.
+    progress: what happened to the request in the engine, as of the arrival of the step.
     """
 
     handles: Sequence[int]
@@ -56,6 +60,7 @@ class StepColumns:
     logprobs: LogprobColumns | None = None
     extras: Mapping[int, Sequence[step_pb2.StepExtra]] = field(default_factory=dict)
     parts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    progress: Mapping[int, Progress] = field(default_factory=dict)
 
     def slices(self, max_rows: int) -> Iterator[StepColumns]:
         """Slices of at most `max_rows` consecutive rows, each a complete `StepColumns`.
@@ -86,13 +91,15 @@ class StepColumns:
             None,
             _NOTHING,
             _NOTHING,
+            _NOTHING,
         )
         if self.logprobs is not None:
             piece.logprobs = self.logprobs.part(start, end)
-        if self.endings or self.cached or self.extras or self.parts:
+        if self.endings or self.cached or self.extras or self.parts or self.progress:
             rows = range(first, stop)
             piece.endings, piece.cached = _of_rows(self.endings, rows), _of_rows(self.cached, rows)
             piece.extras, piece.parts = _of_rows(self.extras, rows), _of_rows(self.parts, rows)
+            piece.progress = _of_rows(self.progress, rows)
         return piece
 
 
@@ -208,8 +215,12 @@ class OutputProcessor:
 
     def _add_extras(self, step: StepColumns) -> None:
         """Pass on what rows have before their tokens."""
-        if not (step.cached or step.extras):
+        if not (step.cached or step.extras or step.progress):
             return
+        for row, progress in step.progress.items():
+            state = self._states.get(step.handles[row])
+            if state is not None:
+                state.note_progress(progress)
         for row, num_cached in step.cached.items():
             state = self._states.get(step.handles[row])
             if state is not None:

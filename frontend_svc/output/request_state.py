@@ -10,6 +10,7 @@ from typing import Protocol
 from google.protobuf.message import Message
 
 from frontend_svc.output.collector import Collector, Ending, EndReason
+from frontend_svc.output.engine_times import EngineTimes, Progress
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.output_text import OutputText
@@ -37,6 +38,12 @@ class OutputReader(Protocol):
     def fill(self, message: Message) -> None: ...
 
 
+class TokenMeter(Protocol):
+    """Counts and times tokens. before_ns: when those before them arrived; 0: there were none."""
+
+    def note_tokens(self, num_tokens: int, now_ns: int, before_ns: int) -> None: ...
+
+
 class RequestState:
     """One request in flight, output `index` of its collector.
 
@@ -48,8 +55,8 @@ class RequestState:
 
     __slots__ = (
         "_has_read", "_index", "_logprobs", "_readers", "_text", "collector", "detokenize_ns",
-        "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "on_lost", "on_output",
-        "output_token_ids",
+        "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter", "on_lost",
+        "on_output", "output_token_ids", "times",
     )  # fmt: skip
 
     def __init__(
@@ -82,10 +89,12 @@ class RequestState:
         self._readers = {reader.extra: reader for reader in readers}
         self._has_read = False
         self.output_token_ids = array("I")
+        self.times = EngineTimes()
         self.has_ended = False
         self.is_continued = False  # whether its group began on an engine that was lost
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
+        self.meter: TokenMeter | None = None
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
         self.last_output_at_ns = 0
@@ -120,16 +129,21 @@ class RequestState:
             if stop is not None:
                 ending = Ending(EndReason.STOP, stop_string=stop)
         self.output_token_ids.extend(token_ids)
-        self.has_ended = ending is not None
+        if ending is not None:
+            self.has_ended = True
+            self.times.end()
         if self._logprobs is None or columns is None or not token_ids:
             self.collector.put(self._index, text, token_ids, ending, parts=parts)
         else:
             logprobs = self._logprobs.read(token_ids, columns)
             cumulative = self._logprobs.cumulative
             self.collector.put(self._index, text, token_ids, ending, logprobs, cumulative, parts=parts)
-        self.last_output_at_ns = time_ns()
+        now_ns = time_ns()
+        if self.meter is not None and token_ids:
+            self.meter.note_tokens(len(token_ids), now_ns, self.last_output_at_ns)
+        self.last_output_at_ns = now_ns
         if not self.first_output_at_ns:
-            self.first_output_at_ns = self.last_output_at_ns
+            self.first_output_at_ns = now_ns
         self.detokenize_ns += perf_counter_ns() - started_at_ns
         if self.on_output is not None:
             on_output, self.on_output = self.on_output, None
@@ -141,8 +155,12 @@ class RequestState:
         if not self.is_continued:
             self.collector.note_cached(num_cached_tokens)
 
+    def note_progress(self, progress: Progress) -> None:
+        self.times.note(progress)
+
     def fail(self, error: ServiceError) -> None:
         """End with `error`, which the reader gets next, or continue elsewhere if that may help."""
+        self.times.end()
         # One engine has accepted it already: one that refuses it has other limits, or has reached them.
         may_go_on = isinstance(error, Unavailable) or self.is_continued
         if self.on_lost is not None and may_go_on:
@@ -152,6 +170,7 @@ class RequestState:
 
     def lose(self, loss: Loss) -> None:
         """The engine is lost: continue elsewhere, or end with the loss's error."""
+        self.times.end()
         if self.on_lost is None:
             self.collector.fail(loss.error())
         else:
@@ -159,7 +178,10 @@ class RequestState:
 
     def add_extra(self, extra: step_pb2.StepExtra) -> None:
         """Pass it to its reader; without one it is ignored."""
-        reader = self._readers.get(extra.WhichOneof("extra") or "")
+        kind = extra.WhichOneof("extra") or ""
+        if kind == "nan_count":
+            self.times.num_nan_logits += extra.nan_count
+        reader = self._readers.get(kind)
         if reader is not None:
             reader.read(extra)
             self._has_read = True

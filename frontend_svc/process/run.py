@@ -15,7 +15,7 @@ from service_kit.config import Loaded
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, run_server, write_announcement
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -23,31 +23,37 @@ logger = logging.getLogger(__name__)
 def run(loaded: Loaded[FrontendConfig]) -> int:
     """Serve until SIGTERM. Returns the exit code."""
     config = loaded.config
-    setup_telemetry(
+    starting = setup_telemetry(
         "frontend", instance=str(config.index), log_format=config.log_format, log_level=config.log_level
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        exit_code = uvloop.run(_serve(config))
+        exit_code = uvloop.run(_serve(config, starting))
     except OSError as error:
         reason = error.strerror if isinstance(error, AddressError) else error
         write_log_line(f"triptych frontend: {reason}")
+        starting.end(str(reason))
         exit_code = 2
     finally:
         shutdown_telemetry()
     return leave_process(exit_code)
 
 
-async def _serve(config: FrontendConfig) -> int:
+async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
     frontend = Frontend(config)
     # Modules are never freed. Traversing them in every full collection would stop all streams for 50 ms and
     # more.
     gc.collect()
     gc.freeze()
 
+    starting.enter("listen")
+
     def announce(addresses: list[str]) -> None:
-        address, admin_address = addresses
-        logger.info("serving", extra={"address": address, "admin_address": admin_address})
+        starting.end()
+        address, admin_address, admin_http = addresses
+        logger.info(
+            "serving", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+        )
         frontend.connect(address)
         write_announcement(
             config.announce_fd,
@@ -57,6 +63,7 @@ async def _serve(config: FrontendConfig) -> int:
                 "pid": os.getpid(),
                 "address": address,
                 "admin_address": admin_address,
+                "admin_http": admin_http,
             },
         )
 
@@ -70,9 +77,10 @@ async def _serve(config: FrontendConfig) -> int:
     async def cut(cause: DrainCut) -> None:
         await frontend.cut()
 
+    exporting = asyncio.ensure_future(export_metrics(frontend.metrics))
     try:
         exit_code = await run_server(
-            [frontend.public, frontend.admin],
+            [frontend.public, frontend.admin, frontend.admin_http],
             on_drain=drain,
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
@@ -82,5 +90,6 @@ async def _serve(config: FrontendConfig) -> int:
         end_at_once_on_signals(exit_code)
         return exit_code
     finally:
+        exporting.cancel()
         await frontend.close()
         gc.unfreeze()

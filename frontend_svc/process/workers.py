@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from frontend_svc.config import FrontendConfig
+from frontend_svc.process.worker_metrics import WorkerMetrics
+from service_kit.admin_http import AdminHTTP, MakePage, Page, read_page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
+from service_kit.metrics import TEXT_FORMAT, to_text
 from service_kit.process import child_command, end_at_once_on_signals, leave_process, process_environment
 from service_kit.server import check_address, write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
+from service_kit.trace_page import number_of_traces, page_of
 
 logger = logging.getLogger(__name__)
 
 _STARTUP_S = 60.0
+_STATE_LIMIT_S = 2.0
+_TRACES_LIMIT_S = 2.0
 
 
 def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
@@ -48,9 +56,7 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
                 process_environment(),
                 limits,
             )
-            exit_code = asyncio.run(
-                serve_until_signal(group, lambda addresses: _announce(config, port, addresses))
-            )
+            exit_code = asyncio.run(_serve(config, group, port))
     except OSError as error:
         write_log_line(f"triptych frontend: {error}")
         exit_code = 2
@@ -73,6 +79,9 @@ def worker_command(
         f"--port={port}",
         "--share-port",
         f"--admin-port={admin_port}",
+        # Scraped by this process, which adds up what all have counted.
+        "--admin-http-host=127.0.0.1",
+        "--admin-http-port=0",
         f"--index={config.index * config.workers + index}",
     ]
     if not config.text_workers:
@@ -200,6 +209,56 @@ async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[An
     return exit_code
 
 
+async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
+    metrics = WorkerMetrics(lambda: group.addresses)
+
+    async def page(target: str) -> Page:
+        return Page(to_text(await metrics.collect()), TEXT_FORMAT)
+
+    async def state(target: str) -> Page:
+        """As one worker has it: all know the same engines, each its own requests."""
+        for worker in group.addresses:
+            with contextlib.suppress(OSError):
+                body = await read_page(worker.admin_http, "/ui/state", limit_s=_STATE_LIMIT_S)
+                return Page(body, "application/json")
+        return Page(b"no worker answers\n", status=503)
+
+    pages: dict[str, MakePage] = {"/metrics": page, "/traces/last": partial(_traces_page, group)}
+    if config.serves_ui:
+        pages |= {"/ui/state": state}
+    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages)
+    admin_http = await listener.start()
+    try:
+        return await serve_until_signal(
+            group, lambda addresses: _announce(config, port, admin_http, addresses)
+        )
+    finally:
+        await listener.stop(0)
+
+
+async def _traces_page(group: WorkerGroup, target: str) -> Page:
+    """The last traces of all workers that answer, newest end first."""
+    try:
+        num_traces = number_of_traces(target)
+    except ValueError as error:
+        return Page(f"{error}\n".encode(), status=400)
+    answers = await asyncio.gather(
+        *(
+            read_page(one.admin_http, f"/traces/last?n={num_traces}", limit_s=_TRACES_LIMIT_S)
+            for one in group.addresses
+        ),
+        return_exceptions=True,
+    )
+    found = [
+        trace
+        for answer in answers
+        if not isinstance(answer, BaseException)
+        for trace in json.loads(answer)["traces"]
+    ]
+    newest = sorted(found, key=lambda trace: trace["start_unix_ms"] + trace["duration_ms"], reverse=True)
+    return page_of(newest[:num_traces])
+
+
 def _give_up(died: ChildDied) -> int:
     logger.error("workers given up", extra={"reason": str(died)})
     return died.exit_code
@@ -226,10 +285,13 @@ def _reserved(config: FrontendConfig) -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _announce(config: FrontendConfig, port: int, addresses: Sequence[Announcement]) -> None:
+def _announce(config: FrontendConfig, port: int, admin_http: str, addresses: Sequence[Announcement]) -> None:
     address = f"{config.host}:{port}"
     admin_addresses = [one.admin_address for one in addresses]
-    logger.info("serving", extra={"address": address, "admin_addresses": admin_addresses})
+    logger.info(
+        "serving",
+        extra={"address": address, "admin_addresses": admin_addresses, "admin_http": admin_http},
+    )
     write_announcement(
         config.announce_fd,
         {
@@ -238,6 +300,7 @@ def _announce(config: FrontendConfig, port: int, addresses: Sequence[Announcemen
             "pid": os.getpid(),
             "address": address,
             "admin_address": admin_addresses[0],
+            "admin_http": admin_http,
             "admin_addresses": admin_addresses,
             "worker_pids": [one.pid for one in addresses],
         },

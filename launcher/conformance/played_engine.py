@@ -89,6 +89,7 @@ class Session:
         )
         if is_first:
             step.first.add(row=0)
+            step.events.add(row=0, kind=step_pb2.STEP_EVENT_KIND_SCHEDULED, age_us=1000)
         if ends:
             step.finished.add(row=0, reason=output_pb2.FINISH_REASON_LENGTH)
         if step.finished:

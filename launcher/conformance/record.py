@@ -141,7 +141,8 @@ def _columns(step: step_pb2.Step) -> tuple[list[int], list[int], list[int]]:
     top_sizes = [len(step.top_logprobs.token_ids), len(step.top_logprobs.logprobs)]
     expected_size = 4 * step.top_logprobs.k * len(token_ids)
     expect(top_sizes == [expected_size] * 2, f"top_logprobs columns of {expected_size} bytes", top_sizes)
-    rows = [each.row for sparse in (step.finished, step.first, step.parts, step.extras) for each in sparse]
+    of_rows = (step.finished, step.first, step.parts, step.extras, step.events)
+    rows = [each.row for sparse in of_rows for each in sparse]
     expect(all(row < len(handles) for row in rows), f"rows below {len(handles)}", rows)
     return handles, counts, token_ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from frontend_svc.text.pooling import check_result, read_floats
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
@@ -46,6 +46,17 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputStats:
+    """Where an output spent its time, and what happened to it; see OutputStats of the contract."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    num_preemptions: int = 0
+    num_migrations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One complete output. `stop` is the matched string or token id if `finish_reason` is stop.
 
@@ -62,6 +73,8 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     error_message: str = ""  # set if the reason is `error`
+    # Equal outputs need not take equal times.
+    stats: OutputStats = field(default=OutputStats(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,13 @@ def _completion(
         reasoning=reasoning,
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments_json) for call in tool_calls),
         error_message=output.error_message,
+        stats=OutputStats(
+            queue_ms=output.stats.queue_ms,
+            prefill_ms=output.stats.prefill_ms,
+            decode_ms=output.stats.decode_ms,
+            num_preemptions=output.stats.num_preemptions,
+            num_migrations=output.stats.num_migrations,
+        ),
     )
 
 

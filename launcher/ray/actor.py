@@ -43,7 +43,9 @@ class EngineActor:
         except ChildDied as died:
             return str(died)
         node_id = str(ray.get_runtime_context().get_node_id())
-        return EnginePlacement(announced.address, announced.admin_address, node_id, announced.pid, devices)
+        return EnginePlacement(
+            announced.address, announced.admin_address, announced.admin_http, node_id, announced.pid, devices
+        )
 
     async def ended(self) -> int:
         """Wait for the engine's end; returns its exit code, a signal as a negative number."""

@@ -96,6 +96,7 @@ def _write_ready_file(placing: Placing, placement: Placement) -> None:
             "name": name,
             "address": place.address,
             "admin_address": place.admin_address,
+            "admin_http": place.admin_http,
             "node_id": place.node_id,
             "pid": place.pid,
             "devices": place.devices,

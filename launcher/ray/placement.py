@@ -25,6 +25,7 @@ class EnginePlacement:
 
     address: str
     admin_address: str  # on the node's loopback
+    admin_http: str
     node_id: str
     pid: int
     devices: str  # in the format of CUDA_VISIBLE_DEVICES; "" is none

@@ -171,6 +171,8 @@ def limits_of(config: ServeConfig) -> SupervisorLimits:
 
 def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> list[str]:
     flags = [f"--drain-deadline-s={config.drain_deadline_s}"]
+    if config.admin_http_port:
+        flags.append(f"--admin-http-port={_admin_http_port(plan, config)}")
     if plan.service == "frontend":
         flags.append(f"--host={config.host}")
     if plan.service == "engine":
@@ -178,6 +180,12 @@ def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> li
         size = max(num_engines, config.data_parallel_size)
         flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={size}"]
     return flags
+
+
+def _admin_http_port(plan: ProcessPlan, config: ServeConfig) -> int:
+    """From the first port on: the coordinator's, the frontends', then the engines'."""
+    before = {"coordinator": 0, "frontend": 1, "engine": 1 + config.num_frontends}
+    return config.admin_http_port + before[plan.service] + plan.index
 
 
 async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> NoReturn:
@@ -253,6 +261,7 @@ async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) ->
         list(map(supervisor.address_of, stack.ports)),
         await describe_engine(supervisor.address_of(_ENGINE)),
         {name: supervisor.admin_address_of(name) for name in supervisor.children},
+        {name: supervisor.admin_http_of(name) for name in supervisor.children},
         None if serving.engine is None else serving.engine.kv_cache_memory,
     )
 
@@ -268,6 +277,7 @@ def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
                 "pid": child.pid,
                 "address": supervisor.address_of(name),
                 "admin_address": supervisor.admin_address_of(name),
+                "admin_http": supervisor.admin_http_of(name),
             }
             for name, child in supervisor.children.items()
         ],

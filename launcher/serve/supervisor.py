@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from service_kit.child import STARTING, Child, ChildDied, Output
+from service_kit.child import STARTING, Announcement, Child, ChildDied, Output
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
 # Called with a service and its "host:port"; returns once it is ready.
@@ -102,7 +102,7 @@ class Supervisor:
         self._limits = limits
         self._output = output
         # By process name. Kept while a process is down, which restarts at the same address.
-        self._addresses: dict[str, str] = {}
+        self._announced: dict[str, Announcement] = {}
         self._ready: set[str] = set()
         self._all_are_ready = asyncio.Event()
         self._is_stopping = False
@@ -183,7 +183,8 @@ class Supervisor:
 
     def address_of(self, name: str) -> str:
         """The address of a process, also while it is being restarted."""
-        return self._addresses.get(name, "")
+        announced = self._announced.get(name)
+        return "" if announced is None else announced.address
 
     def admin_address_of(self, name: str) -> str:
         """The admin address of a process; "" before it has announced it."""
@@ -191,6 +192,11 @@ class Supervisor:
         return (
             child.announcement.admin_address if child is not None and child.announcement is not None else ""
         )
+
+    def admin_http_of(self, name: str) -> str:
+        """The address of the admin HTTP listener of a process, also while it is being restarted."""
+        announced = self._announced.get(name)
+        return "" if announced is None else announced.admin_http
 
     def _plans(self) -> tuple[ProcessPlan, ...]:
         return (self._plan.coordinator, *self._plan.others)
@@ -215,8 +221,8 @@ class Supervisor:
             child.hold()
         self.children[plan.name] = child
         try:
-            address = (await child.announced()).address
-            self._addresses[plan.name] = address
+            announced = self._announced[plan.name] = await child.announced()
+            address = announced.address
             await self._before_it_dies(self._await_ready(plan.service, address), child)
         except ChildDied:
             child.release()
@@ -230,7 +236,8 @@ class Supervisor:
                 late.release()
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
-        self._report(f"{plan.name} READY at {address} (pid {child.pid})")
+        beside = f", admin_http {announced.admin_http}" if announced.admin_http else ""
+        self._report(f"{plan.name} READY at {address} (pid {child.pid}){beside}")
 
     def _only_frontends_are_late(self) -> bool:
         return all(plan.service == "frontend" or plan.name in self._ready for plan in self._plans())
@@ -244,6 +251,9 @@ class Supervisor:
             f"--index={plan.index}",
             f"--port={port}",
         ]
+        if self.admin_http_of(plan.name):
+            # What scrapes it has its address.
+            flags.append(f"--admin-http-port={self.admin_http_of(plan.name).rpartition(':')[2]}")
         if plan is not self._plan.coordinator:
             flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
         return flags
@@ -299,7 +309,7 @@ class Supervisor:
         self._forget(plan)
 
     def _forget(self, plan: ProcessPlan) -> None:
-        for table in (self.children, self._addresses, self._keepers):
+        for table in (self.children, self._announced, self._keepers):
             table.pop(plan.name, None)
         self._on_change()
 

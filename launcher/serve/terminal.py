@@ -12,6 +12,7 @@ import grpc
 from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
+from service_kit.admin_http import is_loopback
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.version import installed_version
@@ -71,6 +72,7 @@ def banner(
     addresses: Sequence[str],
     ready: session_pb2.Ready,
     admin_addresses: Mapping[str, str],
+    admin_https: Mapping[str, str],
     kv_cache_memory: int | None,
 ) -> str:
     """The text printed once everything is ready. kv_cache_memory: what was asked for, in bytes."""
@@ -85,6 +87,12 @@ def banner(
             f" in {ready.num_kv_blocks:,} blocks{asked}",
             *(f"  gRPC    grpc://{one}" for one in addresses),
             "  admin   " + ", ".join(f"{name} {address}" for name, address in admin_addresses.items()),
+            "  metrics " + ", ".join(f"{name} http://{one}/metrics" for name, one in admin_https.items()),
+            *(
+                f"  page    http://{one}/ui"
+                for name, one in admin_https.items()
+                if name.startswith("frontend") and is_loopback(one.rpartition(":")[0])
+            ),
             f"  try     triptych chat --url {url}",
             f"  or      triptych complete --url {url} 'Once upon a time'",
         )

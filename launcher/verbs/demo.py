@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.arguments import Serving, embedded_engine
 from launcher.config import ServeConfig
@@ -16,23 +15,19 @@ from launcher.serve.readiness import await_ready
 from launcher.serve.serve import limits_of, plan_stack
 from launcher.serve.supervisor import StartTimeout, Supervisor
 from launcher.verbs.generation import Answer, Generation
+from launcher.verbs.trace import Trace, draw, read_traces
 from service_kit.channel import open_channel
 from service_kit.child import ChildDied, Output
-from service_kit.errors import ServiceError, rpc_errors_translated
+from service_kit.errors import ServiceError
 from service_kit.process import stop_signals
-from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 
 DEFAULT_PROMPT = "Tell me a story about a fox and a lantern."
 _MAX_TOKENS = 200
-_SPANS_LIMIT_S = 3.0
-_SPANS_RETRY_S = 0.05
-_TRACED = ("frontend-0", "engine-0")
-_WIDTH = 44
-_BLOCK = "█"
-# Shorter than one column.
-_SLIVER = "▏"
+_TRACE_LIMIT_S = 3.0
+_TRACE_RETRY_S = 0.05
+_SPANS = ("tokenize", "queue", "prefill", "decode", "detokenize")
 
 
 class DemoFailed(Exception):
@@ -87,9 +82,9 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         print(f"\n> {prompt}\n", flush=True)
         measured = await _ask(supervisor.address_of("frontend-0"), prompt)
         _print_statistics(measured, supervisor)
-        spans = await _spans(supervisor, measured.answer.trace_id)
-        print("\n" + "\n".join(draw(spans)) + "\n", flush=True)
-        _check(measured.answer, spans, supervisor)
+        trace = await _trace(supervisor, measured.answer.trace_id)
+        print("\n" + "\n".join(draw(trace)) + "\n", flush=True)
+        _check(measured.answer, trace, supervisor)
     finally:
         await supervisor.stop()
     still_running = [name for name, child in supervisor.children.items() if child.is_running]
@@ -97,7 +92,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         raise DemoFailed(f"still running: {', '.join(still_running)}")
     print(
         f"OK: {len(supervisor.children)} processes, {len(measured.answer.first.token_ids)} tokens,"
-        f" {len(spans)} spans of one trace from {len({span.pid for span in spans})} processes;"
+        f" {len(trace['spans'])} spans of one trace;"
         f" everything stopped after {time.monotonic() - started_at:.1f} s"
     )
 
@@ -143,28 +138,21 @@ def _print_statistics(measured: Measured, supervisor: Supervisor) -> None:
     print(f"pids                 {pids}", flush=True)
 
 
-async def _spans(supervisor: Supervisor, trace_id: str) -> list[admin_pb2.Span]:
-    """The request's spans from both processes; waits, as a span is available only after its end."""
-    deadline = time.monotonic() + _SPANS_LIMIT_S
-    while True:
-        found = [await _spans_of(supervisor, name, trace_id) for name in _TRACED]
-        if all(found) or time.monotonic() > deadline:
-            return [span for spans in found for span in spans]
-        await asyncio.sleep(_SPANS_RETRY_S)
-
-
-async def _spans_of(supervisor: Supervisor, name: str, trace_id: str) -> list[admin_pb2.Span]:
-    announcement = supervisor.children[name].announcement
+async def _trace(supervisor: Supervisor, trace_id: str) -> Trace:
+    """The request's trace; waits, as it is available only after the request's end."""
+    announcement = supervisor.children["frontend-0"].announcement
     if announcement is None:
-        return []
-    async with open_channel(announcement.admin_address) as channel:
-        stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        with rpc_errors_translated():
-            answer = await stub.GetTrace(admin_pb2.GetTraceRequest(trace_id=trace_id), timeout=5)
-    return list(answer.spans)
+        raise DemoFailed("the frontend has not announced itself")
+    deadline = time.monotonic() + _TRACE_LIMIT_S
+    while time.monotonic() < deadline:
+        for trace in await read_traces(announcement.admin_http, 10, timeout_s=_TRACE_LIMIT_S):
+            if trace["trace_id"] == trace_id:
+                return trace
+        await asyncio.sleep(_TRACE_RETRY_S)
+    raise DemoFailed("the request has no trace")
 
 
-def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) -> None:
+def _check(answer: Answer, trace: Trace, supervisor: Supervisor) -> None:
     pids = {child.pid for child in supervisor.children.values()} | {os.getpid()}
     if len(pids) != len(supervisor.children) + 1:
         raise DemoFailed("services share a process")
@@ -172,47 +160,10 @@ def _check(answer: Answer, spans: list[admin_pb2.Span], supervisor: Supervisor) 
         raise DemoFailed("the answer is empty")
     if answer.usage.get("num_completion_tokens") != len(answer.first.token_ids):
         raise DemoFailed(f"usage is {answer.usage}, but {len(answer.first.token_ids)} tokens were received")
-    if len({span.pid for span in spans}) < len(_TRACED):
-        raise DemoFailed("the trace does not have spans of frontend and engine")
-    if {span.trace_id for span in spans} != {answer.trace_id}:
-        raise DemoFailed("the spans are not of the request's trace")
+    missing = set(_SPANS) - {span["name"] for span in trace["spans"]}
+    if missing:
+        raise DemoFailed(f"the trace lacks {', '.join(sorted(missing))}")
 
 
 def _nothing() -> None:
     """There is no ready file to update."""
-
-
-def draw(spans: Iterable[admin_pb2.Span]) -> list[str]:
-    """A line for each span: service, name, position on a time axis, duration; children below parents."""
-    ordered = _by_parent(list(spans))
-    if not ordered:
-        return []
-    start_ns = min(span.start_unix_ns for _, span in ordered)
-    length_ns = max(1, max(span.end_unix_ns for _, span in ordered) - start_ns)
-    names = [f"{'  ' * depth}{span.name}" for depth, span in ordered]
-    name_width = max(len(name) for name in names)
-    lines = []
-    for name, (_, span) in zip(names, ordered, strict=True):
-        left = min(_WIDTH - 1, (span.start_unix_ns - start_ns) * _WIDTH // length_ns)
-        duration_ns = span.end_unix_ns - span.start_unix_ns
-        bar = _BLOCK * (duration_ns * _WIDTH // length_ns) or _SLIVER
-        where = f"{' ' * left}{bar}".ljust(_WIDTH)[:_WIDTH]
-        label = f"{span.service:<9} {span.pid:>7}  {name:<{name_width}}"
-        lines.append(f"{label}  {where} {duration_ns / 1e6:8.1f} ms{'' if span.ok else '  failed'}")
-    return lines
-
-
-def _by_parent(spans: list[admin_pb2.Span]) -> list[tuple[int, admin_pb2.Span]]:
-    """Depth first, siblings in order of their start. A span whose parent is missing is a root."""
-    known = {span.span_id for span in spans}
-    children: dict[str, list[admin_pb2.Span]] = {}
-    for span in sorted(spans, key=lambda one: one.start_unix_ns):
-        parent = span.parent_span_id if span.parent_span_id in known else ""
-        children.setdefault(parent, []).append(span)
-    ordered: list[tuple[int, admin_pb2.Span]] = []
-    waiting = [(0, span) for span in reversed(children.get("", []))]
-    while waiting:
-        depth, span = waiting.pop()
-        ordered.append((depth, span))
-        waiting += [(depth + 1, child) for child in reversed(children.get(span.span_id, []))]
-    return ordered

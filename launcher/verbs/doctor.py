@@ -10,7 +10,6 @@ from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
-from engine_svc.build.start_check import find_cuda_devices
 from engine_svc.runner.memory.host_memory import free_host_bytes
 from launcher.serve.port_owner import find_port_owner
 from service_kit.config import read_environment
@@ -72,6 +71,10 @@ def check_torch() -> Finding:
 
 
 def check_cuda() -> Finding:
+    try:
+        from engine_svc.build.start_check import find_cuda_devices
+    except ImportError:
+        return Verdict.NOTE, "not known without the packages of an engine"
     devices, reason = find_cuda_devices()
     if not devices:
         return Verdict.NOTE, f"none ({reason}): engines run on the CPU"

@@ -28,6 +28,7 @@ class Output:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     cumulative_logprob: float | None = None
     error_message: str = ""
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class Generation:
                 output.stop_match = stop_match_of(finished.stop_match)
                 output.cumulative_logprob = cumulative_of(finished)
                 output.error_message = finished.error_message
+                output.stats = stats_of(finished.stats)
                 self._count(usage_of(finished.usage))
 
     def _count(self, usage: dict[str, int]) -> None:
@@ -147,6 +149,7 @@ def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict
                 "usage": usage_of(finished.usage),
                 "cumulative_logprob": cumulative_of(finished),
                 "error_message": finished.error_message,
+                "stats": stats_of(finished.stats),
             }
     return {"event": "unknown"}
 
@@ -172,4 +175,15 @@ def usage_of(usage: output_pb2.Usage) -> dict[str, int]:
         "num_prompt_tokens": usage.num_prompt_tokens,
         "num_cached_tokens": usage.num_cached_tokens,
         "num_completion_tokens": usage.num_completion_tokens,
+    }
+
+
+def stats_of(stats: output_pb2.OutputStats) -> dict[str, float]:
+    """Times and counts of one output by their field names."""
+    return {
+        "queue_ms": round(stats.queue_ms, 3),
+        "prefill_ms": round(stats.prefill_ms, 3),
+        "decode_ms": round(stats.decode_ms, 3),
+        "num_preemptions": stats.num_preemptions,
+        "num_migrations": stats.num_migrations,
     }

@@ -28,9 +28,14 @@ def test_a_light_image_starts_its_service(
     extra: str, arguments: list[str], wheel: Path, tmp_path: Path
 ) -> None:
     bin_folder = installed(wheel, extra, tmp_path)
-    packages = {folder.name for folder in next(tmp_path.glob("venv/lib/python*/site-packages")).iterdir()}
+    site_packages = next(tmp_path.glob("venv/lib/python*/site-packages"))
+    packages = {folder.name for folder in site_packages.iterdir()}
     assert packages & {"torch", "transformers", "numpy", "triton", "kernels", "protos", "tests"} == set()
     assert packages >= {*SHIPPED, "triptych", "triptych_kernels"}
+    page = Path("frontend_svc/ui/static")
+    assert {one.name for one in (site_packages / page).iterdir()} == {
+        one.name for one in (ROOT / page).iterdir()
+    }
     reader, writer = os.pipe()
     command = [str(bin_folder / "triptych"), extra, "--port", "0", "--announce-fd", str(writer), *arguments]
     # Started elsewhere, so that nothing of the source tree is found by chance.

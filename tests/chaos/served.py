@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,10 +43,16 @@ class ScaleOutcome:
 
 
 class ServedStack:
-    """One `triptych serve`, from its start to the end of the block. Its output goes to a file."""
+    """One `triptych serve`, from its start to the end of the block. Its output goes to a file.
 
-    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
+    environment: of its processes, beside ours; they import from its PYTHONPATH as well.
+    """
+
+    def __init__(
+        self, folder: Path, flags: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log_file = folder / "serve.log"
+        self._environment = _environment(environment or {})
         self._ready_file = folder / "ready.json"
         self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
@@ -61,7 +67,7 @@ class ServedStack:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=self._environment,
                 cwd=_REPOSITORY,
             )
             self._process = await self._ending.enter_async_context(process)
@@ -89,17 +95,19 @@ class ServedStack:
     @property
     def num_engines(self) -> int:
         """How many engines its launcher runs that were ready."""
-        return sum(process["service"] == "engine" for process in self._ready()["processes"])
+        return sum(process["service"] == "engine" for process in self.processes())
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Each of its services: its index, pid and addresses."""
+        return list(self._ready()["processes"])
 
     def process(self, service: str) -> dict[str, Any]:
-        """The first process of a service: its pid and addresses."""
-        processes = self._ready()["processes"]
-        return next(process for process in processes if process["service"] == service)
+        """The first process of a service."""
+        return next(process for process in self.processes() if process["service"] == service)
 
     def pids(self) -> dict[str, int]:
         """The process ids of its services, by names such as engine-0."""
-        processes = self._ready()["processes"]
-        return {f"{process['service']}-{process['index']}": process["pid"] for process in processes}
+        return {f"{process['service']}-{process['index']}": process["pid"] for process in self.processes()}
 
     def given_up(self) -> list[str]:
         """The names of the services that stay down."""
@@ -115,7 +123,7 @@ class ServedStack:
             f"--timeout={timeout_s:g}",
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=_environment(),
+            env=self._environment,
             cwd=_REPOSITORY,
         ) as process:
             out, _ = await asyncio.wait_for(process.communicate(), timeout_s + _STOP_LIMIT_S)
@@ -178,5 +186,6 @@ class ServedStack:
                     await asyncio.wait_for(self._process.wait(), _STOP_LIMIT_S)
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_ROOTS)}
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    path = filter(None, (*_ROOTS, more.get("PYTHONPATH")))
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more, "PYTHONPATH": os.pathsep.join(path)}

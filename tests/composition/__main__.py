@@ -90,6 +90,7 @@ def _print(report: Report) -> None:
     for rig, counts in report.evidence.items():
         names = ", ".join(condition.name for condition in conditions_of(rig)) or "no condition"
         print(f"  rig {rig}, {names}: {', '.join(f'{name} {count}' for name, count in counts.items())}")
+    print(f"  outputs: {', '.join(f'{name} {count}' for name, count in report.stats.items())}")
     num_requests = sum(len(case.drawn) for case in report.cases)
     num_seeds = len(report.cases)
     print(

@@ -89,6 +89,8 @@ def _content_of(whole: Whole) -> bytes:
     for name in ("request_id", "num_cached_tokens", "resume_token"):
         content.started.ClearField(name)
     content.usage.ClearField("num_cached_tokens")
+    for output in content.outputs:
+        output.ClearField("stats")
     return content.SerializeToString(deterministic=True)
 
 

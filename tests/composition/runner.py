@@ -36,6 +36,7 @@ class Report:
     cases: list[Case] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     evidence: dict[int, Counter[str]] = field(default_factory=dict)  # by rig
+    stats: Counter[str] = field(default_factory=Counter)  # of all outputs, as their clients have them
     distinct_ids: set[int] = field(default_factory=set)
     start_s: float = 0.0
     run_s: float = 0.0
@@ -44,6 +45,7 @@ class Report:
         self.cases += other.cases
         self.differences += other.differences
         self.evidence |= other.evidence
+        self.stats += other.stats
         self.distinct_ids |= other.distinct_ids
         self.start_s += other.start_s
         self.run_s += other.run_s
@@ -137,6 +139,12 @@ class _Runner:
     def _compare(self, case: Case, index: int, drawn: Drawn, seen: Answer, expected: Answer | None) -> None:
         if isinstance(seen, Whole):
             self._report.distinct_ids.update(*(output.token_ids for output in seen.outputs))
+            for output in seen.outputs:
+                stats = output.stats
+                self._report.stats["num_preemptions"] += stats.num_preemptions
+                self._report.stats["num_migrations"] += stats.num_migrations
+                self._report.stats["num_timed"] += stats.queue_ms + stats.prefill_ms + stats.decode_ms > 0
+                self._report.stats["num_outputs"] += 1
         if is_expected(drawn, seen, expected):
             return
         names = ", ".join(sorted(drawn.options | case.surroundings))

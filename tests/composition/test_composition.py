@@ -16,6 +16,9 @@ def check(report: Report) -> None:
     assert len(report.distinct_ids) >= LEAST_DISTINCT_IDS
     counts = {name: sum(each[name] for each in report.evidence.values()) for name in EVIDENCE}
     assert min(counts.values()) > 0, f"not disturbed: {counts}"
+    stats = report.stats
+    assert 0 < stats["num_preemptions"] <= counts["num_preemptions"]
+    assert stats["num_migrations"] > 0 and stats["num_timed"] == stats["num_outputs"]
 
 
 def test_on_one_rig():

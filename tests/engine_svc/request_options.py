@@ -11,6 +11,7 @@ from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features import FEATURES
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
+from service_kit.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.convert.feature import WireFeatures
@@ -57,10 +58,19 @@ def make_wire_features(*, enable_prompt_embeds: bool = False) -> WireFeatures:
 def make_scheduler_features() -> Sequence[SchedulerFeature]:
     """The scheduler halves of features that need no configuration."""
     from engine_svc.build.features import scheduler_features
+    from engine_svc.cache.attention import FullAttention
+    from engine_svc.cache.config import CacheConfig
+    from engine_svc.scheduler.config import SchedulerConfig
     from engine_svc.scheduler.feature import SchedulerContext
     from service_kit.clock import FakeClock
 
-    context = SchedulerContext(FakeClock(), defer=lambda work: work())
+    context = SchedulerContext(
+        FakeClock(),
+        lambda work: work(),
+        SchedulerConfig(64),
+        CacheConfig(10, (FullAttention(4),)),
+        Metrics("engine"),
+    )
     return scheduler_features(EngineConfig(model="none"), context)
 
 

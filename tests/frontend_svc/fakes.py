@@ -190,6 +190,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         *,
         finished: dict[FakeRequest, step_pb2.StepFinished] | None = None,
         cached: dict[FakeRequest, int] | None = None,
+        events: dict[FakeRequest, Sequence[step_pb2.StepEventKind]] | None = None,
         step_number: int = 1,
     ) -> None:
         """Send one step with these tokens to the session of its requests."""
@@ -205,6 +206,10 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             columns.finished[-1].row = order.index(request)
         for request, num_cached in (cached or {}).items():
             columns.first.add(row=order.index(request), num_cached_tokens=num_cached)
+        for request, kinds in (events or {}).items():
+            columns.events.extend(
+                step_pb2.StepEvent(row=order.index(request), kind=kind, age_us=1) for kind in kinds
+            )
         order[0].session.send(step=columns)
 
     def pool(self, request: FakeRequest, tensor: tensor_pb2.Tensor | None, *, num_cached: int = 0) -> None:

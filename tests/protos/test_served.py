@@ -40,8 +40,6 @@ SERVERS = {
 # Refused by name, by code that reads them for that.
 REFUSED = {"ChatPart.media", "Tool.strict", "PoolingParams.late_interaction_key"}
 REFUSED |= {"Tensor.remote"}
-# Another message has a field of this name, which is served.
-NAMESAKES = {"Step.events"}
 Files = list[descriptor_pb2.FileDescriptorProto]
 
 
@@ -103,7 +101,7 @@ def fields_in_use(files: Files) -> Iterator[tuple[str, str]]:
 
 def is_served(name: str, files: Files) -> bool:
     owner, _, field = name.partition(".")
-    if name in REFUSED | NAMESAKES:
+    if name in REFUSED:
         return False
     if owner in ("GenerateRequest", "ChatRequest"):
         return field in CORE_FIELDS or any(field in option.fields for option in OPTIONS)

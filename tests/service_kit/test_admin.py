@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -13,7 +14,8 @@ from service_kit.admin import SERVICE_NAME, AdminServicer
 from service_kit.errors import FailedPrecondition, from_rpc_error
 from service_kit.limits import ADMIN
 from service_kit.server import Lifecycle, ServiceState
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry, tracer
+from service_kit.spans import SpanEvent
+from service_kit.telemetry import begin_trace, record_trace, setup_telemetry, shutdown_telemetry
 from tests.service_kit.fakes import serving
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -58,10 +60,12 @@ async def test_status(admin: admin_pb2_grpc.AdminServiceStub) -> None:
 
 async def test_the_newest_trace(admin: admin_pb2_grpc.AdminServiceStub) -> None:
     for number in range(2):
-        with tracer().start_as_current_span("request", attributes={"number": number}) as span:
-            span.add_event("first_token")
-            with tracer().start_as_current_span("tokenize"):
-                pass
+        context = begin_trace("request")
+        spans = [
+            context.root("request", 10, 40, {"number": number}, [SpanEvent("first_token", 30)]),
+            context.child(0, "tokenize", 20, 30),
+        ]
+        record_trace(context, partial(list, spans))
     answer = await admin.GetTrace(admin_pb2.GetTraceRequest())
     request, tokenize = answer.spans
     assert (request.name, tokenize.name) == ("request", "tokenize")
@@ -106,6 +110,16 @@ async def test_a_service_without_an_engine_takes_no_utility_calls(admin):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await admin.Utility(admin_pb2.UtilityRequest())
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_service_without_a_scheduler_says_so(telemetry: None) -> None:
+    servicer = AdminServicer("frontend", "frontend-0", lambda: {}, lifecycle=Lifecycle())
+    async with serving([servicer.registration()], ADMIN) as (_, channel):
+        call = admin_pb2_grpc.AdminServiceStub(channel).WatchScheduler(admin_pb2.WatchSchedulerRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details() == "a frontend has no scheduler to watch"
 
 
 async def test_utility_calls_go_to_the_servicer_that_serves_them(telemetry: None) -> None:

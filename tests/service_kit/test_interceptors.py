@@ -15,7 +15,7 @@ from service_kit.errors import FailedPrecondition, from_rpc_error
 from service_kit.interceptors import server_interceptors
 from service_kit.logs import bind_log_fields, log_fields
 from service_kit.server import Registration
-from service_kit.telemetry import context_from, recent_spans, tracer
+from service_kit.telemetry import begin_trace, current_method, recent_spans, record_trace
 from tests.service_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -132,14 +132,16 @@ async def test_the_trace_of_a_call_is_sent_before_its_answer_and_with_its_failur
 @pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{'0' * 32}-b7ad6b7169203331-01"])
 async def test_a_call_without_a_trace_gets_one_that_its_spans_join(traceparent: str) -> None:
     async def work(request: bytes, context: Any) -> bytes:
-        tracer().start_span("work", context=context_from(traceparent)).end()
+        context_of_work = begin_trace("work", traceparent)
+        span = context_of_work.root(current_method(), 0, 1)
+        record_trace(context_of_work, lambda: [span])
         return log_fields()["trace_id"].encode()
 
     async with serving([FakeService(unary=work).register()]) as (_, channel):
         call = channel.unary_unary(f"/{SERVICE_NAME}/Unary")(b"", metadata=(("traceparent", traceparent),))
         trace_id = (await call).decode()
         assert dict(await call.initial_metadata())["x-trace-id"] == trace_id
-    assert [span.name for span in recent_spans(trace_id)] == ["work"]
+    assert [span.name for span in recent_spans(trace_id)] == [f"{SERVICE_NAME}/Unary"]
 
 
 async def test_a_malformed_request_is_the_clients_fault() -> None:

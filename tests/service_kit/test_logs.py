@@ -11,7 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from service_kit.logs import LogStream, setup_logs
+from service_kit.logs import COPIED_TO_TERMINAL, LogStream, is_shown_on_terminal, setup_logs
 
 
 @pytest.fixture
@@ -92,3 +92,18 @@ def test_a_stream_in_memory_is_written_to():
     stream = io.StringIO()
     LogStream(stream).write("line\n")
     assert stream.getvalue() == "line\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_is_for_people_at_a_terminal_and_in_a_process_whose_output_is_copied_to_one(monkeypatch):
+    assert [is_shown_on_terminal(stream) for stream in (Terminal(), io.StringIO(), None)] == [
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setenv(COPIED_TO_TERMINAL, "1")
+    assert is_shown_on_terminal(io.StringIO())

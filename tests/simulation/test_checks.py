@@ -15,7 +15,7 @@ from engine_svc.cache.attention import (
 )
 from engine_svc.cache.block_pool import BlockPool
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.core.request import BlockTable, FinishReason, Request, RequestOutput
+from engine_svc.core.request import BlockTable, FinishReason, FirstOutput, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
@@ -45,7 +45,7 @@ def right_answer() -> list[int]:
 
 
 def output(tokens: list[int], reason: FinishReason | None, *, num_cached: int | None = None) -> RequestOutput:
-    return RequestOutput("a", tokens, reason, num_cached_tokens=num_cached)
+    return RequestOutput("a", tokens, reason, first=None if num_cached is None else FirstOutput(num_cached))
 
 
 def test_a_stream_as_it_would_be_alone_is_fine():

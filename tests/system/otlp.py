@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+_ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,20 @@ class ReceivedSpan:
     parent_span_id: str
     service: str
     pid: int
-    events: tuple[str, ...]
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    events: tuple[tuple[str, dict[str, Any]], ...]
+    error: str | None
+    kind: int
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+    def event(self, name: str) -> dict[str, Any]:
+        """The attributes of the first event of that name."""
+        return next(attributes for event, attributes in self.events if event == name)
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -54,7 +72,12 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
                             parent_span_id=span.parent_span_id.hex(),
                             service=facts["service.name"].string_value,
                             pid=facts["process.pid"].int_value,
-                            events=tuple(event.name for event in span.events),
+                            start_ns=span.start_time_unix_nano,
+                            end_ns=span.end_time_unix_nano,
+                            attributes=_plain(span.attributes),
+                            events=tuple((event.name, _plain(event.attributes)) for event in span.events),
+                            error=span.status.message if span.status.code == _ERROR else None,
+                            kind=span.kind,
                         )
                     )
             self._arrived.notify_all()
@@ -70,3 +93,13 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def _of(self, trace_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.trace_id == trace_id]
+
+
+def _plain(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: common_pb2.AnyValue) -> Any:
+    if value.WhichOneof("value") == "array_value":
+        return [_value(one) for one in value.array_value.values]
+    return getattr(value, value.WhichOneof("value"))

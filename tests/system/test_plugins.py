@@ -101,9 +101,6 @@ async def test_a_scheduler_class_of_a_plugin_decides_the_steps(tmp_path: Path, d
         call = stack.inference(trio.frontend).Generate(request_of("the cat", 3))
         assert [message async for message in call]
         assert diary.read_text() == "start"
-        recorded = f"--record-decisions={tmp_path / 'case.json.gz'}"
-        with pytest.raises(ChildDied, match="--record-decisions records the default scheduler"):
-            await stack.start("engine", MODEL, "--port=0", "--scheduler-class=noted", recorded)
 
 
 @pytest.mark.parametrize("service", ["coordinator", "engine", "frontend"])

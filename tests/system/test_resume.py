@@ -15,6 +15,7 @@ import pytest
 from frontend_svc.engines.connection import connection
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.loss import Loss, LossKind
 from service_kit import resumable_stream
 from service_kit.clock import MonotonicClock
@@ -61,6 +62,9 @@ class Taker:
 
     def note_cached(self, num_cached_tokens: int) -> None:
         """Not of interest here."""
+
+    def note_progress(self, progress: Progress) -> None:
+        """Nor is this."""
 
     def fail(self, error: ServiceError) -> None:
         self.errors.append(error)

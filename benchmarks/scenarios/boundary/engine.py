@@ -22,7 +22,7 @@ from benchmarks.rig.lines import Line, answer_lines, send_line  # noqa: E402
 from engine_svc.admin.lifecycle import Lifecycle  # noqa: E402
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine  # noqa: E402
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint  # noqa: E402
-from engine_svc.core.request import Request  # noqa: E402
+from engine_svc.core.request import FirstOutput, Request  # noqa: E402
 from engine_svc.core.sampling_params import SamplingParams  # noqa: E402
 from engine_svc.loop.mailbox import Add, Call, Inbox, Outbox, StatsSnapshot  # noqa: E402
 from engine_svc.loop.step_output import StepOutput  # noqa: E402
@@ -98,9 +98,9 @@ class SyntheticLoop:
                 case Call(work):
                     work()
         if len(self._handles) > before:
-            self._publish([(row, 0) for row in range(before, len(self._handles))])
+            self._publish([(row, FirstOutput(0)) for row in range(before, len(self._handles))])
 
-    def _publish(self, first: list[tuple[int, int]]) -> None:
+    def _publish(self, first: list[tuple[int, FirstOutput]]) -> None:
         num_rows = len(self._handles)
         # Without rows, what is left is what keeping the pace costs by itself.
         if not num_rows or self._outbox is None:

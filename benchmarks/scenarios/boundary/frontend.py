@@ -58,6 +58,9 @@ class CountingReceiver:
     def note_cached(self, num_cached_tokens: int) -> None:
         pass
 
+    def note_progress(self, progress: object) -> None:
+        pass
+
     def fail(self, error: Exception) -> None:
         raise SystemExit(f"a request failed: {error}")
 

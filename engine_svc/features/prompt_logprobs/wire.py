@@ -52,7 +52,7 @@ class PromptLogprobsOfAdd(WireFeature):
             PromptLogprobSpec(num_top, tuple(sampling.logprob_token_ids)), skips_reading_prefix_cache=True
         )
 
-    def write(self, step: step_pb2.Step, row: int, extra: PromptLogprobs) -> None:
+    def write(self, step: step_pb2.Step, row: int, extra: PromptLogprobs, now: float) -> None:
         for run in extra.runs:
             step.extras.add(row=row, prompt_logprobs=_to_proto(run))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from frontend_svc.engines.connection.connection import ADOPT, EngineConnection
 from frontend_svc.output.collector import Ending
+from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import RETRY_AFTER_MS, Loss
 from frontend_svc.output.processor import OutputProcessor
@@ -51,6 +52,9 @@ class HeldOutputs:
 
     def note_cached(self, num_cached_tokens: int) -> None:
         self._calls.append(lambda state: state.note_cached(num_cached_tokens))
+
+    def note_progress(self, progress: Progress) -> None:
+        self._calls.append(lambda state: state.note_progress(progress))
 
     def add_extra(self, extra: step_pb2.StepExtra) -> None:
         self._calls.append(lambda state: state.add_extra(extra))

@@ -100,6 +100,11 @@ class EngineClient:
         return self._steps.age_s
 
     @property
+    def num_heartbeats(self) -> int:
+        """Heartbeats of the engine since this client was made."""
+        return self._steps.num_heartbeats
+
+    @property
     def owed_s(self) -> float:
         """Seconds to keep this client although the engine is not listed, so that it aborts moved requests."""
         if not self._connection.session.num_moved:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.engine_times import EventKind, Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
 from triptych.common.v1 import output_pb2
@@ -18,6 +19,14 @@ _REASONS = {
     output_pb2.FINISH_REASON_ABORT: EndReason.ABORT,
     output_pb2.FINISH_REASON_ERROR: EndReason.ERROR,
     output_pb2.FINISH_REASON_REPETITION: EndReason.REPETITION,
+}
+
+# Others are ignored, as those of a newer engine are.
+_EVENTS = {
+    step_pb2.STEP_EVENT_KIND_QUEUED: EventKind.QUEUED,
+    step_pb2.STEP_EVENT_KIND_SCHEDULED: EventKind.SCHEDULED,
+    step_pb2.STEP_EVENT_KIND_PREEMPTED: EventKind.PREEMPTED,
+    step_pb2.STEP_EVENT_KIND_RESUMED: EventKind.RESUMED,
 }
 
 
@@ -58,7 +67,25 @@ def read_step(step: step_pb2.Step, vocab_size: int = 0) -> StepColumns:
             )
         parts[part.row] = part.num_tokens
     logprobs = _sampled_logprobs(step, len(token_ids))
-    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, extras, parts)
+    progress = _progress(step, num_rows) if step.events or step.first else {}
+    return StepColumns(handles, counts, token_ids, endings, cached, logprobs, extras, parts, progress)
+
+
+def _progress(step: step_pb2.Step, num_rows: int) -> dict[int, Progress]:
+    """By row what happened to requests: of the whole step, and so for the few rows that have any."""
+    found: dict[int, Progress] = {}
+    for event in step.events:
+        if event.row >= num_rows:
+            raise MalformedStep(f"an event row {event.row} is beyond the {num_rows} rows")
+        kind = _EVENTS.get(event.kind)
+        if kind is not None:
+            found.setdefault(event.row, Progress()).events.append((kind, 1000 * event.age_us))
+    for first in step.first:
+        progress = found.setdefault(first.row, Progress())
+        progress.first_age_ns = 1000 * step.age_us
+        if first.HasField("prefill_stats"):
+            progress.prefill_ns = 1000 * first.prefill_stats.prefill_us
+    return found
 
 
 def _sampled_logprobs(step: step_pb2.Step, num_positions: int) -> LogprobColumns | None:

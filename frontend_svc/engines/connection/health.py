@@ -54,9 +54,11 @@ class StepWatch:
     def __init__(self) -> None:
         self.hung_step: int | None = None  # reset when the engine gets past it
         self.age_s = 0.0  # of the running step at the last heartbeat; 0 without one
+        self.num_heartbeats = 0
 
     def on_heartbeat(self, heartbeat: session_pb2.Heartbeat) -> float | None:
         """Returns the age of the running step if it is found to hang now; None also while it still hangs."""
+        self.num_heartbeats += 1
         self.age_s = heartbeat.step_started_age_ms / 1000 if heartbeat.has_work else 0.0
         if self.hung_step is not None:
             if heartbeat.step_number > self.hung_step or not heartbeat.has_work:

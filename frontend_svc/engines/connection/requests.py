@@ -42,6 +42,7 @@ class EngineRequests:
         on_add: Callable[[str], None],
     ) -> None:
         self.account = EngineAccount(address)
+        self.num_resumed = 0  # streams that continued a session
         self.stale_outputs = 0  # rows of requests that had moved to other engines
         self.vocab_size = 0  # of the engine's model; 0 until it is known
         self._connection = connection
@@ -127,6 +128,7 @@ class EngineRequests:
 
     def on_resumed(self) -> None:
         """The session continues on another stream: send what waits for an upload again."""
+        self.num_resumed += 1
         self._tensors.go_on(self._connection.stub)
 
     def lose(self, loss: Loss) -> None:

@@ -18,6 +18,7 @@ from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import DRAIN_RETRY_S, MAX_FAILURES, MAX_GROUPS, MAX_SIZE, Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
+from service_kit import conventions as names
 from service_kit.clock import FakeClock
 from service_kit.errors import (
     Aborted,
@@ -32,6 +33,7 @@ from service_kit.errors import (
     Unavailable,
     from_rpc_error,
 )
+from service_kit.telemetry import recent_spans
 from tests.coordinator_svc.fakes import registration
 from tests.coordinator_svc.scaling.scaling_fakes import FakeEngines, asking, dense, scaling_service
 from triptych.common.v1 import error_pb2
@@ -453,6 +455,38 @@ async def test_an_engine_is_evicted_once() -> None:
         assert (await stub.EvictEngine(request, timeout=_S)).version == 42
         assert served.engines.evicted == [("e1", "it hangs")]
         assert (await refused(stub.EvictEngine(request, timeout=_S))).code.name == "NOT_FOUND"
+
+
+async def test_operations_are_traces_with_a_span_for_each_state() -> None:
+    traceparent = f"00-{'c' * 32}-{'d' * 16}-01"
+    async with scaling_service(dense("", 0, 1)) as served, asking(served) as stub:
+        metadata = (("traceparent", traceparent),)
+        scale = scaling_pb2.ScaleRequest(new_size=1)
+        begun = (await stub.Scale(scale, timeout=_S, metadata=metadata)).operation
+        served.engines.members[""] = dense("", 0)
+        served.engines.signal.notify()
+        await ended(stub, begun.operation_id)
+        evict = scaling_pb2.EvictEngineRequest(engine_id="e0", reason="it hangs")
+        await stub.EvictEngine(evict, timeout=_S, metadata=metadata)
+    spans = recent_spans("c" * 32)
+    assert [span.name for span in spans] == [
+        "drain engine",
+        "scale",
+        "preparing",
+        "committing",
+        "evict engine",
+    ]
+    drain, scale_span, *states, evicted = spans
+    assert (drain.attributes[names.ENGINE], evicted.attributes[names.CAUSE]) == ("e1", "it hangs")
+    assert scale_span.attributes == {
+        names.OPERATION_ID: begun.operation_id,
+        names.GROUP: "",
+        names.OLD_SIZE: 2,
+        names.NEW_SIZE: 1,
+        names.STATE: "done",
+    }
+    assert {span.parent_span_id for span in states} == {scale_span.span_id}
+    assert scale_span.error is None
 
 
 async def test_an_operation_that_is_not_known_is_named() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from engine_svc.convert import messages
 from engine_svc.core.extras import Extras
-from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.request import FinishReason, FirstOutput, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
@@ -41,7 +41,9 @@ class DetachedRequest:
         sampled: TokenLogprobs | None = None,
     ) -> None:
         self.request.token_ids += token_ids
-        output = RequestOutput("r", token_ids, reason, num_cached_tokens=cached, extras=extras or {})
+        output = RequestOutput(
+            "r", token_ids, reason, first=None if cached is None else FirstOutput(cached), extras=extras or {}
+        )
         self.router.by_id["other"] = (self.first, 4)
         logprobs = {"other": TokenLogprobs([-9.0], [9])} | ({} if sampled is None else {"r": sampled})
         self.router.rows([RequestOutput("other", [9]), output], logprobs, step_number=4)
@@ -57,7 +59,7 @@ def test_all_that_came_is_one_row_which_remembers_its_steps():
     detached.step([13], FinishReason.LENGTH)
     row = detached.row()
     assert (row.handles, row.num_tokens, row.token_ids) == ([7], [4], [10, 11, 12, 13])
-    assert (row.parts, row.first) == ([(0, [1, 2, 1])], [(0, 2)])
+    assert (row.parts, row.first) == ([(0, [1, 2, 1])], [(0, FirstOutput(2))])
     assert row.finished == [FinishedRow(0, FinishReason.LENGTH)]
 
 
@@ -101,7 +103,7 @@ def test_tokens_of_an_earlier_engine_have_their_positions_before_any_logprobs():
     unread = UnreadSteps()
     unread.add(adopted)
     unread.add(later)
-    step = messages.to_step(unread.merged(), {}, make_wire_features())
+    step = messages.to_step(unread.merged(), {}, make_wire_features(), 0.0)
     assert [isnan(value) for value in array("f", step.sampled_logprobs)] == [True, True, False]
     assert step.top_logprobs.k == 2
     assert array("I", step.top_logprobs.token_ids).tolist() == [0] * 4 + [5, 6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import random
 import threading
@@ -179,7 +180,7 @@ def test_facts_tell_what_was_built(llama):
     facts = built.core.facts
     assert (facts.model_name, facts.max_model_len, facts.num_kv_blocks) == ("small", 256, 100)
     assert (facts.vocab_size, facts.eos_token_ids, facts.block_size) == (256, (5,), 16)
-    assert {progress.phase for progress in built.progress} == {"weights", "warm-up"}
+    assert {progress.phase for progress in built.progress} == {"weights", "memory", "warm-up"}
     assert Built(config).core.facts.fingerprint == facts.fingerprint
     others = replace(config, logprobs_mode="raw_logits")
     assert Built(others).core.facts.fingerprint.digest != facts.fingerprint.digest
@@ -241,10 +242,12 @@ def test_of_an_engine_that_cannot_be_built_nothing_is_left_running(llama, num_st
         num_kv_blocks=20,
         num_threads=1,
         pipeline_parallel_size=num_stages,
-        record_decisions=str(tmp_path / "no folder" / "case.json.gz"),
+        sched_trace_path=str(tmp_path / "trace.jsonl"),
     )
-    with pytest.raises(ValueError, match="cannot be recorded"):
-        Built(config)
+    with (tmp_path / "trace.jsonl").open("wb") as used:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another engine writes to"):
+            Built(config)
     assert psutil.Process().children() == children
     assert {thread.name for thread in threading.enumerate() if thread not in threads} <= {"tqdm_monitor"}
 

@@ -42,7 +42,7 @@ class Reading(WireFeature):
         self.seen.append((list(context.token_ids), context.spans))
         return self.parsed
 
-    def write(self, step: step_pb2.Step, row: int, extra: First | Second) -> None:
+    def write(self, step: step_pb2.Step, row: int, extra: First | Second, now: float) -> None:
         step.extras.add(row=row, prompt_logprobs=step_pb2.PromptLogprobs(first_position=extra.value))
 
     def announce(self, ready: session_pb2.Ready) -> None:
@@ -135,7 +135,7 @@ def test_a_feature_may_keep_a_request_from_reading_the_prefix_cache():
 def test_each_extra_of_a_step_is_written_by_its_feature_under_its_row():
     features = WireFeatures([Reading(writes=First), Reading(writes=Second)])
     output = StepOutput(1, [5, 6], [1, 0], [9], extras={6: {Second: Second(4), First: First(3)}})
-    step = messages.to_step(output, {}, features)
+    step = messages.to_step(output, {}, features, 0.0)
     assert [(extra.row, extra.prompt_logprobs.first_position) for extra in step.extras] == [(1, 4), (1, 3)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason
+from engine_svc.core.request import FinishReason, FirstOutput, PrefillStats
 from engine_svc.core.sampling_params import RepetitionLimits
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
@@ -43,11 +43,10 @@ def test_an_add_becomes_the_request_it_asks_for():
         stop_token_ids=[11],
     )
     entry.priority, entry.age_ms, entry.cache_salt = -5, 2500, "salt"
-    entry.trace_context.traceparent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
     request = read_add(entry)
     assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3], 3)
     assert (request.priority, request.arrival_at, request.timeline.queued_at) == (-5, 97.5, 100.0)
-    assert (request.cache_salt, request.trace_context[0]) == ("salt", entry.trace_context.traceparent)
+    assert request.cache_salt == "salt"
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (9, 2, 40, 7)
     assert (sampling.temperature, sampling.top_p) == pytest.approx((0.5, 0.9))
@@ -288,9 +287,9 @@ def test_a_step_becomes_packed_columns():
         num_tokens=[1, 2],
         token_ids=[70_000, 1, 2],
         finished=[FinishedRow(1, FinishReason.LENGTH)],
-        first=[(0, 16)],
+        first=[(0, FirstOutput(16))],
     )
-    step = messages.to_step(output, {300: frozenset()}, FEATURES)
+    step = messages.to_step(output, {300: frozenset()}, FEATURES, 0.0)
     assert step.step_number == 4
     assert step.handles == b"\x09\x00\x00\x00\x2c\x01\x00\x00"
     assert step.num_tokens == b"\x01\x02"
@@ -301,16 +300,25 @@ def test_a_step_becomes_packed_columns():
     assert [(one.row, one.num_cached_tokens) for one in step.first] == [(0, 16)]
 
 
+def test_the_first_record_says_how_the_prompt_was_computed():
+    prefill = PrefillStats(num_prompt_tokens=40, num_chunks=3, queue_s=0.25, prefill_s=0.0000015)
+    output = StepOutput(4, [9], [1], [5], first=[(0, FirstOutput(16, prefill))])
+    (record,) = messages.to_step(output, {}, FEATURES, 0.0).first
+    assert record.prefill_stats == step_pb2.PrefillStats(
+        num_prompt_tokens=40, num_computed_tokens=24, num_chunks=3, queue_us=250_000, prefill_us=2
+    )
+
+
 @pytest.mark.parametrize("reason", [reason for reason in FinishReason if reason is not FinishReason.STOP])
 def test_every_reason_has_its_own_name_on_the_wire(reason):
     step = messages.to_step(
-        StepOutput(1, [9], [1], [5], [FinishedRow(0, reason)]), {9: frozenset()}, FEATURES
+        StepOutput(1, [9], [1], [5], [FinishedRow(0, reason)]), {9: frozenset()}, FEATURES, 0.0
     )
     assert output_pb2.FinishReason.Name(step.finished[0].reason) == f"FINISH_REASON_{reason.name}"
 
 
 def test_a_row_of_more_than_255_tokens_takes_the_wide_column():
-    step = messages.to_step(StepOutput(1, [1], [256], list(range(256))), {}, FEATURES)
+    step = messages.to_step(StepOutput(1, [1], [256], list(range(256))), {}, FEATURES, 0.0)
     assert (step.num_tokens, step.num_tokens_wide) == (b"", b"\x00\x01\x00\x00")
 
 
@@ -323,7 +331,7 @@ def test_a_stop_says_whose_token_it_was(stop_token_id, asked_for, kind):
     last = stop_token_id or EOS_TOKEN_ID
     finished = [FinishedRow(1, FinishReason.STOP, stop_token_id)]
     output = StepOutput(1, [5, 6, 7], [1, 2, 1], [1, 2, last, 3], finished)
-    record = messages.to_step(output, {6: frozenset(asked_for)}, FEATURES).finished[0]
+    record = messages.to_step(output, {6: frozenset(asked_for)}, FEATURES, 0.0).finished[0]
     assert record.WhichOneof("stop") == kind
     assert getattr(record, kind) == last
 
@@ -378,11 +386,11 @@ def ints(column: bytes) -> list[int]:
 
 def step_of(output: StepOutput, token_logprobs: LogprobDeltas) -> step_pb2.Step:
     output.add_logprobs(token_logprobs)
-    return messages.to_step(output, {}, FEATURES)
+    return messages.to_step(output, {}, FEATURES, 0.0)
 
 
 def test_116_columns_are_empty_unless_requested():
-    step = messages.to_step(StepOutput(1, [5], [1], [9]), {}, FEATURES)
+    step = messages.to_step(StepOutput(1, [5], [1], [9]), {}, FEATURES, 0.0)
     assert (step.sampled_logprobs, step.sampled_ranks, step.HasField("top_logprobs")) == (b"", b"", False)
     assert not step.extras
 

@@ -13,6 +13,7 @@ from engine_svc.build.features import extra_types
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import Extra, ExtraCodec, Extras, UnknownExtra, merge_extras
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
+from engine_svc.features.nan_counts.extras import NanCount
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
@@ -60,6 +61,7 @@ VALUES: dict[type, st.SearchStrategy[Any]] = {
         start_token_ids=st.lists(ids, min_size=1, max_size=3).map(tuple),
         end_token_ids=st.lists(ids, min_size=1, max_size=3).map(tuple),
     ),
+    NanCount: st.builds(NanCount, count=ids),
     PromptEmbeds: embeddings(),
     PromptLogprobSpec: st.builds(
         PromptLogprobSpec, num_top=st.integers(-1, 1 << 30), token_ids=some_ids.map(tuple)

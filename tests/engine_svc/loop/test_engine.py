@@ -46,7 +46,7 @@ class Frontend:
             self.tokens.setdefault(handle, []).extend(step.token_ids[start : start + num_tokens])
             start += num_tokens
         self.ends += [(step.handles[row.row], row.reason) for row in step.finished]
-        self.cached |= {step.handles[row]: num_cached for row, num_cached in step.first}
+        self.cached |= {step.handles[row]: first.num_cached_tokens for row, first in step.first}
 
     def read_until_ended(self, num_requests: int) -> None:
         while len(self.ends) < num_requests:

@@ -6,7 +6,7 @@ import random
 import threading
 
 from engine_svc.cache.observer import StoredBlocks
-from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.request import FinishReason, FirstOutput, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.loop.mailbox import (
     Abort,
@@ -84,15 +84,17 @@ def test_a_read_step_is_the_published_one():
 
 def test_unread_steps_are_merged_row_by_row():
     outbox = Outbox(max_bytes=1000, wake=lambda: None)
-    outbox.publish(make_step(1, {4: [10], 9: [20]}, first=[(0, 16), (1, 0)]))
+    outbox.publish(make_step(1, {4: [10], 9: [20]}, first=[(0, FirstOutput(16)), (1, FirstOutput(0))]))
     outbox.publish(make_step(2, {9: [21, 22], 5: []}, finished=[FinishedRow(0, FinishReason.STOP, 22)]))
     outbox.publish(
-        make_step(3, {5: [30], 4: [11]}, first=[(0, 3)], finished=[FinishedRow(1, FinishReason.ABORT)])
+        make_step(
+            3, {5: [30], 4: [11]}, first=[(0, FirstOutput(3))], finished=[FinishedRow(1, FinishReason.ABORT)]
+        )
     )
     merged = outbox.take()
     assert merged.step_number == 3
     assert rows_of(merged) == {4: [10, 11], 9: [20, 21, 22], 5: [30]}
-    assert merged.first == [(0, 16), (1, 0), (2, 3)]
+    assert merged.first == [(0, FirstOutput(16)), (1, FirstOutput(0)), (2, FirstOutput(3))]
     assert merged.parts == [(0, [1, 1]), (1, [1, 2])]
     assert merged.finished == [FinishedRow(0, FinishReason.ABORT), FinishedRow(1, FinishReason.STOP, 22)]
 
@@ -123,8 +125,8 @@ def test_steps_of_the_same_rows_between_others_lose_and_mix_nothing():
                 if len(split) > 1:
                     columns["parts"].append((row, split))
                 if rng.random() < 0.1:
-                    columns["first"].append((row, number))
-                    first[handle] = number
+                    first[handle] = FirstOutput(number)
+                    columns["first"].append((row, first[handle]))
                 if rng.random() < 0.1:
                     columns["finished"].append(FinishedRow(row, FinishReason.STOP, number))
                     finished[handle] = number
@@ -134,7 +136,7 @@ def test_steps_of_the_same_rows_between_others_lose_and_mix_nothing():
         assert rows_of(merged) == expected
         named = {handle: counts for handle, counts in parts.items() if len(counts) > 1}
         assert {merged.handles[row]: counts for row, counts in merged.parts} == named
-        assert {merged.handles[row]: number for row, number in merged.first} == first
+        assert {merged.handles[row]: record for row, record in merged.first} == first
         assert {merged.handles[end.row]: end.stop_token_id for end in merged.finished} == finished
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason, RequestOutput
+from engine_svc.core.request import FinishReason, FirstOutput, RequestOutput
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
 from engine_svc.loop.mailbox import Outbox
@@ -52,7 +52,7 @@ def runs_of(piece: StepOutput, handle: int) -> tuple[PromptRun, ...]:
 
 def sizes(found: list[StepOutput]) -> list[int]:
     """Bytes of the messages that are made of them."""
-    return [messages.to_step(piece, {}, FEATURES).ByteSize() for piece in found]
+    return [messages.to_step(piece, {}, FEATURES, 0.0).ByteSize() for piece in found]
 
 
 def joined(found: list[StepOutput]) -> StepOutput:
@@ -76,7 +76,7 @@ def test_a_piece_is_far_below_what_a_frontend_takes():
 def test_one_row_with_logprobs_of_the_whole_vocabulary_does_not_widen_the_others():
     token_logprobs = LogprobDeltas({5: logprobs_of(1, 900)})
     output = StepOutput(3, list(range(64)), [1] * 64, list(range(64)), token_logprobs=token_logprobs)
-    assert messages.to_step(output, {}, FEATURES).ByteSize() > 64 * 7200
+    assert messages.to_step(output, {}, FEATURES, 0.0).ByteSize() > 64 * 7200
     found = split(output, 10_000)
     assert [(len(piece.handles), piece.step_number) for piece in found] == [(63, 3), (1, 3)]
     assert found[1].handles == [5] and found[1].token_ids == [5]
@@ -90,21 +90,21 @@ def test_a_row_of_very_many_tokens_is_cut_where_a_step_ended():
         [100],
         list(range(100)),
         finished=[FinishedRow(0, FinishReason.STOP)],
-        first=[(0, 16)],
+        first=[(0, FirstOutput(16))],
         parts=[(0, [7] * 14 + [2])],
     )
     found = split(output, 300)
     assert max(sizes_with_stop(found)) <= 300
     assert all(piece.num_tokens[0] % 7 == 0 for piece in found[:-1])
     assert [len(piece.finished) for piece in found] == [0] * (len(found) - 1) + [1]
-    assert [piece.first for piece in found] == [[(0, 16)]] + [[]] * (len(found) - 1)
+    assert [piece.first for piece in found] == [[(0, FirstOutput(16))]] + [[]] * (len(found) - 1)
     assert [count for piece in found for _, counts in piece.parts for count in counts] == [7] * 14 + [2]
     assert found[-1].num_tokens[0] > 0
     assert joined(found) == output
 
 
 def sizes_with_stop(found: list[StepOutput]) -> list[int]:
-    return [messages.to_step(piece, {4: frozenset()}, FEATURES).ByteSize() for piece in found]
+    return [messages.to_step(piece, {4: frozenset()}, FEATURES, 0.0).ByteSize() for piece in found]
 
 
 def test_a_step_that_is_too_long_by_itself_is_cut_all_the_same():
@@ -127,7 +127,7 @@ def test_extras_precede_the_tokens_of_their_row():
         [8, 9],
         [0, 2],
         [1, 2],
-        first=[(1, 0)],
+        first=[(1, FirstOutput(0))],
         extras={8: prompt_of(*runs[1:]), 9: prompt_of(*runs)},
     )
     found = split(output, 800)
@@ -170,7 +170,7 @@ def any_output(rng: random.Random) -> StepOutput:
         if len(counts) > 1:
             output.parts.append((row, counts))
         if rng.random() < 0.3:
-            output.first.append((row, rng.randrange(100)))
+            output.first.append((row, FirstOutput(rng.randrange(100))))
         if rng.random() < 0.3:
             output.finished.append(FinishedRow(row, FinishReason.ERROR, message="x" * rng.randrange(40)))
         if num_tokens and rng.random() < 0.5:

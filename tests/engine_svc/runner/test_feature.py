@@ -381,7 +381,7 @@ def test_logits_of_rows_are_given_by_their_entries():
 class CountsOfStep(WireFeature):
     writes = Count
 
-    def write(self, step: step_pb2.Step, row: int, extra: Count) -> None:
+    def write(self, step: step_pb2.Step, row: int, extra: Count, now: float) -> None:
         step.extras.add(row=row, prompt_logprobs=step_pb2.PromptLogprobs(first_position=extra.num_tokens))
 
 
@@ -464,7 +464,9 @@ def test_what_a_feature_adds_reaches_the_step_of_the_client(tiny_model, is_besid
     assert tokens_of(outputs) == tokens_of(serve(model, None, is_beside=is_beside, depth=depth))
     counts: list[int] = []
     for output in outputs:
-        for extra in messages.to_step(output, dict.fromkeys(output.handles, frozenset()), FEATURES).extras:
+        for extra in messages.to_step(
+            output, dict.fromkeys(output.handles, frozenset()), FEATURES, 0.0
+        ).extras:
             assert output.handles[extra.row] == 3
             counts.append(extra.prompt_logprobs.first_position)
     assert counts == [1] * NUM_TOKENS
@@ -474,5 +476,5 @@ def test_what_a_feature_adds_to_unread_steps_reaches_the_client_as_one():
     unread = UnreadSteps()
     for number in range(40):
         unread.add(StepOutput(number, [2, 3], [1, 1], [8, 9], extras={3: {Count: Count(number)}}))
-    step = messages.to_step(unread.merged(), {}, FEATURES)
+    step = messages.to_step(unread.merged(), {}, FEATURES, 0.0)
     assert [(extra.row, extra.prompt_logprobs.first_position) for extra in step.extras] == [(1, 780)]

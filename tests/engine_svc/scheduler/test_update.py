@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_svc.core.request import FinishReason, Request
+from engine_svc.core.request import FinishReason, FirstOutput, PrefillStats, Request
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import DraftStats, SchedulerStats
@@ -25,6 +25,7 @@ def test_a_row_without_finite_logits_ends_its_request_and_no_other():
     plan = stage.schedule()
     assert plan.released == ["b"]
     assert plan.request_ids == ["a", "c"]
+    assert stage.scheduler.stats().num_non_finite_rows == 1
 
 
 def test_a_row_whose_rules_leave_no_token_ends_its_request_and_says_so():
@@ -196,6 +197,7 @@ def test_there_is_nothing_to_count_at_the_start():
         num_preemptions=0,
         num_chunked_prefills=0,
         max_rows=0,
+        num_non_finite_rows=0,
         drafts=DraftStats(0, 0, 0, ()),
     )
 
@@ -227,3 +229,24 @@ def test_what_a_broken_request_computed_is_not_found_again():
     again.cache_salt = "a"
     assert stage.cache.match_prefix(again).num_tokens == 0
     assert stage.cache.num_used_blocks == 0
+
+
+def test_the_first_output_says_how_the_prompt_was_computed():
+    stage = Stage(max_num_batched_tokens=20)
+    whole, chunked = request("a", 18, salt="s"), request("b", 40, salt="s")
+    chunked.timeline.queued_at = 0.5
+    stage.add(whole, chunked)
+    outputs = [output for _ in range(3) for output in stage.update(stage.schedule()) if output.first]
+    # The block of 16 tokens that "a" has filled; 2 tokens in the first step, then 19, then the rest.
+    assert [(output.request_id, output.first) for output in outputs] == [
+        ("a", FirstOutput(0, PrefillStats(num_prompt_tokens=18, num_chunks=1, queue_s=1.0, prefill_s=0.0))),
+        ("b", FirstOutput(16, PrefillStats(num_prompt_tokens=40, num_chunks=3, queue_s=0.5, prefill_s=2.0))),
+    ]
+
+
+def test_a_request_without_a_first_token_has_no_times_of_its_prompt():
+    stage = Stage(max_num_batched_tokens=5)
+    stage.add(request("a", 8))
+    stage.step()
+    (output,) = stage.scheduler.abort(["a"], now=2.0)
+    assert output.first == FirstOutput(0)

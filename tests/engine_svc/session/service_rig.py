@@ -23,6 +23,7 @@ from engine_svc.loop.mailbox import Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.process.engine_thread import EngineThread
 from engine_svc.scheduler.scheduler import Scheduler
+from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
 from service_kit.channel import open_channel
@@ -73,12 +74,14 @@ class ServiceRig:
         controls: Callable[[Engine, Scheduler], EngineControls] | None = None,
         facts: EngineFacts | None = None,
         tensors: TensorReceiver | None = None,
+        watch: SchedulerWatch | None = None,
         listen: str = "127.0.0.1:0",
         epoch: int = 7,
     ) -> None:
         self._facts = facts or make_facts()
         self.executor = FakeExecutor()
         self._make_controls = controls
+        self._watch = watch
         self.scheduler = scheduler or make_scheduler()
         self.load_error: Exception | None = None
         self.engine = ServedEngine(
@@ -138,7 +141,11 @@ class ServiceRig:
         )
         controls = None if self._make_controls is None else self._make_controls(engine, self.scheduler)
         return engine, LoadedCore(
-            self._facts, refusal=self.scheduler.refusal, prepare=lambda request: None, controls=controls
+            self._facts,
+            refusal=self.scheduler.refusal,
+            prepare=lambda request: None,
+            controls=controls,
+            watch=self._watch,
         )
 
 

@@ -125,7 +125,7 @@ async def test_of_an_id_that_is_refused_for_its_length_spans_and_logs_keep_the_b
     async with serving(FakeEngine()) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.generate(metadata=metadata, request_id="i" * 100_000))
-    (span,) = (span for span in recent_spans(trace_id) if span.name == "request")
+    (span,) = (span for span in recent_spans(trace_id) if span.name == "text_completion")
     shutdown_telemetry()
     (line,) = (line for line in log.getvalue().splitlines() if "InferenceService/Generate" in line)
     assert "request_id has 100000 characters, must have at most 128" in details_of(caught.value)

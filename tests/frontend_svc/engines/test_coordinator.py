@@ -343,6 +343,18 @@ def test_a_paused_lockstep_group_is_hinted_once_a_wave_and_others_never():
     assert later is not None and later.wave == 4
 
 
+def test_the_wave_of_an_engine_is_that_of_its_lockstep_group():
+    topology = Topology()
+    dense = member("2", "h:2", dp_group="d")
+    lone = member("3", "h:3", dp_group="other", lockstep=True)
+    topology.apply(
+        snapshot(
+            member("0", "h:0", dp_group="g", lockstep=True), dense, lone, waves=[wave(4), wave(5, group="d")]
+        )
+    )
+    assert [topology.wave_of(engine_id) for engine_id in ("0", "2", "3", "unknown")] == [4, None, None, None]
+
+
 def test_a_wave_never_goes_back():
     topology = Topology()
     topology.apply(snapshot(member("0", "h:0", dp_group="g", lockstep=True), waves=[wave(4)]))

@@ -92,6 +92,7 @@ async def read_outputs(call) -> tuple[bytes, dict[int, ReadOutput]]:
         assert not output.finished
         if kind == "finished":
             event.usage.num_cached_tokens = 0
+            event.ClearField("stats")
             output.finished = event.SerializeToString(deterministic=True)
             continue
         output.ids += event.token_ids
@@ -157,14 +158,14 @@ async def test_what_is_sent_again_is_the_request_as_it_was_and_the_output_so_far
         first.die()
         (moved,) = await second.wait_for_requests(1)
         started_at = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id="mine"))
-        (usage,) = [one.finished.usage async for one in stream if one.HasField("finished")]
+        (finished,) = [one.finished async for one in stream if one.HasField("finished")]
     (origin,) = first.requests
     before, after = origin.entry, moved.entry
     assert moved.output == whole_output(before)[0][:3]
     assert (before.attempt, after.attempt, started_at.num_attempts) == (0, 1, 2)
     assert after.age_ms >= before.age_ms
     assert 0 < after.remaining_ms <= before.remaining_ms
-    assert usage.num_cached_tokens == 16
+    assert (finished.usage.num_cached_tokens, finished.stats.num_migrations) == (16, 1)
     for entry in (before, after):
         for name in ("handle", "attempt", "output_token_ids", "age_ms", "remaining_ms"):
             entry.ClearField(name)
@@ -449,8 +450,19 @@ async def test_a_move_is_an_event_of_the_requests_span():
         await read_all(call)
     spans = recent_spans(trace_id)
     shutdown_telemetry()
-    root = next(span for span in spans if span.name == "request")
-    assert [name for name, _ in root.events] == ["moved"]
+    root, *children = spans
+    move = next(event for event in root.events if event.name == "resumed_elsewhere")
+    assert (move.attributes["triptych.from"], move.attributes["triptych.to"]) == ("engine-0", "engine-1")
+    assert move.attributes["triptych.cause"]
+    stays = [(span.name, span.attributes.get("triptych.engine")) for span in children]
+    assert stays == [
+        ("tokenize", None),
+        ("prefill", "engine-0"),
+        ("decode", "engine-0"),
+        ("prefill", "engine-1"),
+        ("decode", "engine-1"),
+        ("detokenize", None),
+    ]
 
 
 # A request's way from engine to engine, over engines that are plain objects.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.workers import WorkerGroup, worker_command
+from service_kit.admin_http import read_page
 from service_kit.channel import open_channel
 from service_kit.child import ChildDied
 from service_kit.config import load_config
@@ -85,6 +87,15 @@ async def test_two_workers_serve_one_address_and_drain_together():
         running = [client.generate() for client in clients.values()]
         requests = list(await engine.wait_for_requests(2))
         assert requests[0].session is not requests[1].session
+        page = await read_page(record["admin_http"], "/metrics", limit_s=WAIT_S)
+        assert b"\ntriptych_frontend_requests_total 2.0\n" in page
+        # One of the two answers.
+        state = json.loads(await read_page(record["admin_http"], "/ui/state", limit_s=WAIT_S))
+        assert state["frontend"]["open"] == 1
+        assert [one["address"] for one in state["engines"]] == [engine.address]
+        page = await read_page(record["admin_http"], "/traces/last?n=64", limit_s=WAIT_S)
+        starts = [trace for trace in json.loads(page)["traces"] if trace["name"] == "start frontend"]
+        assert {trace["pid"] for trace in starts} == set(record["worker_pids"])
         process.send_signal(signal.SIGTERM)
         for client in clients.values():
             await client.wait_ready(is_ready=False)
@@ -262,6 +273,7 @@ async def test_a_worker_that_does_not_serve_in_time_is_killed(make_group):
 
 def test_the_flags_of_a_worker_differ_from_those_of_its_parent():
     argv = ["--workers=3", "--engine=a:1", "--port=0", "--admin-port=7000", "--index=2", "--announce-fd=9"]
+    argv += ["--admin-http-host=0.0.0.0", "--admin-http-port=9400"]
     parent = load_config(FrontendConfig, argv, service="frontend", env={}).config
     configs = [
         load_config(
@@ -277,3 +289,4 @@ def test_the_flags_of_a_worker_differ_from_those_of_its_parent():
     ] * 3
     assert [one.admin_port for one in configs] == [7000, 7002, 4444]
     assert [one.index for one in configs] == [6, 8, 7]
+    assert {(one.admin_http_host, one.admin_http_port) for one in configs} == {("127.0.0.1", 0)}

@@ -83,6 +83,7 @@ def test_the_three_transports_give_equal_results(llms: dict[str, LLM], stream: s
     for result in results["in-process"]:
         assert len(result.outputs) == (STREAMS[stream].n or 1)
         assert all(len(output.token_ids) == STREAMS[stream].max_tokens for output in result.outputs)
+        assert all(output.stats.decode_ms > 0 for output in result.outputs)
     ids = {token_id for one in results["child"] for output in one.outputs for token_id in output.token_ids}
     assert len(ids) >= 20
 

@@ -34,7 +34,9 @@ class FakeHost:
         self.flags.append(flags)
         self._end = asyncio.get_running_loop().create_future()
         self.started.set()
-        return EnginePlacement(f"10.0.0.9:{4000 + len(self.flags)}", "127.0.0.1:1", "node", 1, "")
+        return EnginePlacement(
+            f"10.0.0.9:{4000 + len(self.flags)}", "127.0.0.1:1", "127.0.0.1:2", "node", 1, ""
+        )
 
     async def ended(self) -> int:
         assert self._end is not None

@@ -26,6 +26,7 @@ async def serve(options: argparse.Namespace) -> int:
     address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     record = {"service": options.name, "index": options.index, "pid": os.getpid(), "address": address}
+    record["admin_http"] = f"127.0.0.1:{options.admin_http_port}"
     # First, as those that are started when this one has announced itself write there, too.
     if options.log is not None:
         print(options.log, file=sys.stderr)
@@ -60,6 +61,8 @@ def main() -> int:
     parser.add_argument("--diary", required=True)
     parser.add_argument("--index", type=int)
     parser.add_argument("--port", type=int)
+    # It serves no HTTP: it announces what it was given, or a port of its own.
+    parser.add_argument("--admin-http-port", type=int, default=os.getpid())
     parser.add_argument("--announce-fd", type=int)
     parser.add_argument("--coordinator")
     parser.add_argument("--log", help="a line of its log")

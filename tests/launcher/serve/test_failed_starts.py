@@ -223,7 +223,11 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
         flags("--no-enable-chunked-prefill", "--max-num-batched-tokens=64", "--max-model-len=65"),
         ("--max-num-batched-tokens is 64", "at least --max-model-len, 65"),
     ),
-    "record": (flags("--record-decisions=/nowhere/a.json.gz"), ("--record-decisions: /nowhere does not",)),
+    "sched-trace": (
+        flags("--sched-trace-path=/nowhere/a.jsonl"),
+        ("--sched-trace-path is /nowhere/a.jsonl", "a file in a folder that exists"),
+    ),
+    "former flag": (flags("--record-decisions=a.json.gz"), ("it is --sched-trace-path, whose file",)),
     "revision": (flags("--revision=main"), ("revision is main, but",)),
 }
 

@@ -31,6 +31,7 @@ from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
 from launcher.serve.serve import plan_stack
 from launcher.services import READINESS, embedded_model
+from service_kit.admin_http import read_page
 from service_kit.channel import open_channel
 from service_kit.config import ConfigError
 from service_kit.limits import INTERNAL
@@ -118,6 +119,25 @@ def test_a_frontend_balances_all_ranks_or_there_is_one_for_each(flags, frontends
     assert planned == frontends
 
 
+def test_the_admin_http_ports_follow_the_first_one() -> None:
+    flags = ["--admin-http-port=9400", "--data-parallel-size=2", "--data-parallel-external-lb"]
+    stack = plan_stack(parse_serve(flags))
+    assert stack.engine is not None
+    planned = {
+        plan.name: [flag for flag in stack.flags(plan, 2, 0) if flag.startswith("--admin-http-port")]
+        for plan in (stack.coordinator, *stack.others, stack.engine(2))
+    }
+    assert planned == {
+        name: [f"--admin-http-port={port}"]
+        for name, port in (
+            ("coordinator-0", 9400), ("frontend-0", 9401), ("frontend-1", 9402),
+            ("engine-0", 9403), ("engine-1", 9404), ("engine-2", 9405),
+        )
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"--admin-http-port is 65532, the range is 0\.\.65531"):
+        parse_serve(["--admin-http-port=65532", *flags[1:]])
+
+
 def test_every_frontend_needs_a_port() -> None:
     flags = ["--port=65535", "--data-parallel-size=2", "--data-parallel-external-lb"]
     with pytest.raises(ConfigError, match="no port for each of 2 frontends"):
@@ -149,8 +169,16 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         ]
         assert stack.ready["http"] is None
         assert stack.ready["grpc"] == processes[2]["address"]
-        assert len({one["address"] for one in processes} | {one["admin_address"] for one in processes}) == 6
+        kinds = ("address", "admin_address", "admin_http")
+        assert len({one[kind] for one in processes for kind in kinds}) == 9
+        for one in processes:
+            page = await read_page(one["admin_http"], "/metrics", limit_s=10)
+            assert f'triptych_build_info{{service="{one["service"]}"'.encode() in page.replace(
+                b'engine="0",model_name="triptych-tiny",', b""
+            )
+            assert f"http://{one['admin_http']}/metrics" in stack.banner
         assert f"grpc://{stack.ready['grpc']}" in stack.banner
+        assert f"http://{processes[2]['admin_http']}/ui" in stack.banner
         assert f"triptych chat --url {stack.url}" in stack.banner
 
         assert (await triptych("health", "--url", stack.url)).exit_code == 0
@@ -158,6 +186,15 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         answered = await triptych("complete", "--url", stack.url, *question)
         answer = json.loads(answered.out)
         assert len(answer["token_ids"]) == answer["usage"]["num_completion_tokens"] == 5
+        engine, frontend = [
+            (await read_page(one["admin_http"], "/metrics", limit_s=10)).decode().splitlines()
+            for one in processes[1:]
+        ]
+        labels = 'engine="0",model_name="triptych-tiny"'
+        assert f"triptych_engine_generated_tokens_total{{{labels}}} 5.0" in engine
+        assert 'triptych_frontend_generated_tokens_total{model_name="triptych-tiny"} 5.0' in frontend
+        ended = 'vllm:request_success_total{finished_reason="length",model_name="triptych-tiny"} 1.0'
+        assert ended in frontend
 
         second = await triptych("serve", "--port", stack.ready["grpc"].rpartition(":")[2])
         assert second.exit_code == 2
@@ -180,7 +217,7 @@ async def test_what_runs_is_what_its_file_and_its_flags_say(tmp_path: Path) -> N
         assert len(children_of(stack.pid_of("engine"), "engine")) == 2
         assert "triptych-tiny, dtype float16, up to 1,024 tokens a request" in stack.banner
         assert re.search(r"KV +2,048 tokens.* blocks; --kv-cache-memory is 64\.0 MiB", stack.banner)
-        warnings = [line for line in stack.banner.splitlines() if " WARNING " in line]
+        warnings = [line for line in stack.banner.splitlines() if '"warning"' in line]
         assert len([line for line in warnings if "kv_cache_memory is cut" in line]) == 1
         answered = await triptych("complete", "--url", stack.url, "Once upon a time", "--max-tokens", "5")
         assert answered.exit_code == 0

@@ -20,7 +20,9 @@ async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: 
     await one.supervisor.start()
     children = one.supervisor.children
     ready = {
-        f"{name} READY at {one.supervisor.address_of(name)} (pid {children[name].pid})" for name in children
+        f"{name} READY at {address.address} (pid {address.pid}), admin_http {address.admin_http}"
+        for name, child in children.items()
+        if (address := child.announcement)
     }
     assert set(one.reports) == ready
     coordinator = one.supervisor.address_of("coordinator-0")
@@ -107,18 +109,20 @@ async def test_a_start_that_takes_too_long_is_given_up(make_stack: MakeStack) ->
 
 
 @pytest.mark.parametrize("name", ["coordinator-0", "engine-1", "frontend-0"])
-async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_port(
+async def test_a_child_that_dies_later_is_reported_and_starts_again_on_its_ports(
     make_stack: MakeStack, name: str
 ) -> None:
     one = make_stack()
     await one.supervisor.start()
     one.keep_running()
     before = one.supervisor.children[name]
-    address = one.supervisor.address_of(name)
+    address, admin_http = one.supervisor.address_of(name), one.supervisor.admin_http_of(name)
     os.kill(before.pid, signal.SIGKILL)
     await asyncio.wait_for(one.restarted.wait(), 30)
     assert one.supervisor.children[name].pid != before.pid
     assert one.supervisor.address_of(name) == address
+    assert one.supervisor.admin_http_of(name) == admin_http
+    assert f"{name} READY at {address} (pid {before.pid}), admin_http {admin_http}" in one.reports
     assert any(
         f"{name} (pid {before.pid}) was killed by SIGKILL; starts again" in line for line in one.reports
     )

@@ -15,6 +15,8 @@ from service_kit.limits import INTERNAL
 from service_kit.server import Server
 from tests.launcher.fakes import fake_frontend, triptych
 
+NO_STATS = {"queue_ms": 0, "prefill_ms": 0, "decode_ms": 0, "num_preemptions": 0, "num_migrations": 0}
+
 
 def completion(
     prompt: str | None = "hi", ids: str | None = None, **sampling: SamplingValue | None
@@ -84,6 +86,7 @@ async def test_json_is_one_object_under_the_trace_that_the_server_received() -> 
         "logprobs": [],
         "cumulative_logprob": None,
         "error_message": "",
+        "stats": NO_STATS,
         "outputs": [
             {
                 "output_index": 0,
@@ -94,6 +97,7 @@ async def test_json_is_one_object_under_the_trace_that_the_server_received() -> 
                 "logprobs": [],
                 "cumulative_logprob": None,
                 "error_message": "",
+                "stats": NO_STATS,
             }
         ],
         "usage": {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_completion_tokens": 2},

@@ -18,8 +18,8 @@ async def test_the_demo_answers_shows_its_trace_and_stops_everything() -> None:
     pids = re.search(r"pids +coordinator-0 (\d+), engine-0 (\d+), frontend-0 (\d+)", outcome.out)
     assert pids is not None
     assert len(set(pids.groups())) == 3
-    for span in ("request", "tokenize", "detokenize", "engine.request", "queue", "prefill", "decode"):
-        assert re.search(rf"^(frontend|engine) +\d+ +{span} ", outcome.out, re.MULTILINE)
+    for span in ("text_completion", "  tokenize", "  queue", "  prefill", "  decode", "  detokenize"):
+        assert re.search(rf"^  {span} .* ms$", outcome.out, re.MULTILINE)
 
 
 async def test_an_interrupted_demo_fails_and_stops_everything() -> None:

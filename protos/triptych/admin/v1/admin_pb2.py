@@ -26,7 +26,7 @@ from triptych.engine.v1 import session_pb2 as triptych_dot_engine_dot_v1_dot_ses
 from triptych.engine.v1 import utility_pb2 as triptych_dot_engine_dot_v1_dot_utility__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/admin/v1/admin.proto\x12\x11triptych.admin.v1\x1a triptych/engine/v1/session.proto\x1a triptych/engine/v1/utility.proto\"\x12\n\x10GetStatusRequest\"\xc7\x01\n\x11GetStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12.\n\x05state\x18\x05 \x01(\x0e\x32\x1f.triptych.admin.v1.ServiceState\x12\x11\n\tuptime_ms\x18\x06 \x01(\x04\x12.\n\x06values\x18\x07 \x03(\x0b\x32\x1e.triptych.admin.v1.StatusValue\"E\n\x0bStatusValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05value\"#\n\x0fGetTraceRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\":\n\x10GetTraceResponse\x12&\n\x05spans\x18\x01 \x03(\x0b\x32\x17.triptych.admin.v1.Span\"\x89\x02\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x0f\n\x07span_id\x18\x03 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x04 \x01(\t\x12\x0f\n\x07service\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x15\n\rstart_unix_ns\x18\x07 \x01(\x04\x12\x13\n\x0b\x65nd_unix_ns\x18\x08 \x01(\x04\x12\x34\n\nattributes\x18\t \x03(\x0b\x32 .triptych.admin.v1.SpanAttribute\x12,\n\x06\x65vents\x18\n \x03(\x0b\x32\x1c.triptych.admin.v1.SpanEvent\x12\n\n\x02ok\x18\x0b \x01(\x08\"+\n\rSpanAttribute\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"*\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x04\"P\n\x12SetLogLevelRequest\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x1b.triptych.admin.v1.LogLevel\x12\x0e\n\x06logger\x18\x02 \x01(\t\"J\n\x13SetLogLevelResponse\x12\x33\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x1b.triptych.admin.v1.LogLevel\"9\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\x12\x14\n\x0ckeep_running\x18\x02 \x01(\x08\"V\n\rDrainResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\r\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.triptych.admin.v1.ServiceState\"B\n\x15WatchSchedulerRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\x04\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\"y\n\x16WatchSchedulerResponse\x12(\n\x05stats\x18\x01 \x01(\x0b\x32\x19.triptych.engine.v1.Stats\x12\x35\n\x08requests\x18\x02 \x03(\x0b\x32#.triptych.admin.v1.ScheduledRequest\"\xea\x01\n\x10ScheduledRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x03\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\x04\x12\x10\n\x08\x62lockers\x18\n \x03(\t\"?\n\x0eUtilityRequest\x12-\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1f.triptych.engine.v1.UtilityCall\"D\n\x0fUtilityResponse\x12\x31\n\x06result\x18\x01 \x01(\x0b\x32!.triptych.engine.v1.UtilityResult\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"I\n\x13LoadAdapterResponse\x12\x32\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32!.triptych.engine.v1.LoadedAdapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"K\n\x14ListAdaptersResponse\x12\x33\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32!.triptych.engine.v1.LoadedAdapter\"c\n\nPinRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\"6\n\x0bPinResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.triptych.admin.v1.PinInfo\"S\n\x07PinInfo\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x04\x12\x0e\n\x06job_id\x18\x04 \x01(\t\">\n\x0eReleaseRequest\x12\x10\n\x06pin_id\x18\x01 \x01(\tH\x00\x12\x10\n\x06job_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06target\"%\n\x0fReleaseResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x11\n\x0fListPinsRequest\"<\n\x10ListPinsResponse\x12(\n\x04pins\x18\x01 \x03(\x0b\x32\x1a.triptych.admin.v1.PinInfo*\x9b\x01\n\x0cServiceState\x12\x1d\n\x19SERVICE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_STATE_STARTING\x10\x01\x12\x19\n\x15SERVICE_STATE_SERVING\x10\x02\x12\x1a\n\x16SERVICE_STATE_DRAINING\x10\x03\x12\x19\n\x15SERVICE_STATE_STOPPED\x10\x04*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xb2\x08\n\x0c\x41\x64minService\x12V\n\tGetStatus\x12#.triptych.admin.v1.GetStatusRequest\x1a$.triptych.admin.v1.GetStatusResponse\x12S\n\x08GetTrace\x12\".triptych.admin.v1.GetTraceRequest\x1a#.triptych.admin.v1.GetTraceResponse\x12\\\n\x0bSetLogLevel\x12%.triptych.admin.v1.SetLogLevelRequest\x1a&.triptych.admin.v1.SetLogLevelResponse\x12L\n\x05\x44rain\x12\x1f.triptych.admin.v1.DrainRequest\x1a .triptych.admin.v1.DrainResponse0\x01\x12g\n\x0eWatchScheduler\x12(.triptych.admin.v1.WatchSchedulerRequest\x1a).triptych.admin.v1.WatchSchedulerResponse0\x01\x12P\n\x07Utility\x12!.triptych.admin.v1.UtilityRequest\x1a\".triptych.admin.v1.UtilityResponse\x12\\\n\x0bLoadAdapter\x12%.triptych.admin.v1.LoadAdapterRequest\x1a&.triptych.admin.v1.LoadAdapterResponse\x12\x62\n\rUnloadAdapter\x12\'.triptych.admin.v1.UnloadAdapterRequest\x1a(.triptych.admin.v1.UnloadAdapterResponse\x12_\n\x0cListAdapters\x12&.triptych.admin.v1.ListAdaptersRequest\x1a\'.triptych.admin.v1.ListAdaptersResponse\x12\x44\n\x03Pin\x12\x1d.triptych.admin.v1.PinRequest\x1a\x1e.triptych.admin.v1.PinResponse\x12P\n\x07Release\x12!.triptych.admin.v1.ReleaseRequest\x1a\".triptych.admin.v1.ReleaseResponse\x12S\n\x08ListPins\x12\".triptych.admin.v1.ListPinsRequest\x1a#.triptych.admin.v1.ListPinsResponseBD\n\x11triptych.admin.v1P\x01Z\x19triptych/admin/v1;adminv1\xaa\x02\x11Triptych.Admin.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/admin/v1/admin.proto\x12\x11triptych.admin.v1\x1a triptych/engine/v1/session.proto\x1a triptych/engine/v1/utility.proto\"\x12\n\x10GetStatusRequest\"\xc7\x01\n\x11GetStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12.\n\x05state\x18\x05 \x01(\x0e\x32\x1f.triptych.admin.v1.ServiceState\x12\x11\n\tuptime_ms\x18\x06 \x01(\x04\x12.\n\x06values\x18\x07 \x03(\x0b\x32\x1e.triptych.admin.v1.StatusValue\"E\n\x0bStatusValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05value\"#\n\x0fGetTraceRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\":\n\x10GetTraceResponse\x12&\n\x05spans\x18\x01 \x03(\x0b\x32\x17.triptych.admin.v1.Span\"\x89\x02\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x0f\n\x07span_id\x18\x03 \x01(\t\x12\x16\n\x0eparent_span_id\x18\x04 \x01(\t\x12\x0f\n\x07service\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x15\n\rstart_unix_ns\x18\x07 \x01(\x04\x12\x13\n\x0b\x65nd_unix_ns\x18\x08 \x01(\x04\x12\x34\n\nattributes\x18\t \x03(\x0b\x32 .triptych.admin.v1.SpanAttribute\x12,\n\x06\x65vents\x18\n \x03(\x0b\x32\x1c.triptych.admin.v1.SpanEvent\x12\n\n\x02ok\x18\x0b \x01(\x08\"+\n\rSpanAttribute\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"*\n\tSpanEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x04\"P\n\x12SetLogLevelRequest\x12*\n\x05level\x18\x01 \x01(\x0e\x32\x1b.triptych.admin.v1.LogLevel\x12\x0e\n\x06logger\x18\x02 \x01(\t\"J\n\x13SetLogLevelResponse\x12\x33\n\x0eprevious_level\x18\x01 \x01(\x0e\x32\x1b.triptych.admin.v1.LogLevel\"9\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\x12\x14\n\x0ckeep_running\x18\x02 \x01(\x08\"V\n\rDrainResponse\x12\x15\n\rnum_in_flight\x18\x01 \x01(\r\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.triptych.admin.v1.ServiceState\"V\n\x15WatchSchedulerRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\x04\x12\x14\n\x0cmax_requests\x18\x02 \x01(\r\x12\x12\n\nmax_blocks\x18\x03 \x01(\r\"\xc4\x01\n\x16WatchSchedulerResponse\x12(\n\x05stats\x18\x01 \x01(\x0b\x32\x19.triptych.engine.v1.Stats\x12\x35\n\x08requests\x18\x02 \x03(\x0b\x32#.triptych.admin.v1.ScheduledRequest\x12\x18\n\x10\x63\x61\x63hed_block_ids\x18\x03 \x03(\r\x12/\n\x05steps\x18\x04 \x03(\x0b\x32 .triptych.admin.v1.ScheduledStep\"c\n\rScheduledStep\x12\x13\n\x0bstep_number\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_requests\x18\x03 \x01(\r\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\x01\"\xfd\x01\n\x10ScheduledRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x03\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\x04\x12\x10\n\x08\x62lockers\x18\n \x03(\t\x12\x11\n\tblock_ids\x18\x0b \x03(\r\"?\n\x0eUtilityRequest\x12-\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1f.triptych.engine.v1.UtilityCall\"D\n\x0fUtilityResponse\x12\x31\n\x06result\x18\x01 \x01(\x0b\x32!.triptych.engine.v1.UtilityResult\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"I\n\x13LoadAdapterResponse\x12\x32\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32!.triptych.engine.v1.LoadedAdapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"K\n\x14ListAdaptersResponse\x12\x33\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32!.triptych.engine.v1.LoadedAdapter\"c\n\nPinRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\"6\n\x0bPinResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.triptych.admin.v1.PinInfo\"S\n\x07PinInfo\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x04\x12\x0e\n\x06job_id\x18\x04 \x01(\t\">\n\x0eReleaseRequest\x12\x10\n\x06pin_id\x18\x01 \x01(\tH\x00\x12\x10\n\x06job_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06target\"%\n\x0fReleaseResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x11\n\x0fListPinsRequest\"<\n\x10ListPinsResponse\x12(\n\x04pins\x18\x01 \x03(\x0b\x32\x1a.triptych.admin.v1.PinInfo*\x9b\x01\n\x0cServiceState\x12\x1d\n\x19SERVICE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_STATE_STARTING\x10\x01\x12\x19\n\x15SERVICE_STATE_SERVING\x10\x02\x12\x1a\n\x16SERVICE_STATE_DRAINING\x10\x03\x12\x19\n\x15SERVICE_STATE_STOPPED\x10\x04*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xb2\x08\n\x0c\x41\x64minService\x12V\n\tGetStatus\x12#.triptych.admin.v1.GetStatusRequest\x1a$.triptych.admin.v1.GetStatusResponse\x12S\n\x08GetTrace\x12\".triptych.admin.v1.GetTraceRequest\x1a#.triptych.admin.v1.GetTraceResponse\x12\\\n\x0bSetLogLevel\x12%.triptych.admin.v1.SetLogLevelRequest\x1a&.triptych.admin.v1.SetLogLevelResponse\x12L\n\x05\x44rain\x12\x1f.triptych.admin.v1.DrainRequest\x1a .triptych.admin.v1.DrainResponse0\x01\x12g\n\x0eWatchScheduler\x12(.triptych.admin.v1.WatchSchedulerRequest\x1a).triptych.admin.v1.WatchSchedulerResponse0\x01\x12P\n\x07Utility\x12!.triptych.admin.v1.UtilityRequest\x1a\".triptych.admin.v1.UtilityResponse\x12\\\n\x0bLoadAdapter\x12%.triptych.admin.v1.LoadAdapterRequest\x1a&.triptych.admin.v1.LoadAdapterResponse\x12\x62\n\rUnloadAdapter\x12\'.triptych.admin.v1.UnloadAdapterRequest\x1a(.triptych.admin.v1.UnloadAdapterResponse\x12_\n\x0cListAdapters\x12&.triptych.admin.v1.ListAdaptersRequest\x1a\'.triptych.admin.v1.ListAdaptersResponse\x12\x44\n\x03Pin\x12\x1d.triptych.admin.v1.PinRequest\x1a\x1e.triptych.admin.v1.PinResponse\x12P\n\x07Release\x12!.triptych.admin.v1.ReleaseRequest\x1a\".triptych.admin.v1.ReleaseResponse\x12S\n\x08ListPins\x12\".triptych.admin.v1.ListPinsRequest\x1a#.triptych.admin.v1.ListPinsResponseBD\n\x11triptych.admin.v1P\x01Z\x19triptych/admin/v1;adminv1\xaa\x02\x11Triptych.Admin.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.admin.v1.admin_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\021triptych.admin.v1P\001Z\031triptych/admin/v1;adminv1\252\002\021Triptych.Admin.V1'
-  _globals['_SERVICESTATE']._serialized_start=2467
-  _globals['_SERVICESTATE']._serialized_end=2622
-  _globals['_LOGLEVEL']._serialized_start=2624
-  _globals['_LOGLEVEL']._serialized_end=2746
+  _globals['_SERVICESTATE']._serialized_start=2683
+  _globals['_SERVICESTATE']._serialized_end=2838
+  _globals['_LOGLEVEL']._serialized_start=2840
+  _globals['_LOGLEVEL']._serialized_end=2962
   _globals['_GETSTATUSREQUEST']._serialized_start=120
   _globals['_GETSTATUSREQUEST']._serialized_end=138
   _globals['_GETSTATUSRESPONSE']._serialized_start=141
@@ -63,41 +63,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=1084
   _globals['_DRAINRESPONSE']._serialized_end=1170
   _globals['_WATCHSCHEDULERREQUEST']._serialized_start=1172
-  _globals['_WATCHSCHEDULERREQUEST']._serialized_end=1238
-  _globals['_WATCHSCHEDULERRESPONSE']._serialized_start=1240
-  _globals['_WATCHSCHEDULERRESPONSE']._serialized_end=1361
-  _globals['_SCHEDULEDREQUEST']._serialized_start=1364
-  _globals['_SCHEDULEDREQUEST']._serialized_end=1598
-  _globals['_UTILITYREQUEST']._serialized_start=1600
-  _globals['_UTILITYREQUEST']._serialized_end=1663
-  _globals['_UTILITYRESPONSE']._serialized_start=1665
-  _globals['_UTILITYRESPONSE']._serialized_end=1733
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1735
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1800
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1802
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1875
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1877
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1913
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1915
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1938
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1940
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1961
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1963
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2038
-  _globals['_PINREQUEST']._serialized_start=2040
-  _globals['_PINREQUEST']._serialized_end=2139
-  _globals['_PINRESPONSE']._serialized_start=2141
-  _globals['_PINRESPONSE']._serialized_end=2195
-  _globals['_PININFO']._serialized_start=2197
-  _globals['_PININFO']._serialized_end=2280
-  _globals['_RELEASEREQUEST']._serialized_start=2282
-  _globals['_RELEASEREQUEST']._serialized_end=2344
-  _globals['_RELEASERESPONSE']._serialized_start=2346
-  _globals['_RELEASERESPONSE']._serialized_end=2383
-  _globals['_LISTPINSREQUEST']._serialized_start=2385
-  _globals['_LISTPINSREQUEST']._serialized_end=2402
-  _globals['_LISTPINSRESPONSE']._serialized_start=2404
-  _globals['_LISTPINSRESPONSE']._serialized_end=2464
-  _globals['_ADMINSERVICE']._serialized_start=2749
-  _globals['_ADMINSERVICE']._serialized_end=3823
+  _globals['_WATCHSCHEDULERREQUEST']._serialized_end=1258
+  _globals['_WATCHSCHEDULERRESPONSE']._serialized_start=1261
+  _globals['_WATCHSCHEDULERRESPONSE']._serialized_end=1457
+  _globals['_SCHEDULEDSTEP']._serialized_start=1459
+  _globals['_SCHEDULEDSTEP']._serialized_end=1558
+  _globals['_SCHEDULEDREQUEST']._serialized_start=1561
+  _globals['_SCHEDULEDREQUEST']._serialized_end=1814
+  _globals['_UTILITYREQUEST']._serialized_start=1816
+  _globals['_UTILITYREQUEST']._serialized_end=1879
+  _globals['_UTILITYRESPONSE']._serialized_start=1881
+  _globals['_UTILITYRESPONSE']._serialized_end=1949
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1951
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2016
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2018
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2091
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2093
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2129
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2131
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2154
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2156
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2177
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2179
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2254
+  _globals['_PINREQUEST']._serialized_start=2256
+  _globals['_PINREQUEST']._serialized_end=2355
+  _globals['_PINRESPONSE']._serialized_start=2357
+  _globals['_PINRESPONSE']._serialized_end=2411
+  _globals['_PININFO']._serialized_start=2413
+  _globals['_PININFO']._serialized_end=2496
+  _globals['_RELEASEREQUEST']._serialized_start=2498
+  _globals['_RELEASEREQUEST']._serialized_end=2560
+  _globals['_RELEASERESPONSE']._serialized_start=2562
+  _globals['_RELEASERESPONSE']._serialized_end=2599
+  _globals['_LISTPINSREQUEST']._serialized_start=2601
+  _globals['_LISTPINSREQUEST']._serialized_end=2618
+  _globals['_LISTPINSRESPONSE']._serialized_start=2620
+  _globals['_LISTPINSRESPONSE']._serialized_end=2680
+  _globals['_ADMINSERVICE']._serialized_start=2965
+  _globals['_ADMINSERVICE']._serialized_end=4039
 # @@protoc_insertion_point(module_scope)

@@ -152,23 +152,41 @@ class DrainResponse(_message.Message):
     def __init__(self, num_in_flight: _Optional[int] = ..., state: _Optional[_Union[ServiceState, str]] = ...) -> None: ...
 
 class WatchSchedulerRequest(_message.Message):
-    __slots__ = ("interval_ms", "max_requests")
+    __slots__ = ("interval_ms", "max_requests", "max_blocks")
     INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     interval_ms: int
     max_requests: int
-    def __init__(self, interval_ms: _Optional[int] = ..., max_requests: _Optional[int] = ...) -> None: ...
+    max_blocks: int
+    def __init__(self, interval_ms: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_blocks: _Optional[int] = ...) -> None: ...
 
 class WatchSchedulerResponse(_message.Message):
-    __slots__ = ("stats", "requests")
+    __slots__ = ("stats", "requests", "cached_block_ids", "steps")
     STATS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     stats: _session_pb2.Stats
     requests: _containers.RepeatedCompositeFieldContainer[ScheduledRequest]
-    def __init__(self, stats: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ...) -> None: ...
+    cached_block_ids: _containers.RepeatedScalarFieldContainer[int]
+    steps: _containers.RepeatedCompositeFieldContainer[ScheduledStep]
+    def __init__(self, stats: _Optional[_Union[_session_pb2.Stats, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ..., cached_block_ids: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[_Union[ScheduledStep, _Mapping]]] = ...) -> None: ...
+
+class ScheduledStep(_message.Message):
+    __slots__ = ("step_number", "num_tokens", "num_requests", "duration_ms")
+    STEP_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_MS_FIELD_NUMBER: _ClassVar[int]
+    step_number: int
+    num_tokens: int
+    num_requests: int
+    duration_ms: float
+    def __init__(self, step_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_requests: _Optional[int] = ..., duration_ms: _Optional[float] = ...) -> None: ...
 
 class ScheduledRequest(_message.Message):
-    __slots__ = ("request_id", "status", "num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_blocks", "num_preemptions", "priority", "age_ms", "blockers")
+    __slots__ = ("request_id", "status", "num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_blocks", "num_preemptions", "priority", "age_ms", "blockers", "block_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +197,7 @@ class ScheduledRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCKERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     status: str
     num_prompt_tokens: int
@@ -189,7 +208,8 @@ class ScheduledRequest(_message.Message):
     priority: int
     age_ms: int
     blockers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., blockers: _Optional[_Iterable[str]] = ...) -> None: ...
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., status: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., blockers: _Optional[_Iterable[str]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UtilityRequest(_message.Message):
     __slots__ = ("call",)

@@ -133,8 +133,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchScheduler(self, request, context):
-        """WatchScheduler streams the requests of an engine's scheduler.
-        Not served yet.
+        """WatchScheduler streams the requests, blocks and steps of an engine's scheduler, until the engine
+        ends. An engine serves it to frontends as well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

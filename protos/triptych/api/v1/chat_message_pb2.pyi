@@ -177,7 +177,7 @@ class ChatResponse(_message.Message):
     def __init__(self, position: _Optional[int] = ..., started: _Optional[_Union[_generate_pb2.Started, _Mapping]] = ..., delta: _Optional[_Union[ChatDelta, _Mapping]] = ..., finished: _Optional[_Union[_generate_pb2.Finished, _Mapping]] = ...) -> None: ...
 
 class ChatOutput(_message.Message):
-    __slots__ = ("output_index", "message", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message")
+    __slots__ = ("output_index", "message", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class ChatOutput(_message.Message):
     STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     message: ChatMessage
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -194,4 +195,5 @@ class ChatOutput(_message.Message):
     stop_match: _output_pb2.StopMatch
     cumulative_logprob: float
     error_message: str
-    def __init__(self, output_index: _Optional[int] = ..., message: _Optional[_Union[ChatMessage, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ...) -> None: ...
+    stats: _output_pb2.OutputStats
+    def __init__(self, output_index: _Optional[int] = ..., message: _Optional[_Union[ChatMessage, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ...) -> None: ...

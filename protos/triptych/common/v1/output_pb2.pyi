@@ -42,6 +42,20 @@ class Usage(_message.Message):
     num_completion_tokens: int
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ...) -> None: ...
 
+class OutputStats(_message.Message):
+    __slots__ = ("queue_ms", "prefill_ms", "decode_ms", "num_preemptions", "num_migrations")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    num_preemptions: int
+    num_migrations: int
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ...) -> None: ...
+
 class Logprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "ranks", "top", "texts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -24,7 +24,7 @@ STEP_EVENT_KIND_PREEMPTED: StepEventKind
 STEP_EVENT_KIND_RESUMED: StepEventKind
 
 class Step(_message.Message):
-    __slots__ = ("step_number", "handles", "num_tokens", "num_tokens_wide", "token_ids", "sampled_logprobs", "sampled_ranks", "top_logprobs", "finished", "first", "events", "extras", "parts")
+    __slots__ = ("step_number", "handles", "num_tokens", "num_tokens_wide", "token_ids", "sampled_logprobs", "sampled_ranks", "top_logprobs", "finished", "first", "events", "extras", "parts", "age_us")
     STEP_NUMBER_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Step(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    AGE_US_FIELD_NUMBER: _ClassVar[int]
     step_number: int
     handles: bytes
     num_tokens: bytes
@@ -51,7 +52,8 @@ class Step(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[StepEvent]
     extras: _containers.RepeatedCompositeFieldContainer[StepExtra]
     parts: _containers.RepeatedCompositeFieldContainer[StepParts]
-    def __init__(self, step_number: _Optional[int] = ..., handles: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_tokens_wide: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., sampled_logprobs: _Optional[bytes] = ..., sampled_ranks: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[StepTopLogprobs, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[StepFinished, _Mapping]]] = ..., first: _Optional[_Iterable[_Union[StepFirst, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StepEvent, _Mapping]]] = ..., extras: _Optional[_Iterable[_Union[StepExtra, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[StepParts, _Mapping]]] = ...) -> None: ...
+    age_us: int
+    def __init__(self, step_number: _Optional[int] = ..., handles: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_tokens_wide: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., sampled_logprobs: _Optional[bytes] = ..., sampled_ranks: _Optional[bytes] = ..., top_logprobs: _Optional[_Union[StepTopLogprobs, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[StepFinished, _Mapping]]] = ..., first: _Optional[_Iterable[_Union[StepFirst, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StepEvent, _Mapping]]] = ..., extras: _Optional[_Iterable[_Union[StepExtra, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[StepParts, _Mapping]]] = ..., age_us: _Optional[int] = ...) -> None: ...
 
 class StepParts(_message.Message):
     __slots__ = ("row", "num_tokens")

@@ -191,7 +191,7 @@ class Reader:
         self.prompt_logprobs: dict[int, list[float]] = defaultdict(list)
 
     def publish(self, output: StepOutput) -> None:
-        step = messages.to_step(output, {}, self._features)
+        step = messages.to_step(output, {}, self._features, 0.0)
         handles, token_ids = array("I", step.handles).tolist(), array("I", step.token_ids).tolist()
         logprobs, ranks = array("f", step.sampled_logprobs).tolist(), array("I", step.sampled_ranks).tolist()
         k, top = step.top_logprobs.k, array("f", step.top_logprobs.logprobs).tolist()

@@ -78,7 +78,7 @@ def test_116_the_first_prompt_entry_is_none():
         PromptRun(3, TokenLogprobs([-2.0], [5], 1, [6], [-0.5])),
     )
     output = StepOutput(1, [5, 6], [1, 1], [8, 9], extras={6: {PromptLogprobs: PromptLogprobs(runs)}})
-    step = messages.to_step(output, {}, make_wire_features())
+    step = messages.to_step(output, {}, make_wire_features(), 0.0)
     assert [extra.row for extra in step.extras] == [1, 1]
     first, second = (extra.prompt_logprobs for extra in step.extras)
     assert (first.first_position, second.first_position) == (0, 3)
@@ -90,7 +90,7 @@ def test_116_the_first_prompt_entry_is_none():
 def test_116_a_prompt_of_one_token_has_its_first_entry_alone():
     empty = PromptLogprobs((PromptRun(1, TokenLogprobs([], [])),))
     step = messages.to_step(
-        StepOutput(1, [9], [0], extras={9: {PromptLogprobs: empty}}), {}, make_wire_features()
+        StepOutput(1, [9], [0], extras={9: {PromptLogprobs: empty}}), {}, make_wire_features(), 0.0
     )
     (extra,) = step.extras
     assert (extra.row, floats(extra.prompt_logprobs.logprobs)) == (0, [None])

@@ -8,6 +8,7 @@ import pytest
 
 from frontend_svc.engines.connection.columns import MalformedStep, read_step
 from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.engine_times import EventKind, Progress
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
 
@@ -29,6 +30,27 @@ def test_columns_of_rows_with_and_without_tokens():
     assert columns.token_ids == [1, 2, 3]
     assert columns.endings == {1: Ending(EndReason.ABORT), 2: Ending(EndReason.STOP, stop_token_id=0)}
     assert columns.cached == {0: 48}
+    assert columns.progress == {0: Progress(first_age_ns=0)}
+
+
+def test_what_happened_to_requests_is_read_by_row_and_what_is_unknown_ignored():
+    step = step_pb2.Step(handles=u32(7, 8, 9), token_ids=u32(1), num_tokens=bytes([0, 1, 0]), age_us=30)
+    step.first.add(row=1, prefill_stats=step_pb2.PrefillStats(prefill_us=5))
+    for row, kind, age_us in (
+        (1, step_pb2.STEP_EVENT_KIND_QUEUED, 90),
+        (1, step_pb2.STEP_EVENT_KIND_SCHEDULED, 40),
+        (2, step_pb2.STEP_EVENT_KIND_PREEMPTED, 20),
+        (2, step_pb2.STEP_EVENT_KIND_RESUMED, 10),
+    ):
+        step.events.add(row=row, kind=kind, age_us=age_us)
+    newer = step_pb2.Step.FromString(step.SerializeToString() + b"\x5a\x04\x08\x00\x10\x63")
+    assert read_step(newer).progress == {
+        1: Progress([(EventKind.QUEUED, 90_000), (EventKind.SCHEDULED, 40_000)], 30_000, 5_000),
+        2: Progress([(EventKind.PREEMPTED, 20_000), (EventKind.RESUMED, 10_000)]),
+    }
+    step.events.add(row=3)
+    with pytest.raises(MalformedStep, match="event row 3"):
+        read_step(step)
 
 
 @pytest.mark.parametrize("reason", EndReason)

@@ -1,0 +1,1 @@
+"""Metrics of how long KV blocks stay in the cache."""

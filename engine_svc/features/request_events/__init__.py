@@ -1,0 +1,1 @@
+"""Reports to frontends when requests were queued, scheduled, preempted and resumed."""

@@ -1,1 +1,0 @@
-"""A trace span for each request."""

@@ -1,0 +1,85 @@
+"""Reads a recorded case: the decisions of a scheduler in one compressed JSON object, by an earlier format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine_svc.features.sched_trace.records import DECISION, FORMAT, PREFIX_CACHE, SNAPSHOT, Record
+from engine_svc.features.sched_trace.replay import BadTrace
+
+SUFFIX = ".json.gz"
+_NOT_A_CASE = (
+    EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError,
+    LookupError, TypeError, AttributeError,
+)  # fmt: skip
+
+
+def read_case(path: Path) -> Iterator[Record]:
+    """The records of a trace with what the case has of them. Raises BadTrace."""
+    try:
+        case = json.loads(gzip.decompress(path.read_bytes()))
+        yield from as_records(case)
+    except _NOT_A_CASE as error:
+        raise BadTrace(f"it is not a recorded case ({type(error).__name__}: {error})") from error
+
+
+def as_records(case: Record) -> Iterator[Record]:
+    trace = {"format": FORMAT, "version": case.get("reference_version", ""), "config": case["config"]}
+    head: Record = {"trace": trace}
+    updates: list[Record] = []
+    for step, recorded in enumerate(case["steps"], start=1):
+        decided = recorded["decision"]
+        events = [*updates, *recorded["events"]]
+        if events or decided["scheduled"] or decided["preempted"]:
+            state = recorded["after_events"]
+            yield {"kind": SNAPSHOT, "step": step, "at": 0.0, **state, "events": events, **head}
+            yield from _as_prefix_events(step, decided)
+            yield _as_decision(step, decided)
+            head = {}
+        # A step without requests has an update without an effect.
+        updates = [_as_event(update) for update in recorded["updates"] if update["model"]["sampled"]]
+    if updates:
+        yield {"kind": SNAPSHOT, "step": len(case["steps"]) + 1, "at": 0.0, "events": updates, **head}
+
+
+def _as_prefix_events(step: int, decided: Record) -> Iterator[Record]:
+    for name, _ in decided["scheduled"]:
+        if name not in decided["continued"]:
+            hit = decided["computed"][name]
+            yield {"kind": PREFIX_CACHE, "step": step, "req_id": name, "local_hit_tokens": hit}
+
+
+def _as_decision(step: int, decided: Record) -> Record:
+    names: Sequence[str] = [name for name, _ in decided["scheduled"]]
+    blocks = {name: decided["blocks"][name] for name in names}
+    return {
+        "kind": DECISION,
+        "step": step,
+        "scheduled_new_req_ids": decided["new"],
+        "scheduled_resumed_req_ids": decided["resumed"],
+        "scheduled_running_req_ids": decided["continued"],
+        "preempted_req_ids": decided["preempted"],
+        "num_scheduled_tokens": dict(decided["scheduled"]),
+        "draft_token_ids": {name: decided["spec"][name] for name in names if name in decided["spec"]},
+        "block_ids": {name: both for name, both in blocks.items() if any(both["hit"]) or any(both["new"])},
+        "free_blocks": decided["free_blocks"],
+    }
+
+
+def _as_event(update: Record) -> Record:
+    outputs = [
+        output
+        for output in update["expected"]["outputs"]
+        if output["finish"] is not None or "cached_tokens" in output
+    ]
+    return {
+        "op": "update",
+        "for_step": update["for_step"] + 1,
+        "sampled": update["model"]["sampled"],
+        "drafts": update["model"].get("drafts") or {},
+        "outputs": outputs,
+    }

@@ -1,0 +1,242 @@
+"""The format of a trace: lines of JSON, records of three kinds, which docs/sched-trace.md describes.
+
+The configuration, a request and an output are written as in a recorded case, with further fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
+from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
+from engine_svc.cache.config import CacheConfig
+from engine_svc.core.request import ContentSpan, Request, RequestOutput
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.step import StepPlan
+from engine_svc.scheduler.config import SchedulerConfig
+
+FORMAT = 1
+SNAPSHOT, PREFIX_CACHE, DECISION = "step_snapshot", "prefix_cache_event", "step_decision"
+
+Record = dict[str, Any]  # a JSON object
+
+encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the scheduler has before it decides."""
+
+    running: Sequence[str]
+    waiting: Sequence[str]
+    free_blocks: int
+    gpu_cached_blocks: int
+
+    @property
+    def num_items(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """By what else a scheduler decides: its configuration."""
+
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    policy: str = "fcfs"
+    scheduler_class: str = "default"
+
+    def to_record(self) -> Record:
+        record = asdict(self.scheduler)
+        return {
+            "block_size": min(kind.block_size for kind in self.cache.groups),
+            "num_gpu_blocks": self.cache.num_blocks,
+            "policy": self.policy,
+            "scheduler_class": self.scheduler_class,
+            **record,
+            "enable_prefix_caching": self.cache.enable_prefix_caching,
+            "num_lookahead_tokens": self.cache.num_lookahead_tokens,
+            "drop_last_matched_block": self.cache.drop_last_matched_block,
+            "kv_groups": [_as_group(kind) for kind in self.cache.groups],
+        }
+
+    @classmethod
+    def read(cls, record: Record) -> Setup:
+        groups = tuple(_read_group(group) for group in record["kv_groups"])
+        cache = CacheConfig(record["num_gpu_blocks"], groups, **_of(CacheConfig, record))
+        scheduler = SchedulerConfig(**_of(SchedulerConfig, record))
+        return cls(scheduler, cache, record["policy"], record.get("scheduler_class", "default"))
+
+
+def snapshot(step: int, at: float, state: State, setup: Setup, events: Sequence[Record]) -> Record:
+    """The state before the decision of a step, and what led to it from the state after the one before."""
+    return {
+        "kind": SNAPSHOT,
+        "step": step,
+        "at": at,
+        "running": list(state.running),
+        "waiting": list(state.waiting),
+        "free_blocks": state.free_blocks,
+        "total_blocks": setup.cache.num_blocks - 1,
+        "gpu_cached_blocks": state.gpu_cached_blocks,
+        "cpu_free_blocks": 0,
+        "cpu_total_blocks": 0,
+        "cpu_cached_blocks": 0,
+        "num_pinned": 0,
+        "pinned_blocks": 0,
+        "pinned_job_ids": [],
+        "max_num_running_reqs": setup.scheduler.max_num_seqs,
+        "max_num_scheduled_tokens": setup.scheduler.max_num_batched_tokens,
+        "events": events,
+    }
+
+
+def prefix_cache_events(plan: StepPlan) -> list[Record]:
+    """A record for each request that is admitted: how many of its tokens need not be computed."""
+    computed = dict(zip(plan.request_ids, plan.num_computed_tokens, strict=True))
+    return [
+        {
+            "kind": PREFIX_CACHE,
+            "step": plan.step_number,
+            "req_id": admitted.request_id,
+            "job_id": None,
+            "local_hit_tokens": computed[admitted.request_id],
+            "external_hit_tokens": 0,
+            "total_prompt_tokens": admitted.num_prompt_tokens,
+            "num_tokens": len(admitted.token_ids),
+            "connector_name": None,
+            "load_kv_async": False,
+        }
+        for admitted in plan.admitted
+    ]
+
+
+def decision(plan: StepPlan, resumed: Collection[str], free_blocks: int) -> Record:
+    """What a step computes. resumed: those of its requests that are admitted again."""
+    admitted = {entry.request_id: entry.block_ids for entry in plan.admitted}
+    names = plan.request_ids
+    blocks = {}
+    for name, new in zip(names, plan.new_block_ids, strict=True):
+        hit = [
+            [number for number in group if number != PLACEHOLDER_BLOCK_ID] for group in admitted.get(name, ())
+        ]
+        if any(new) or any(hit):
+            blocks[name] = {"hit": hit or [[] for _ in new], "new": new or [[] for _ in hit]}
+    drafts = zip(names, plan.draft_token_ids, strict=True)
+    return {
+        "kind": DECISION,
+        "step": plan.step_number,
+        "scheduled_new_req_ids": [name for name in names if name in admitted and name not in resumed],
+        "scheduled_resumed_req_ids": [name for name in names if name in resumed],
+        "scheduled_running_req_ids": [name for name in names if name not in admitted],
+        "preempted_req_ids": plan.preempted,
+        "num_scheduled_tokens": dict(zip(names, plan.num_tokens, strict=True)),
+        "total_scheduled_tokens": plan.total_num_tokens,
+        "draft_token_ids": {name: list(tokens) for name, tokens in drafts if tokens},
+        "block_ids": blocks,
+        "free_blocks": free_blocks,
+    }
+
+
+def request_record(request: Request) -> Record:
+    """A new request, with copies of what changes later."""
+    sampling = request.sampling
+    return {
+        "id": request.request_id,
+        "prompt": request.token_ids.copy(),
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "eos_token_id": sampling.eos_token_id,
+        "stop_token_ids": sorted(sampling.stop_token_ids),
+        "repetition": None if sampling.repetition is None else asdict(sampling.repetition),
+        "priority": request.priority,
+        "arrival_time": request.arrival_at,
+        "cache_salt": request.cache_salt or None,
+        "skip_prefix_lookup": sampling.skip_reading_prefix_cache,
+        "extra_keys": list(request.extra_keys),
+        "spans": [asdict(span) for span in request.spans],
+        "num_encoder_tokens": request.num_encoder_tokens,
+        "blockers": sorted(request.blockers),
+    }
+
+
+def read_request(record: Record) -> Request:
+    repetition = record.get("repetition")
+    sampling = SamplingParams(
+        max_tokens=record["max_tokens"],
+        min_tokens=record["min_tokens"],
+        ignore_eos=record["ignore_eos"],
+        eos_token_id=record["eos_token_id"],
+        stop_token_ids=frozenset(record["stop_token_ids"]),
+        skip_reading_prefix_cache=record["skip_prefix_lookup"],
+        repetition=None if repetition is None else RepetitionLimits(**repetition),
+    )
+    prompt = list(record["prompt"])
+    return Request(
+        record["id"],
+        prompt,
+        record.get("num_prompt_tokens", len(prompt)),
+        sampling,
+        priority=record["priority"],
+        arrival_at=record["arrival_time"],
+        cache_salt=record["cache_salt"] or "",
+        extra_keys=tuple(record.get("extra_keys", ())),
+        spans=tuple(ContentSpan(**span) for span in record.get("spans", ())),
+        num_encoder_tokens=record.get("num_encoder_tokens", 0),
+        blockers=set(record.get("blockers", ())),
+    )
+
+
+def output_records(outputs: Sequence[RequestOutput]) -> list[Record]:
+    """The outputs that begin or end a request; all others are the tokens that were sampled."""
+    return [
+        _output_record(output)
+        for output in outputs
+        if output.finish_reason is not None or output.num_cached_tokens is not None
+    ]
+
+
+def _output_record(output: RequestOutput) -> Record:
+    reason = output.finish_reason
+    record: Record = {
+        "id": output.request_id,
+        "tokens": list(output.new_token_ids),
+        "finish": None if reason is None else reason.value,
+        "stop_reason": output.stop_token_id,
+    }
+    if output.num_cached_tokens is not None:
+        record["cached_tokens"] = output.num_cached_tokens
+    return record
+
+
+def _as_group(kind: AttentionKind) -> Record:
+    match kind:
+        case FullAttention(block_size):
+            return {"kind": "full", "block_size": block_size, "sliding_window": None}
+        case SlidingWindow(block_size, window):
+            return {"kind": "sliding", "block_size": block_size, "sliding_window": window}
+        case ChunkedLocal(block_size, chunk):
+            return {"kind": "chunked_local", "block_size": block_size, "chunk": chunk}
+    raise ValueError(f"a trace has no name for {type(kind).__name__}")
+
+
+def _read_group(record: Record) -> AttentionKind:
+    match record["kind"]:
+        case "full":
+            return FullAttention(record["block_size"])
+        case "sliding":
+            return SlidingWindow(record["block_size"], record["sliding_window"])
+        case "chunked_local":
+            return ChunkedLocal(record["block_size"], record["chunk"])
+        case kind:
+            raise ValueError(f"the attention of a group is {kind}, which is not known here")
+
+
+def _of(kind: type[Any], record: Mapping[str, Any]) -> Record:
+    """The values of a record that are fields of a dataclass by the same name."""
+    return {field.name: record[field.name] for field in fields(kind) if field.name in record}

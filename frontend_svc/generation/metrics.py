@@ -1,0 +1,334 @@
+"""Counts and times of generation requests, as their clients see them. Knows no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import time_ns
+from typing import Protocol
+
+from frontend_svc.generation.caller import Caller
+from frontend_svc.output.collector import EndReason
+from frontend_svc.output.engine_times import EngineTimes
+from frontend_svc.output.request_state import RequestState
+from service_kit.errors import DeadlineExceeded, ServiceError
+from service_kit.metrics import Distribution, Metrics
+
+# Upper bounds in seconds.
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+    640, 2560,
+)  # fmt: skip
+TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20,
+    40, 80,
+)  # fmt: skip
+REQUEST_BUCKETS = (
+    0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960,
+    1920, 7680,
+)  # fmt: skip
+TEXT_BUCKETS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+BOUNDARY_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+# Upper bounds in tokens.
+LENGTH_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+
+_FINISHED = tuple(reason.name.lower() for reason in EndReason)
+# client: it cancelled or has gone.  request: by an Abort call, or in the engine.
+_ABORTED = ("client", "deadline", "slow_consumer", "request")
+
+
+@dataclass(slots=True)
+class ModelMetrics:
+    """What is counted of one model."""
+
+    name: str
+    first_token: Distribution
+    inter_token: Distribution
+    per_output_token: Distribution
+    duration: Distribution
+    queue: Distribution
+    prefill: Distribution
+    decode: Distribution
+    inference: Distribution
+    num_prompt_tokens: Distribution
+    num_output_tokens: Distribution
+    generated_tokens: int = 0
+
+
+class RequestMetrics:
+    """Registers and keeps the metrics of all requests of this process.
+
+    The labels are names of models, which engines give, and words of this file.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._models: dict[str, ModelMetrics] = {}
+        model, histogram, counts = ("model_name",), metrics.histogram, metrics.counts
+        self._received = counts("triptych_frontend_requests_total", "Generation requests that arrived.")
+        self._errors = counts(
+            "triptych_frontend_request_errors_total",
+            "Generation requests that were refused or ended with an error, by gRPC status code.",
+            labels=("code",),
+            zeros=[(error.code.name,) for error in ServiceError.__subclasses__()],
+        )
+        self._aborted = counts(
+            "triptych_frontend_requests_aborted_total",
+            "Generation requests that ended early: client, deadline, slow_consumer, request (an Abort call).",
+            labels=("cause",),
+            zeros=[(cause,) for cause in _ABORTED],
+        )
+        self.adopted = counts(
+            "triptych_frontend_requests_adopted_total",
+            "Requests of other frontends that were continued here for their clients; counted nowhere else.",
+        )
+        self._finished = counts(
+            "triptych_frontend_outputs_finished_total",
+            "Outputs that ended, one for each of a request's n.",
+            labels=(*model, "finished_reason"),
+            aliases=("vllm:request_success_total",),
+        )
+        self._prompt_tokens = counts(
+            "triptych_frontend_prompt_tokens_total",
+            "Prompt tokens of requests that were sent to engines.",
+            labels=model,
+            aliases=("vllm:prompt_tokens_total",),
+        )
+        self._cached_tokens = counts(
+            "triptych_frontend_cached_prompt_tokens_total",
+            "Prompt tokens that came from a prefix cache.",
+            labels=model,
+        )
+        metrics.counter(
+            "triptych_frontend_generated_tokens_total",
+            "Tokens of all outputs.",
+            lambda: {(name,): one.generated_tokens for name, one in self._models.items()},
+            labels=model,
+            aliases=("vllm:generation_tokens_total",),
+        )
+        self._first_token = histogram(
+            "triptych_frontend_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            FIRST_TOKEN_BUCKETS,
+            labels=model,
+            aliases=("vllm:time_to_first_token_seconds",),
+        )
+        self._inter_token = histogram(
+            "triptych_frontend_inter_token_latency_seconds",
+            "Time between two tokens of an output. Tokens that arrive together share the time before them.",
+            TOKEN_BUCKETS,
+            labels=model,
+            # The older name of the latter.
+            aliases=("vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds"),
+        )
+        self._per_output_token = histogram(
+            "triptych_frontend_time_per_output_token_seconds",
+            "Mean time between the tokens of an output, one value an output.",
+            TOKEN_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_time_per_output_token_seconds",),
+        )
+        self._duration = histogram(
+            "triptych_frontend_request_duration_seconds",
+            "Time from a request's arrival to its last token.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:e2e_request_latency_seconds",),
+        )
+        self._queue = histogram(
+            "triptych_frontend_request_queue_seconds",
+            "Time of an output in queues of engines, again after a move or a preemption included.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_queue_time_seconds",),
+        )
+        self._prefill = histogram(
+            "triptych_frontend_request_prefill_seconds",
+            "Time of an output in engines from being scheduled to its first token there.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_prefill_time_seconds",),
+        )
+        self._decode = histogram(
+            "triptych_frontend_request_decode_seconds",
+            "Time of an output in engines from its first token there to its last.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_decode_time_seconds",),
+        )
+        self._inference = histogram(
+            "triptych_frontend_request_inference_seconds",
+            "Time of an output in prefill and decode.",
+            REQUEST_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_inference_time_seconds",),
+        )
+        self._prompt_lengths = histogram(
+            "triptych_frontend_request_prompt_tokens",
+            "Prompt tokens of a request.",
+            LENGTH_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_prompt_tokens",),
+        )
+        self._output_lengths = histogram(
+            "triptych_frontend_output_tokens",
+            "Tokens of an output that ended.",
+            LENGTH_BUCKETS,
+            labels=model,
+            aliases=("vllm:request_generation_tokens",),
+        )
+        self._boundary = histogram(
+            "triptych_frontend_engine_boundary_seconds",
+            "Time of a request on the way to the engine and of its first answer on the way back.",
+            BOUNDARY_BUCKETS,
+        ).of()
+        self._tokenize = histogram(
+            "triptych_frontend_tokenize_seconds",
+            "Time to check and tokenize a request, the wait for a text worker included.",
+            TEXT_BUCKETS,
+        ).of()
+        self._detokenize = histogram(
+            "triptych_frontend_detokenize_seconds",
+            "Time to turn the tokens of an output into text, stop strings and logprobs included.",
+            TEXT_BUCKETS,
+        ).of()
+
+    def of(self, name: str) -> ModelMetrics:
+        """What is counted of the model `name`, which appears at zero from then on."""
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = ModelMetrics(
+                name,
+                self._first_token.of(name),
+                self._inter_token.of(name),
+                self._per_output_token.of(name),
+                self._duration.of(name),
+                self._queue.of(name),
+                self._prefill.of(name),
+                self._decode.of(name),
+                self._inference.of(name),
+                self._prompt_lengths.of(name),
+                self._output_lengths.of(name),
+            )
+            for counts in (self._prompt_tokens, self._cached_tokens):
+                counts.add(name, by=0)
+            for reason in _FINISHED:
+                self._finished.add(name, reason, by=0)
+        return found
+
+    @contextmanager
+    def counted(self, caller: Caller) -> Iterator[None]:
+        """Count a request that arrives, and the error with which it ends."""
+        if not caller.is_repeat:
+            self._received.add()
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except ServiceError as error:
+            if not caller.is_repeated(error):
+                self._errors.add(error.code.name)
+            raise
+        except BaseException:
+            self._errors.add("INTERNAL")
+            raise
+
+    @contextmanager
+    def tokenizing(self) -> Iterator[None]:
+        started_at_ns = time_ns()
+        yield
+        self._tokenize.observe((time_ns() - started_at_ns) / 1e9)
+
+    @contextmanager
+    def timed(self, request: MeteredRequest, *, age_s: float, is_late: Callable[[], bool]) -> Iterator[None]:
+        """Count a request that is sent inside of the block, and its outputs. age_s: since it arrived."""
+        model = self.of(request.model)
+        self._prompt_tokens.add(model.name, by=request.num_prompt_tokens)
+        model.num_prompt_tokens.observe(request.num_prompt_tokens)
+        meter = request.meter = OutputMeter(model, time_ns() - int(age_s * 1e9))
+        for state in request.states:
+            state.meter = meter
+        reason, cause = "abort", ""
+        try:
+            yield
+            cause = "request" if "abort" in meter.reasons.values() else ""
+        except (asyncio.CancelledError, GeneratorExit):
+            cause = "deadline" if is_late() else "client"
+            raise
+        except BaseException as error:
+            reason, cause = "error", _cause_of(error)
+            raise
+        finally:
+            self._end(request, meter, reason, cause)
+
+    def _end(self, request: MeteredRequest, meter: OutputMeter, reason: str, cause: str) -> None:
+        """reason: of outputs whose end the client has not got. cause: of an early end."""
+        model, states, has_all = meter.model, request.states, len(meter.reasons) == len(request.states)
+        for index, state in enumerate(states):
+            self._finished.add(model.name, meter.reasons.get(index, reason))
+            num_tokens = state.num_output_tokens
+            model.num_output_tokens.observe(num_tokens)
+            if num_tokens > 1:
+                between_ns = state.last_output_at_ns - state.first_output_at_ns
+                model.per_output_token.observe(between_ns / 1e9 / (num_tokens - 1))
+            self._detokenize.observe(state.detokenize_ns / 1e9)
+            state.times.end()
+            self._observe_times(model, state.times)
+        self._cached_tokens.add(model.name, by=request.num_cached_tokens)
+        if cause and (cause == "request" or not has_all):
+            self._aborted.add(cause)
+        elif has_all:
+            last_at_ns = max(state.last_output_at_ns for state in states)
+            model.duration.observe((last_at_ns - meter.arrived_at_ns) / 1e9)
+
+    def _observe_times(self, model: ModelMetrics, times: EngineTimes) -> None:
+        queue_s, prefill_s, decode_s = (spent_ns / 1e9 for spent_ns in times.spent_ns)
+        model.queue.observe(queue_s)
+        model.prefill.observe(prefill_s)
+        model.decode.observe(decode_s)
+        model.inference.observe(prefill_s + decode_s)
+        if times.boundary_ns is not None:
+            self._boundary.observe(times.boundary_ns / 1e9)
+
+
+class MeteredRequest(Protocol):
+    """A request and its outputs, whose ends it notes in `meter`."""
+
+    model: str
+    states: list[RequestState]
+    meter: OutputMeter | None
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+
+class OutputMeter:
+    """Counts and times the tokens of a request as they arrive. reasons: of ends that its client has got."""
+
+    __slots__ = ("_has_begun", "arrived_at_ns", "model", "reasons")
+
+    def __init__(self, model: ModelMetrics, arrived_at_ns: int) -> None:
+        self.model = model
+        self.arrived_at_ns = arrived_at_ns
+        self.reasons: dict[int, str] = {}
+        self._has_begun = False
+
+    def note_tokens(self, num_tokens: int, now_ns: int, before_ns: int) -> None:
+        """New tokens of one output. before_ns: when those before them arrived; 0: there were none."""
+        model = self.model
+        model.generated_tokens += num_tokens
+        if before_ns:
+            model.inter_token.observe((now_ns - before_ns) / 1e9 / num_tokens, num_tokens)
+        elif not self._has_begun:
+            self._has_begun = True
+            model.first_token.observe((now_ns - self.arrived_at_ns) / 1e9)
+
+
+def _cause_of(error: BaseException) -> str:
+    if isinstance(error, DeadlineExceeded):
+        return "deadline"
+    return "slow_consumer" if isinstance(error, ServiceError) and error.reason == "SLOW_READER" else ""

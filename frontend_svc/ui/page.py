@@ -1,0 +1,99 @@
+"""The page /ui: its static files, and its playground, whose requests take the path of those over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from google.protobuf import json_format
+
+from frontend_svc.api.chat import ChatServicer
+from frontend_svc.api.inference import InferenceServicer
+from service_kit.admin_http import MakePage, Page, TakeBody
+from service_kit.errors import InvalidArgument, ServiceError
+from triptych.api.v1 import chat_message_pb2, generate_pb2
+
+RequestT = TypeVar("RequestT", generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)
+
+_FOLDER = Path(__file__).parent / "static"
+_CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+def ui_pages(address_of: Callable[[], str]) -> dict[str, MakePage]:
+    """The static files, and what the page needs to know of this frontend: `address_of` its public port."""
+
+    async def about(target: str) -> Page:
+        return Page(json.dumps({"address": address_of()}).encode(), "application/json")
+
+    pages: dict[str, MakePage] = {"/ui/about": about}
+    for file in sorted(_FOLDER.iterdir()):
+        content_type = f"{_CONTENT_TYPES[file.suffix]}; charset=utf-8"
+        pages[f"/ui/{file.name}"] = _static(Page(file.read_bytes(), content_type))
+    pages["/ui"] = pages["/ui/"] = pages.pop("/ui/index.html")
+    return pages
+
+
+def ui_posts(inference: InferenceServicer, chat: ChatServicer) -> dict[str, TakeBody]:
+    """The playground. A body is the JSON of a request; an answer is a line of JSON for each response.
+
+    A line has `at_ms` since the request arrived, and `response` or, as the last one, `error`.
+    """
+
+    async def generate(body: bytes) -> Page:
+        return Page(_lines(body, generate_pb2.GenerateRequest, inference.Generate), "application/x-ndjson")
+
+    async def chat_(body: bytes) -> Page:
+        return Page(_lines(body, chat_message_pb2.ChatRequest, chat.Chat), "application/x-ndjson")
+
+    return {"/ui/generate": generate, "/ui/chat": chat_}
+
+
+def _static(page: Page) -> MakePage:
+    async def make(target: str) -> Page:
+        return page
+
+    return make
+
+
+async def _lines(
+    body: bytes, kind: type[RequestT], stream_of: Callable[[RequestT], AsyncGenerator[Any, None]]
+) -> AsyncGenerator[bytes, None]:
+    line = functools.partial(_line, time.monotonic())
+    try:
+        request = _parsed(body, kind)
+        async with contextlib.aclosing(stream_of(request)) as responses:
+            async for response in responses:
+                yield line(response=json_format.MessageToDict(response, preserving_proto_field_name=True))
+    except ServiceError as error:
+        yield line(error=_shown(error))
+
+
+def _parsed(body: bytes, kind: type[RequestT]) -> RequestT:
+    try:
+        request = json_format.Parse(body, kind())
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(str(error)) from error
+    if not request.request_id:
+        # Known before the answer begins: the page finds its request among those that wait.
+        request.request_id = f"ui-{secrets.token_hex(4)}"
+    return request
+
+
+def _shown(error: ServiceError) -> dict[str, Any]:
+    shown: dict[str, Any] = {"code": error.code.name, "reason": error.reason, "message": error.message}
+    if isinstance(error, InvalidArgument):
+        shown["fields"] = [field for field, _ in error.violations]
+    if error.retry_after_ms is not None:
+        shown["retry_after_ms"] = error.retry_after_ms
+    return shown
+
+
+def _line(started_at: float, **content: Any) -> bytes:
+    at_ms = round((time.monotonic() - started_at) * 1000, 2)
+    return json.dumps({"at_ms": at_ms, **content}).encode() + b"\n"

@@ -1,0 +1,198 @@
+"""A traced scheduler without a model, and random traffic for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from engine_svc.build.engine import Core, build_core
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
+from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
+from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.features.sched_trace.records import Record, Setup, encode
+from engine_svc.features.sched_trace.replay import Run, replay
+from engine_svc.features.sched_trace.scheduler import SchedTrace
+from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from service_kit.clock import FakeClock
+
+EOS = 2
+SCHEDULER = SchedulerConfig(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=6)
+CACHE = CacheConfig(num_blocks=26, groups=(FullAttention(4),))
+SETUP = Setup(SCHEDULER, CACHE)
+
+
+def build(setup: Setup) -> Core:
+    return build_core(
+        setup.scheduler, setup.cache, policy=setup.policy, scheduler_class=setup.scheduler_class
+    )
+
+
+def replayed(records: Sequence[Record]) -> Run:
+    """What the replay of a trace of one run comes to."""
+    (run,) = replay(records, build)
+    return run
+
+
+def request(request_id: str, num_tokens: int = 6, *, max_tokens: int = 16) -> Request:
+    """A request whose prompt begins like that of all others."""
+    return Request(request_id, list(range(10, 10 + num_tokens)), num_tokens, SamplingParams(max_tokens))
+
+
+class Tracing:
+    """A traced scheduler, and the records of it."""
+
+    def __init__(self, setup: Setup = SETUP) -> None:
+        self.records: list[Record] = []
+        self.num_items: list[int] = []
+        self.is_open = True
+        self.core = build(setup)
+        self.feature = SchedTrace(setup, FakeClock(), self)
+        self.scheduler = self.feature.wrap(self.core.scheduler, self.core.kv_cache)
+
+    def put(self, make_records: Callable[[], Sequence[Record]], num_items: int) -> None:
+        # As they are in a file.
+        self.records += [json.loads(encode(record)) for record in make_records()]
+        self.num_items.append(num_items)
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def of(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    def step(self, now: float = 0.0) -> StepPlan:
+        """Plan a step and give it back, a token for each row that samples."""
+        plan = self.scheduler.schedule(now)
+        self.give_back(plan)
+        return plan
+
+    def give_back(self, plan: StepPlan, *, non_finite: tuple[int, ...] = ()) -> None:
+        """Give back a plan, a token for each row that samples."""
+        sampled = [
+            [7] if samples and row not in non_finite else [] for row, samples in enumerate(plan.samples)
+        ]
+        self.scheduler.update(plan, StepResult(plan.step_number, sampled, {}, list(non_finite)), 0.0)
+
+    def end(self) -> list[Record]:
+        self.feature.close()
+        return self.records
+
+
+class Traffic:
+    """Random commands, tokens and failures for a traced scheduler, in the order of an engine's loop."""
+
+    def __init__(self, tracing: Tracing, config: SchedulerConfig, seed: int) -> None:
+        self._scheduler = tracing.scheduler
+        self._config = config
+        self._rng = random.Random(seed)
+        self._head = [self._rng.randrange(3, 9) for _ in range(12)]
+        self._alive: list[str] = []
+        self._num_added = 0
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._now = 1.0
+        self.seen: Counter[str] = Counter()
+
+    def run(self, num_steps: int) -> None:
+        """So many steps, with commands before and during each."""
+        for _ in range(num_steps):
+            self._now += self._rng.random()
+            self._command()
+            plan = self._scheduler.schedule(self._now)
+            self.seen["preempted"] += len(plan.preempted)
+            if plan.request_ids:
+                self._in_flight.append((plan, self._result(plan)))
+            if len(self._in_flight) == self._config.max_steps_in_flight or not plan.request_ids:
+                self._command()
+                if self._in_flight and self._rng.random() < 0.01:
+                    self._fail()
+                self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        if self._in_flight:
+            self._note_ends(self._scheduler.update(*self._in_flight.popleft(), self._now))
+
+    def _fail(self) -> None:
+        """A step fails: all in flight are rolled back, and one of their requests runs alone for a step."""
+        rows = sorted({request_id for plan, _ in self._in_flight for request_id in plan.request_ids})
+        self._in_flight.clear()
+        self._scheduler.withdraw(self._now)
+        self._scheduler.restrict([self._rng.choice(rows)], self._now, 5)
+        plan = self._scheduler.schedule(self._now)
+        if plan.request_ids:
+            self._note_ends(self._scheduler.update(plan, self._result(plan), self._now))
+        self._scheduler.restrict(None, self._now)
+        self.seen["withdrawn"] += 1
+
+    def _command(self) -> None:
+        rng = self._rng
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            if len(self._alive) < 14:
+                self._add()
+        if self._alive and rng.random() < 0.08:
+            ended = rng.sample(self._alive, min(len(self._alive), rng.randrange(1, 3)))
+            reason = rng.choice((FinishReason.ABORT, FinishReason.ERROR))
+            self._note_ends(self._scheduler.abort(iter([*ended, "unknown"]), self._now, "gone", reason))
+        if rng.random() < 0.05:
+            self._scheduler.set_pause(rng.choice([PauseState.NONE, *PauseState]))
+        if rng.random() < 0.02:
+            self.seen["reset"] += self._scheduler.reset_prefix_cache(
+                self._now, reset_running=rng.random() < 0.5
+            )
+
+    def _add(self) -> None:
+        rng = self._rng
+        own = [rng.randrange(3, 9) for _ in range(rng.randrange(1, 30))]
+        prompt = self._head[: rng.choice((0, 8, 12))] + own
+        request = Request(
+            f"r{self._num_added}",
+            prompt,
+            # Some come with output, from an engine that has died.
+            len(prompt) - (len(prompt) > 4 and rng.random() < 0.1),
+            SamplingParams(
+                max_tokens=rng.randrange(2, 20),
+                temperature=rng.random(),
+                ignore_eos=rng.random() < 0.3,
+                eos_token_id=rng.choice((EOS, None)),
+                stop_token_ids=frozenset(rng.sample(range(3, 40), rng.randrange(3))),
+                skip_reading_prefix_cache=rng.random() < 0.1,
+                repetition=rng.choice((None, RepetitionLimits(2))),
+            ),
+            priority=rng.randrange(3),
+            arrival_at=rng.random() * 10,
+            cache_salt=rng.choice(("", "", "", "salt")),
+            extra_keys=rng.choice(((), (), ("adapter",))),
+        )
+        self._num_added += 1
+        self._alive.append(request.request_id)
+        self._scheduler.add(request)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        rng = self._rng
+        sampled: list[list[int]] = []
+        drafts: dict[str, list[int]] = {}
+        broken = []
+        for row, (request_id, samples, proposed) in enumerate(
+            zip(plan.request_ids, plan.samples, plan.draft_token_ids, strict=True)
+        ):
+            # Drafts without a value that pad a row are never right, those of a step in flight may be.
+            known = proposed if self._config.async_scheduling or -1 not in proposed else []
+            accepted = [rng.randrange(3, 40) if token < 0 else token for token in known]
+            num_accepted = rng.randrange(len(accepted) + 1)
+            is_broken = rng.random() < 0.005
+            if is_broken:
+                broken.append(row)
+            is_sampled = samples and not is_broken
+            sampled.append([*accepted[:num_accepted], rng.randrange(EOS, 40)] if is_sampled else [])
+            if self._config.num_speculative_tokens and not self._config.async_scheduling:
+                drafts[request_id] = [rng.randrange(3, 40) for _ in range(rng.randrange(3))]
+        return StepResult(plan.step_number, sampled, drafts, broken)
+
+    def _note_ends(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.seen[output.finish_reason.value] += 1
+                self._alive.remove(output.request_id)

@@ -1,0 +1,154 @@
+"""The trace of one request: which spans it has, how many at most, and when it is exported all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+import frontend_svc.generation.tracing
+from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.tracing import RequestTimeline, RequestTraces
+from frontend_svc.output.engine_times import EngineTimes, EventKind, Progress
+from service_kit import conventions as names
+from service_kit.errors import ResourceExhausted
+from service_kit.spans import SpanRecord, TraceContext
+from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
+from tests.frontend_svc.fakes import (
+    AT_LENGTH,
+    WAIT_S,
+    FakeEngine,
+    FakeRequest,
+    answer,
+    make_request,
+    read_all,
+    serving,
+)
+from triptych.api.v1 import chat_message_pb2
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4738"
+METADATA = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01"),)
+SECRET = "hovercraft"
+
+
+@pytest.fixture
+def telemetry() -> Iterator[None]:
+    setup_telemetry("frontend", instance="0", log_level="error")
+    yield
+    shutdown_telemetry()
+
+
+def phases(spans: list[SpanRecord]) -> list[tuple[str, object, object]]:
+    return [
+        (span.name, span.attributes[names.ENGINE], span.attributes.get(names.OUTPUT_INDEX))
+        for span in spans
+        if names.ENGINE in span.attributes
+    ]
+
+
+async def test_each_output_of_a_prompt_has_phases_of_its_own(telemetry):
+    def one_each(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: [7]}, cached={request: 0}, finished={request: AT_LENGTH})
+
+    async with serving(FakeEngine(one_each)) as (client, _):
+        await client.inference.GenerateOnce(make_request(n=2), timeout=WAIT_S, metadata=METADATA)
+    root, *children = recent_spans(TRACE_ID)
+    assert phases(children) == [
+        (phase, "engine-0", index) for index in range(2) for phase in ("prefill", "decode")
+    ]
+    assert root.attributes[names.REQUEST_CHOICE_COUNT] == 2
+    assert root.attributes[names.RESPONSE_FINISH_REASONS] == ("length", "length")
+    assert root.attributes[names.REQUEST_STREAM] is False
+    firsts = [event.attributes for event in root.events if event.name == "first_token"]
+    assert firsts == [{names.ENGINE: "engine-0", names.OUTPUT_INDEX: index} for index in range(2)]
+
+
+async def test_a_chat_is_named_so_and_nothing_of_its_content_is_recorded(telemetry):
+    part = chat_message_pb2.ChatPart(text=SECRET)
+    message = chat_message_pb2.ChatMessage(role=chat_message_pb2.CHAT_ROLE_USER, parts=[part])
+    request = chat_message_pb2.ChatRequest(messages=[message])
+    request.sampling.stop.append(SECRET + "s")
+    request.sampling.seed = 7
+    async with serving(FakeEngine(answer("the cat"), chat_template="{{ messages[0].content }}")) as (
+        client,
+        _,
+    ):
+        async for _ in client.chat.Chat(request, timeout=WAIT_S, metadata=METADATA):
+            pass
+    root, *_ = spans = recent_spans(TRACE_ID)
+    assert root.name == "chat tiny"
+    assert root.attributes[names.RPC_METHOD] == "triptych.api.v1.ChatService/Chat"
+    assert root.attributes[names.REQUEST_SEED] == 7
+    assert names.REQUEST_CHOICE_COUNT not in root.attributes
+    shown = json.dumps([(span.name, dict(span.attributes), str(span.events)) for span in spans])
+    assert SECRET not in shown
+    assert "the cat" not in shown
+
+
+@pytest.mark.parametrize("flags", ["00", "01"])
+async def test_an_engine_gets_the_decision_of_the_client(telemetry, flags):
+    engine = FakeEngine(answer("the cat"))
+    metadata = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-{flags}"),)
+    async with serving(engine) as (client, _):
+        await read_all(client.generate(metadata=metadata))
+    root, *_ = recent_spans(TRACE_ID)
+    assert engine.requests[0].entry.trace_context.traceparent == f"00-{TRACE_ID}-{root.span_id}-{flags}"
+
+
+async def test_a_refused_request_is_a_failed_span_with_its_code(telemetry):
+    async with serving(FakeEngine()) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate(temperature=-1.0, metadata=METADATA))
+    (root,) = recent_spans(TRACE_ID)
+    assert (root.name, root.error) == ("text_completion", caught.value.details())
+    assert root.attributes[names.ERROR_TYPE] == root.attributes[names.RPC_STATUS_CODE] == "INVALID_ARGUMENT"
+
+
+def test_a_trace_has_a_limit_of_spans_and_events():
+    outputs = []
+    for _ in range(200):
+        times = EngineTimes()
+        times.begin(0, "e")
+        times.note(Progress([(EventKind.QUEUED, 0), (EventKind.SCHEDULED, 0)], 0))
+        times.end()
+        outputs.append(times)
+    timeline = RequestTimeline(TraceContext(1, 2), "chat", 0, 0, tokenizing_ns=(0, 1), detokenizing=(1, 2, 1))
+    timeline.add_outputs(outputs)
+    root, *children = timeline.spans()
+    assert (len(children), len(root.events)) == (128, 128)
+    assert (
+        root.attributes[names.NUM_DROPPED_SPANS] == 602 - 128
+    )  # tokenize, 200 times three phases, detokenize
+    assert (children[0].name, children[-1].name) == ("tokenize", "detokenize")
+    assert len({span.span_id for span in (root, *children)}) == 129
+
+
+def test_an_output_that_moves_and_is_preempted_for_ever_keeps_a_part():
+    times = EngineTimes()
+    for attempt in range(200):
+        times.begin(attempt, "e")
+        times.note(Progress([(EventKind.PREEMPTED, 0)]))
+        times.end()
+    assert (len(times.stays), len(times.moments), times.num_preemptions) == (96, 64, 200)
+
+
+@pytest.mark.parametrize(
+    ("slow_ms", "error", "is_notable"),
+    [(0, None, False), (1, None, True), (60_000, None, False), (0, ResourceExhausted("full"), True)],
+    ids=["no limit", "slow", "fast", "failed"],
+)
+def test_a_slow_or_failed_request_is_notable(monkeypatch, slow_ms, error, is_notable):
+    found = []
+    monkeypatch.setattr(
+        frontend_svc.generation.tracing, "record_trace", lambda *_, is_notable: found.append(is_notable)
+    )
+    now_ns = iter((0, 2_000_000))
+    monkeypatch.setattr(frontend_svc.generation.tracing, "perf_counter_ns", lambda: next(now_ns))
+    trace = RequestTraces(slow_ms=slow_ms).begin("chat", "r", Caller("r", "", "", lambda: None))
+    with contextlib.suppress(ResourceExhausted), trace:
+        if error is not None:
+            raise error
+    assert found == [is_notable]

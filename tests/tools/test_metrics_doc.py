@@ -1,0 +1,45 @@
+"""The document of the metrics, and the rules for their names."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from service_kit.metrics import to_text
+from tools.metrics_doc import FILE, generated, registered
+
+
+async def test_the_document_is_up_to_date():
+    document = FILE.read_text(encoding="utf-8")
+    assert await generated(document) == document, "run python tools/metrics_doc.py"
+
+
+async def test_names_follow_the_rules_of_prometheus():
+    for service, metrics in (await registered()).items():
+        for family in metrics.families.values():
+            prefix = "triptych_build_info" if family.name == "triptych_build_info" else f"triptych_{service}_"
+            assert family.name.startswith(prefix)
+            assert family.name.endswith("_total") == (family.kind == "counter"), family.name
+            assert not re.search(r"_(ms|us|s|mib|kb)(_|$)", family.name), family.name
+            assert family.help.endswith("."), family.name
+            assert list(family.buckets) == sorted(family.buckets)
+            assert all(alias.startswith("vllm:") for alias in family.aliases)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is part of prometheus")
+async def test_promtool_finds_nothing_but_the_colons_of_aliases():
+    for metrics in (await registered()).values():
+        text = to_text(metrics.collect(with_aliases=False))
+        checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+async def test_every_metric_is_there_before_anything_has_happened():
+    for metrics in (await registered()).values():
+        text = to_text(metrics.collect()).decode()
+        for family in metrics.families.values():
+            for name in (family.name, *family.aliases):
+                assert f"# TYPE {name} {family.kind}" in text
