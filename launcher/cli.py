@@ -435,12 +435,14 @@ def top(
 ) -> None:
     """Show engines and their requests while they run.
 
-    q ends it. Without a terminal it prints one picture. Exits with 1 if the frontend does not answer.
+    q ends it. Without a terminal, or with TERM=dumb, it prints one picture. Exits with 1 if the frontend does
+    not answer.
     """
     prepare_process("client")
     from launcher.verbs.top import run_top
 
-    raise typer.Exit(run_top(url, interval_s, once=once, as_json=as_json))
+    is_dumb = _ENVIRONMENT.get("TERM") == "dumb"
+    raise typer.Exit(run_top(url, interval_s, once=once or is_dumb, as_json=as_json))
 
 
 def _run_service(service: str, arguments: list[str]) -> int:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_BODY_BYTES = 256 * 1024
+_MAX_PAGE_BYTES = 64 * 1024 * 1024  # of another process
 _IDLE_S = 60.0  # between two requests of a connection, and for one to arrive
 _WRITE_S = 10.0
 _READ_BYTES = 64 * 1024
@@ -122,16 +123,18 @@ class AdminHTTP:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        with_body = True
         try:
             while True:
                 async with asyncio.timeout(_IDLE_S):
-                    received = await _read_request(connection, reader)
-                if received is None:
-                    break
-                request, body = received
+                    request = await _read_head(connection, reader)
+                    if request is None:
+                        break
+                    with_body = request.method != b"HEAD"
+                    body = await _read_body(connection, reader, writer)
                 page = await self._page_of(request, body)
                 if isinstance(page.body, bytes):
-                    await _write(connection, writer, page, with_body=request.method != b"HEAD")
+                    await _write(connection, writer, page, with_body=with_body)
                 else:
                     await _write_parts_unless_closed(connection, reader, writer, page)
                 if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
@@ -140,7 +143,7 @@ class AdminHTTP:
         except h11.RemoteProtocolError as error:
             if connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 page = Page(f"{error}\n".encode(), status=error.error_status_hint)
-                await _write(connection, writer, page, with_body=True)
+                await _write(connection, writer, page, with_body=with_body)
         except (TimeoutError, ConnectionError):
             pass
         finally:
@@ -199,11 +202,11 @@ def _name_in(host: str) -> str:
 
 
 async def read_page(address: str, target: str, *, limit_s: float) -> bytes:
-    """The body of a page of another process. Raises OSError if it is not served within the limit."""
+    """The body of a page of another process. Raises OSError if it is not served within the limits."""
     host, _, port = address.rpartition(":")
     connection = h11.Connection(h11.CLIENT)
     request = h11.Request(method="GET", target=target, headers=[("host", address), ("connection", "close")])
-    body = b""
+    body = bytearray()
     async with asyncio.timeout(limit_s):
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         try:
@@ -216,34 +219,44 @@ async def read_page(address: str, target: str, *, limit_s: float) -> bytes:
                     raise ConnectionError(f"{address} answered {event.status_code} to {target}")
                 elif isinstance(event, h11.Data):
                     body += event.data
+                    if len(body) > _MAX_PAGE_BYTES:
+                        raise ConnectionError(
+                            f"{address} answered more than {_MAX_PAGE_BYTES} bytes to {target}"
+                        )
                 elif isinstance(event, h11.EndOfMessage):
-                    return body
+                    return bytes(body)
         except h11.RemoteProtocolError as error:
             raise ConnectionError(f"{address} speaks no HTTP: {error}") from error
         finally:
             writer.close()
 
 
-async def _read_request(
-    connection: h11.Connection, reader: asyncio.StreamReader
-) -> tuple[h11.Request, bytes] | None:
-    """The next request and its body; None at the end of the connection."""
-    request: h11.Request | None = None
-    body = bytearray()
+async def _read_head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    """The next request, whose body has yet to be read; None at the end of the connection."""
     while True:
         event = connection.next_event()
         if event is h11.NEED_DATA:
             connection.receive_data(await reader.read(_READ_BYTES))
-        elif isinstance(event, h11.Request):
-            request = event
+        else:
+            return event if isinstance(event, h11.Request) else None
+
+
+async def _read_body(
+    connection: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> bytes:
+    body = bytearray()
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            if connection.they_are_waiting_for_100_continue:
+                await _send(connection, writer, h11.InformationalResponse(status_code=100, headers=[]))
+            connection.receive_data(await reader.read(_READ_BYTES))
         elif isinstance(event, h11.Data):
             body += event.data
             if len(body) > _MAX_BODY_BYTES:
                 raise h11.RemoteProtocolError(f"the body exceeds {_MAX_BODY_BYTES} bytes", 413)
-        elif isinstance(event, h11.EndOfMessage) and request is not None:
-            return request, bytes(body)
         else:
-            return None
+            return bytes(body)
 
 
 async def _write(
@@ -259,6 +272,9 @@ async def _write(
 
 
 async def _send(connection: h11.Connection, writer: asyncio.StreamWriter, *events: h11.Event) -> None:
+    if writer.transport.is_closing():
+        # Reset by the client. uvloop's transport raises RuntimeError then.
+        raise ConnectionResetError("the client went away")
     writer.write(b"".join(connection.send(event) or b"" for event in events))
     try:
         async with asyncio.timeout(_WRITE_S):

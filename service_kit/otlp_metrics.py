@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from time import time_ns
+from typing import Any
 
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -32,6 +33,8 @@ from service_kit.otlp_failures import FirstFailures
 _DEFAULT_INTERVAL_MS = 60_000
 _MIN_INTERVAL_MS = 100
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
+# The least and the greatest value of a histogram, which are optional in OTLP, though not by the SDK's types.
+_UNKNOWN: Any = None
 
 
 async def run_export(metrics: Metrics, of: Resource, interval_text: str) -> None:
@@ -92,7 +95,15 @@ def _histogram_points(
         elif sample.name.endswith("_sum"):
             own = [later - earlier for earlier, later in pairwise([0, *counts])]
             yield HistogramDataPoint(
-                sample.labels, started_at_ns, now_ns, counts[-1], sample.value, own, bounds[:-1], 0.0, 0.0
+                sample.labels,
+                started_at_ns,
+                now_ns,
+                counts[-1],
+                sample.value,
+                own,
+                bounds[:-1],
+                _UNKNOWN,
+                _UNKNOWN,
             )
             bounds, counts = [], []
 

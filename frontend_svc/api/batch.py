@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
@@ -97,28 +98,34 @@ class _Batch:
                 f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0: a batch cannot be resumed",
                 field="orphan_grace_ms",
             )
-        while True:
-            try:
-                await self._stream_item(index, request)
-                return
-            except ResourceExhausted as error:
-                if error.reason != "QUEUE_FULL" or not self._num_queued:
-                    raise
+        caller = dataclasses.replace(self._caller, is_repeated=self._is_repeated)
+        while not await self._stream_item(index, request, caller):
+            caller = dataclasses.replace(caller, is_repeat=True)
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             await turn
 
-    async def _stream_item(self, index: int, request: generate_pb2.GenerateRequest) -> None:
+    def _is_repeated(self, error: ServiceError) -> bool:
+        """Whether the item with this error waits for another one that is in the queue beside it."""
+        return error.reason == "QUEUE_FULL" and self._num_queued > 1
+
+    async def _stream_item(self, index: int, request: generate_pb2.GenerateRequest, caller: Caller) -> bool:
+        """Send all of an item; False if it has to wait first."""
         self._num_queued += 1
         is_queued = True
         try:
-            async with contextlib.aclosing(self._stream_of(request, self._caller)) as responses:
+            async with contextlib.aclosing(self._stream_of(request, caller)) as responses:
                 async for response in responses:
                     if is_queued:
                         is_queued = False
                         self._num_queued -= 1
                         self._wake()
                     await self._send(index, response=response)
+            return True
+        except ResourceExhausted as error:
+            if not self._is_repeated(error):
+                raise
+            return False
         finally:
             self._num_queued -= is_queued
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service_kit.errors import DeadlineExceeded
+from service_kit.errors import DeadlineExceeded, ServiceError
 from triptych.engine.v1 import engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
@@ -27,6 +27,9 @@ class Caller:
     resume_token: str = ""  # of a stream that outlives its call
     # Whether the request is left in its engine for another frontend at its end, instead of being aborted.
     is_left: Callable[[], bool] = lambda: False
+    # Whether the call sends the request again after this error, which then is not its end, and has done so.
+    is_repeated: Callable[[ServiceError], bool] = lambda error: False
+    is_repeat: bool = False
 
     def is_late(self) -> bool:
         """True if the deadline has passed, or will pass before an answer could reach the client."""

@@ -287,7 +287,7 @@ class Generation:
         with (
             self._drain.counted(),
             self._traced(request, caller) as trace,
-            self._metrics.counted(),
+            self._metrics.counted(caller),
             self._requests.track(request.request_id, caller.request_id) as tracked,
             self._admission.queue() as ticket,
         ):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Protocol
 
+from frontend_svc.generation.caller import Caller
 from frontend_svc.output.collector import EndReason
 from frontend_svc.output.engine_times import EngineTimes
 from frontend_svc.output.request_state import RequestState
@@ -217,15 +218,20 @@ class RequestMetrics:
         return found
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self, caller: Caller) -> Iterator[None]:
         """Count a request that arrives, and the error with which it ends."""
-        self._received.add()
+        if not caller.is_repeat:
+            self._received.add()
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:
-            self._errors.add(error.code.name if isinstance(error, ServiceError) else "INTERNAL")
+        except ServiceError as error:
+            if not caller.is_repeated(error):
+                self._errors.add(error.code.name)
+            raise
+        except BaseException:
+            self._errors.add("INTERNAL")
             raise
 
     @contextmanager

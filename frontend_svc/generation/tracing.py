@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns, time_ns
@@ -144,17 +144,27 @@ class RequestTraces:
         method = current_method()
         if method:
             timeline.attributes |= {names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: method}
-        return RequestTrace(timeline, request_id, slow_ns=self.slow_ms * 1_000_000)
+        return RequestTrace(
+            timeline, request_id, slow_ns=self.slow_ms * 1_000_000, is_repeated=caller.is_repeated
+        )
 
 
 class RequestTrace:
     """Records one request, from its arrival to its end, which is logged."""
 
-    def __init__(self, timeline: RequestTimeline, request_id: str, *, slow_ns: int) -> None:
+    def __init__(
+        self,
+        timeline: RequestTimeline,
+        request_id: str,
+        *,
+        slow_ns: int,
+        is_repeated: Callable[[ServiceError], bool],
+    ) -> None:
         self.abort_cause = "client"
         self._timeline = timeline
         self._request_id = request_id
         self._slow_ns = slow_ns
+        self._is_repeated = is_repeated
         self._reason = "stop"
         self._fields: dict[str, str | int | float] = {}  # of the log line
 
@@ -165,9 +175,11 @@ class RequestTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, ServiceError) and self._is_repeated(error):
+            return
         timeline = self._timeline
-        timeline.end_ns = perf_counter_ns()
         cause, code = self._end(error)
+        timeline.end_ns = perf_counter_ns()
         if names.RPC_METHOD in timeline.attributes:
             timeline.attributes[names.RPC_STATUS_CODE] = code
         duration_ns = timeline.end_ns - timeline.start_ns
@@ -243,7 +255,8 @@ class RequestTrace:
     ) -> None:
         """Record the result. reasons: why the outputs ended, the last one last."""
         timeline = self._timeline
-        self._reason = reasons[-1]
+        # One that failed or was aborted makes the request one that was.
+        self._reason = next((reason for reason in ("error", "abort") if reason in reasons), reasons[-1])
         times = _times_of(states)
         num_cached_tokens = states[0].collector.num_cached_tokens
         self._fields |= {

@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launcher.services import READINESS
 from launcher.verbs.doctor import CHECKS
+from launcher.verbs.terminal import printable
 from service_kit.channel import open_channel
 from service_kit.errors import InvalidArgument
 from service_kit.limits import INTERNAL, PUBLIC, LimitProfile
@@ -41,15 +42,19 @@ _OWN = re.compile(
     r"|PYTHONPATH|LD_PRELOAD|LD_LIBRARY_PATH|XDG_RUNTIME_DIR|TMPDIR|(https?|no|all)_proxy",
     re.IGNORECASE,
 )
-_SECRET = re.compile(
-    r"TOKEN$|API_?KEY|(?<![A-Z])KEY(?![A-Z])|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL|AUTH|HEADERS|COOKIE",
-    re.IGNORECASE,
+_NAMES = (
+    r"TOKEN(?=(?:_\d+)?(?![\w.-]))|PWD(?![\w.-])|API_?KEY|(?<![A-Z])KEY(?![A-Z])|SECRET"
+    r"|PASS(?:WORD|WD|PHRASE)|CREDENTIAL|AUTH|HEADERS|COOKIE"
 )
+_SECRET = re.compile(_NAMES, re.IGNORECASE)
 # Within a value: of a URL the user and the query, a pair such as api_key=..., and tokens of known forms.
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# A password may have any character; a proxy may have a user and no scheme.
+_USER = re.compile(r"(?<=://)\S+(?=@)|(?<!\S)[^\s/:]+:(?!//)\S*(?=@)")
 _QUERY = re.compile(r"(?<=\?)\S+")
-_PAIR = re.compile(r"([\w.-]+)(=|%3D)([^,;&\s]+)")
-_TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|glpat-|xox[a-z]-|eyJ)[\w.-]{8,}|(?<=Bearer )\S+|(?<=Basic )\S+")
+_PAIR = re.compile(rf"([\w.-]*(?:{_NAMES})[\w.-]*[\"']?\s*(?:[=:]\s*[\"']?|%3D))[^,;&\s]+", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|eyJ|AKIA)[\w.-]{8,}|(?<=Bearer )\S+|(?<=Basic )\S+"
+)
 _MASK = "***"
 _CPU_FLAGS = re.compile(r"avx|amx|fma|f16c|sse4_2|asimd|sve|bf16|i8mm")
 _LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "STACK", "CORE", "AS")
@@ -113,10 +118,7 @@ def masked(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _without_secrets(value: str) -> str:
     value = _QUERY.sub(_MASK, _USER.sub(_MASK, value))
-    value = _PAIR.sub(
-        lambda found: f"{found[1]}{found[2]}{_MASK}" if _SECRET.search(found[1]) else found[0], value
-    )
-    return _TOKEN.sub(_MASK, value)
+    return _TOKEN.sub(_MASK, _PAIR.sub(rf"\g<1>{_MASK}", value))
 
 
 def _version_of(package: str) -> str | None:
@@ -329,4 +331,4 @@ def _lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from _lines(value, indent + "  ")
         else:
-            yield f"{indent}{name:<{width}}  {'none' if value in (None, '') else value}"
+            yield printable(f"{indent}{name:<{width}}  {'none' if value in (None, '') else value}")

@@ -12,6 +12,9 @@ from engine_svc.features.sched_trace.records import Record, Setup
 from engine_svc.features.sched_trace.replay import BadTrace, Run, read_lines, replay
 from engine_svc.scheduler.feature import SchedulerFeature
 
+# More than any record has: of a file of something else that is large, not all is read as one line.
+_MAX_LINE_BYTES = 1 << 28
+
 
 def run_replay(path: Path) -> int:
     """Replay every run of a file, and print a line each.
@@ -51,7 +54,7 @@ def _records(path: Path) -> Iterator[Record | None]:
         yield from read_case(path)
         return
     with path.open("rb") as file:
-        yield from read_lines(file)
+        yield from read_lines(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
 
 
 def _build(setup: Setup, features: Sequence[SchedulerFeature]) -> Core:

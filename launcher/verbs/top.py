@@ -13,6 +13,7 @@ import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from launcher.verbs.terminal import printable
 from service_kit.admin_http import read_page
 from service_kit.channel import parse_target
 from service_kit.errors import InvalidArgument
@@ -20,6 +21,7 @@ from service_kit.errors import InvalidArgument
 _LIMIT_S = 5.0
 _ID_CHARACTERS = 16
 _AVERAGED_STEPS = 20
+_USUAL_SIZE = 80, 24  # of a terminal that does not know its own
 _ENGINE_COLUMNS = (
     "<engine", "<state", "running", "waiting", "blocks", "in/s", "out/s", "step ms", "hits", "preempted",
     "rank", "wave", "age ms", "<model",
@@ -42,7 +44,7 @@ def run_top(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
         address = parse_target(url)
         first = asyncio.run(_read(address))
     except (InvalidArgument, NoState) as error:
-        print(f"triptych top: {error}", file=sys.stderr)
+        print(f"triptych top: {printable(str(error))}", file=sys.stderr)
         return 1
     if as_json:
         print(json.dumps(first))
@@ -56,9 +58,11 @@ def run_top(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
 async def _read(address: str) -> State:
     try:
         state: State = json.loads(await read_page(address, "/ui/state", limit_s=_LIMIT_S))
+        frame(state, None)
     except TimeoutError as error:
         raise NoState(f"no answer from {address} within {_LIMIT_S:g} s") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Of another service's JSON, a part is missing or of another type.
         raise NoState(
             f"{address} does not serve /ui/state ({error}): --url takes the admin HTTP listener of a frontend"
         ) from error
@@ -76,8 +80,14 @@ async def _show(address: str, state: State, interval_s: float) -> None:
             _draw(frame(state, before), problem)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), interval_s)
+            reading, ending = asyncio.ensure_future(_read(address)), asyncio.ensure_future(ended.wait())
+            await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
+            if ended.is_set():
+                reading.cancel()
+                break
+            ending.cancel()
             try:
-                newest = await _read(address)
+                newest = reading.result()
             except NoState as error:
                 problem = str(error)
             else:
@@ -97,14 +107,15 @@ def _screen() -> Iterator[None]:
 def _draw(lines: Sequence[str], last: str) -> None:
     """Fill the screen; what does not fit is cut, and said in the last line."""
     # Not COLUMNS and LINES, which do not follow the terminal.
-    width, height = os.get_terminal_size(sys.stdout.fileno())
+    size = os.get_terminal_size(sys.stdout.fileno())
+    width, height = (own or usual for own, usual in zip(size, _USUAL_SIZE, strict=True))
     num_cut = len(lines) - (height - 1)
     if num_cut > 0:
         last = f"{num_cut} more lines; {last}"
     shown = [line[:width] for line in lines[: height - 1]]
     shown += [""] * (height - 1 - len(shown))
     # Each line clears what is left of the one before it; the screen is not cleared, which would flicker.
-    _write("\x1b[H" + "\x1b[K\n".join([*shown, last[:width]]) + "\x1b[K")
+    _write("\x1b[H" + "\x1b[K\n".join([*shown, printable(last)[:width]]) + "\x1b[K")
 
 
 def _write(text: str) -> None:
@@ -138,9 +149,12 @@ def frame(state: State, before: State | None) -> list[str]:
     """One picture as lines. Rates are those since `before`; None: they are not known."""
     frontend, engines = state["frontend"], state["engines"]
     coordinator = "connected" if state["coordinator"]["connected"] else "not connected"
-    return [
+    head = (
         f"triptych {state['version']}  requests: {frontend['open']} open, {frontend['queued']} queued, "
-        f"{frontend['held']} held  coordinator {coordinator}",
+        f"{frontend['held']} held  coordinator {coordinator}"
+    )
+    return [
+        printable(head),
         "",
         *_aligned(_ENGINE_COLUMNS, [_engine_row(one, state, before) for one in engines]),
         "",
@@ -199,6 +213,7 @@ def _request_row(request: State) -> list[str]:
 def _aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A heading and a line a row. Columns whose name begins with < have text, the others numbers."""
     names = [column.removeprefix("<") for column in columns]
+    rows = [[printable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
     return [
         "  ".join(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from launcher.verbs.terminal import printable
 from service_kit import conventions as names
 from service_kit.admin_http import read_page
 from service_kit.channel import parse_target
@@ -38,8 +39,10 @@ def run_trace_last(asked: TracesAsked) -> int:
     try:
         address = parse_target(asked.url)
         traces = asyncio.run(read_traces(address, asked.num_traces, timeout_s=asked.timeout_s))
-    except (InvalidArgument, OSError, ValueError) as error:
-        cause = str(error) or f"no answer within {asked.timeout_s:g} s"
+        drawn = ["\n".join(draw(trace)) for trace in reversed(traces)]
+    except (InvalidArgument, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Of another service's JSON, a part is missing or of another type.
+        cause = printable(str(error)) or f"no answer within {asked.timeout_s:g} s"
         print(f"triptych trace last: {asked.url}: {cause}", file=sys.stderr)
         return 1
     if asked.as_json:
@@ -47,7 +50,7 @@ def run_trace_last(asked: TracesAsked) -> int:
     elif not traces:
         print("no trace yet: there is one once a request has ended")
     else:
-        print("\n\n".join("\n".join(draw(trace)) for trace in reversed(traces)))
+        print("\n\n".join(drawn))
     return 0
 
 
@@ -79,7 +82,7 @@ def draw(trace: Trace) -> list[str]:
         failure = "" if span["error"] is None else f"  failed: {span['error']}"
         lines.append(f"  {label:<{label_width}}  {where} {span['duration_ms']:9.1f} ms{failure}")
     lines += _events(spans)
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _label(span: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import grpc
@@ -15,11 +16,13 @@ from tests.frontend_svc.fakes import (
     WAIT_S,
     Client,
     FakeEngine,
+    answer,
+    make_request,
     read_all,
     serving,
     serving_one,
 )
-from triptych.api.v1 import request_pb2
+from triptych.api.v1 import inference_pb2, request_pb2
 
 
 def readings(frontend: Frontend) -> dict[str, dict[LabelValues, float]]:
@@ -52,6 +55,18 @@ async def generated(engine: FakeEngine, client: Client, *steps: list[int], n: in
         engine.step(dict.fromkeys(requests, step))
     engine.step(dict.fromkeys(requests, steps[-1]), finished=dict.fromkeys(requests, AT_LENGTH))
     return call
+
+
+async def test_an_item_of_a_batch_that_waits_for_the_queue_is_one_request_without_an_error(caplog):
+    caplog.set_level(logging.INFO, "frontend_svc.generation.tracing")
+    asked = inference_pb2.GenerateBatchRequest(requests=[make_request() for _ in range(5)])
+    async with serving(FakeEngine(answer("the cat")), max_queued_requests=1) as (client, frontend):
+        async for message in client.inference.GenerateBatch(asked, timeout=WAIT_S):
+            assert not message.HasField("error")
+        assert readings(frontend)["triptych_frontend_requests_total"] == {(): 5}
+        assert counted(frontend, "triptych_frontend_request_errors_total") == {}
+        await until(lambda: len(caplog.records) >= 5)
+    assert [record.reason for record in caplog.records] == ["stop"] * 5
 
 
 async def test_counters_equal_what_clients_were_sent():

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+import uvloop
 
 from service_kit import admin_http
-from service_kit.admin_http import AdminHTTP, Page, metrics_page
+from service_kit.admin_http import AdminHTTP, Page, metrics_page, read_page
 from service_kit.metrics import Metrics
 from service_kit.server import AddressError
 
@@ -160,6 +164,77 @@ async def test_every_page_forbids_what_is_not_its_own():
     assert b"content-security-policy: default-src 'self';" in answer
 
 
+@pytest.mark.parametrize(
+    "body", [f"Content-Length: 300000\r\n\r\n{'a' * 300_000}", "Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
+)
+async def test_the_refusal_of_a_head_has_no_body(body: str, caplog: pytest.LogCaptureFixture):
+    async with serving() as address:
+        status, rest = await answer_of(address, f"HEAD /echo HTTP/1.1\r\nHost: localhost\r\n{body}".encode())
+    assert (status[:10], rest) == ("HTTP/1.1 4", b"")
+    assert caplog.text == ""
+
+
+async def test_a_client_that_waits_to_send_its_body_is_asked_for_it():
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(
+            request(
+                "/take",
+                "POST",
+                "Content-Length: 2\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n",
+            )
+        )
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert head.startswith(b"HTTP/1.1 100")
+        writer.write(b"hi")
+        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"HI")
+        writer.close()
+
+
+@pytest.mark.parametrize("is_in_parts", [False, True], ids=["whole", "in parts"])
+def test_an_answer_to_a_client_that_has_reset_the_connection_is_no_error(
+    is_in_parts: bool, caplog: pytest.LogCaptureFixture
+):
+    uvloop.run(_answer_after_a_reset(is_in_parts))
+    gc.collect()
+    assert caplog.text == ""
+
+
+async def _answer_after_a_reset(is_in_parts: bool) -> None:
+    # The services' event loop raises where asyncio's drops what is written.
+    has_begun, was_reset = asyncio.Event(), asyncio.Event()
+
+    async def late() -> Page:
+        has_begun.set()
+        await was_reset.wait()
+        return Page(b"late")
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"early"
+            await late()
+        except asyncio.CancelledError:
+            # As a part that comes at the moment of the reset.
+            yield b"late"
+
+    async def page(body: bytes) -> Page:
+        return Page(parts()) if is_in_parts else await late()
+
+    listener = AdminHTTP("127.0.0.1:0", {"/echo": echo}, {"/late": page})
+    address = await listener.start()
+    _, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(post("/late", b"{}"))
+    await asyncio.wait_for(has_begun.wait(), 10)
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    # Answered after the reset has arrived.
+    assert (await answer_of(address, request("/echo")))[1] == b"/echo"
+    was_reset.set()
+    assert (await answer_of(address, request("/echo")))[1] == b"/echo"
+    await listener.stop(0)
+
+
 async def test_parts_are_written_as_they_come():
     parts = Parts()
     async with serving(parts=parts) as address:
@@ -207,6 +282,23 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
     assert len(await asyncio.wait_for(reader.read(), 10)) < num_parts << 20
     writer.close()
     await listener.stop(0)
+
+
+async def test_a_page_without_an_end_is_not_read_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(admin_http, "_MAX_PAGE_BYTES", 1 << 20, raising=False)
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+    server = await asyncio.start_server(endless, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    with pytest.raises(ConnectionError, match="more than 1048576 bytes"):
+        await read_page(f"{host}:{port}", "/echo", limit_s=2)
+    server.close()
 
 
 async def test_the_end_cancels_parts():

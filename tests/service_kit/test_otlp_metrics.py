@@ -60,6 +60,10 @@ async def test_a_collector_gets_every_kind_without_aliases(monkeypatch: pytest.M
         (list(point.explicit_bounds), list(point.bucket_counts), point.count, point.sum)
         for point in found["triptych_time_seconds"].histogram.data_points
     ] == [([0.1, 1], [0, 1, 0], 1, 0.5), ([0.1, 1], [0, 0, 3], 3, 6)]
+    # Not known, and so not 0.
+    for point in found["triptych_time_seconds"].histogram.data_points:
+        assert not point.HasField("min")
+        assert not point.HasField("max")
 
 
 async def test_a_collector_that_takes_no_metrics_is_logged_once(

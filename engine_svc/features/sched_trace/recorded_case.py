@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from engine_svc.features.sched_trace.records import DECISION, FORMAT, PREFIX_CAC
 from engine_svc.features.sched_trace.replay import BadTrace
 
 SUFFIX = ".json.gz"
+_NOT_A_CASE = (
+    EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError,
+    LookupError, TypeError, AttributeError,
+)  # fmt: skip
 
 
 def read_case(path: Path) -> Iterator[Record]:
@@ -18,7 +23,7 @@ def read_case(path: Path) -> Iterator[Record]:
     try:
         case = json.loads(gzip.decompress(path.read_bytes()))
         yield from as_records(case)
-    except (ValueError, EOFError, gzip.BadGzipFile, LookupError, TypeError) as error:
+    except _NOT_A_CASE as error:
         raise BadTrace(f"it is not a recorded case ({type(error).__name__}: {error})") from error
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.extras import Extras
-from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
+from engine_svc.core.request import FinishReason, InvalidTransition, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import (
     DECISION,
@@ -31,6 +31,10 @@ from engine_svc.features.sched_trace.scheduler import TracedScheduler
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.scheduler import Scheduler
+
+# What a replay takes from a record and does not compare. A killed run may end with a snapshot whose step is
+# missing.
+GIVEN = ("at", "events", "trace")
 
 
 class BadTrace(ValueError):
@@ -64,19 +68,21 @@ class Run:
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[Record | None]:
     """The records of a file; None for an incomplete line, the last of a run. Raises BadTrace."""
-    is_incomplete = False
+    number, is_incomplete = 0, False
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         is_first = isinstance(record, dict) and "trace" in record
         if is_incomplete and not is_first:
             raise BadTrace(f"line {number - 1} is not JSON")
-        if not is_first and (number == 1 or not isinstance(record, dict | None)):
-            raise BadTrace(f"line {number} is no record of a trace")
         is_incomplete = record is None
+        if not (is_first or is_incomplete) and (number == 1 or not isinstance(record, dict)):
+            raise BadTrace(f"line {number} is no record of a trace")
         yield record
+    if is_incomplete and number == 1:
+        raise BadTrace("line 1 is not JSON")
 
 
 BuildCore = Callable[[Setup, Sequence[SchedulerFeature]], Core]
@@ -85,23 +91,25 @@ BuildCore = Callable[[Setup, Sequence[SchedulerFeature]], Core]
 def replay(records: Iterable[Record | None], build: BuildCore) -> Iterator[Run]:
     """Replay each run of a trace up to its first difference. Raises BadTrace."""
     playback: Playback | None = None
-    for record in records:
+    for number, record in enumerate(records, start=1):
         is_first = record is not None and "trace" in record
         if is_first and playback is not None:
             yield playback.end()
         try:
             if record is not None and is_first:
                 playback = Playback(record["trace"], build)
-            if playback is None:
-                raise BadTrace("the first record has no configuration")
             if record is None:
-                playback.run.is_cut = True
+                # An engine that was killed within the first line of its run leaves no run.
+                if playback is not None:
+                    playback.run.is_cut = True
+            elif playback is None:
+                raise BadTrace("the first record has no configuration")
             elif playback.run.difference is None:
                 playback.play(record)
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, InvalidTransition) as error:
             step = 0 if record is None else record.get("step")
-            cause = f"{type(error).__name__}: {error}"
-            raise BadTrace(f"a record of step {step} cannot be replayed ({cause})") from error
+            cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise BadTrace(f"record {number} of step {step} cannot be replayed ({cause})") from error
     if playback is not None:
         yield playback.end()
 
@@ -198,7 +206,7 @@ class Playback:
         replayed, self._collector.records = self._collector.records, []
         for record, other in zip(self._recorded, [*replayed, *[{}] * len(self._recorded)], strict=False):
             for name, value in record.items():
-                if name not in ("events", "trace"):
+                if name not in GIVEN:
                     self._note_difference(f"{record['kind']}.{name}", value, other.get(name))
         if len(replayed) > len(self._recorded):
             self._note_difference("the number of records", len(self._recorded), len(replayed))

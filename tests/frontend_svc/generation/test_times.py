@@ -173,3 +173,18 @@ async def test_a_request_that_moves_is_one_line_with_the_last_engine(lines):
         finished = (await reading)[3]
     assert finished.stats.num_migrations == 1
     assert [shown(line, "num_migrations", "engine") for line in lines.found] == [(1, "engine-1")]
+
+
+async def test_a_request_of_which_one_output_failed_is_logged_as_failed(lines):
+    failed = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ERROR, message="not finite")
+    engine = FakeEngine(lambda engine, request: None)
+    async with serving(engine) as (client, _):
+        reading = asyncio.ensure_future(
+            client.inference.GenerateOnce(make_request(n=2, temperature=1.0), timeout=WAIT_S)
+        )
+        first, second = await engine.wait_for_requests(2)
+        engine.step({first: []}, finished={first: failed})
+        engine.step({second: [5]}, finished={second: AT_LENGTH})
+        await reading
+        line = await lines.next()
+    assert shown(line, "reason", "cause") == ("error", "ENGINE_ERROR")

@@ -100,10 +100,31 @@ def test_limits_of_the_container_are_shown(tmp_path: Path, monkeypatch: pytest.M
         ("TRIPTYCH_ENGINE_MODEL", "hub/hf_0123456789abc", "hub/***"),
         ("TRIPTYCH_ENGINE_MAX_NUM_BATCHED_TOKENS", "8192", "8192"),
         ("OTEL_SERVICE_NAME", "engine-0", "engine-0"),
+        ("https_proxy", "me:pw@proxy:3128", "***@proxy:3128"),
+        ("https_proxy", "http://me:p@s/s@proxy:3128", "http://***@proxy:3128"),
+        ("NO_PROXY", "localhost,10.0.0.0/8,::1", "localhost,10.0.0.0/8,::1"),
+        ("PYTHONPATH", "/a:/b@c", "/a:/b@c"),
+        ("HF_TOKEN_2", "abc", "***"),
+        ("HF_TOKEN_PATH", "/run/token", "/run/token"),
+        ("TRIPTYCH_DB_PWD", "abc", "***"),
+        ("TRIPTYCH_X", '{"api_key": "abc", "a": 1}', '{"api_key": "***, "a": 1}'),
+        ("TRIPTYCH_X", "x-api-key: abc", "x-api-key: ***"),
+        ("TRIPTYCH_X", "a=api_key=abc", "a=api_key=***"),
+        ("TRIPTYCH_X", "github_pat_0123456789", "***"),
+        ("TRIPTYCH_X", "AKIAIOSFODNN7EXAMPLE", "***"),
     ],
 )
 def test_secrets_are_masked(name: str, value: str, shown: str) -> None:
     assert masked({name: value}) == {name: shown}
+
+
+def test_no_value_controls_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect_env, "collected", masked)
+    assert run_collect_env({"HF_HOME": "x\x1b[2J\n\u202e\ud800"}, (), 1.0, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("HF_HOME  x") and shown.rstrip("\n").isprintable()
 
 
 def test_variables_of_others_are_left_out() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
+import launcher.verbs.replay
 from engine_svc.features.sched_trace.file import TraceFile
 from engine_svc.features.sched_trace.scheduler import SchedTrace
 from launcher.verbs.replay import run_replay
@@ -45,13 +47,22 @@ def test_another_decision_is_named(trace: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+def test_of_a_line_without_end_only_a_part_is_read(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launcher.verbs.replay, "_MAX_LINE_BYTES", 1 << 16)
+    assert run_replay(Path("/dev/zero")) == 2
+    assert capsys.readouterr().err == "triptych replay: /dev/zero: line 1 is not JSON\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "cause"),
     [
         ("no.jsonl", None, "No such file or directory"),
         ("empty.jsonl", b"", "it is empty"),
-        ("text.jsonl", b"hello\n", "line 1 is no record of a trace"),
+        ("text.jsonl", b"hello\n", "line 1 is not JSON"),
         ("case.json.gz", b"hello\n", "it is not a recorded case"),
+        ("list.json.gz", gzip.compress(b"[]", mtime=0), "it is not a recorded case"),
+        ("nested.json.gz", gzip.compress(b"[" * 200_000, mtime=0), "it is not a recorded case"),
+        ("damaged.json.gz", gzip.compress(b"[]", mtime=0)[:10] + b"\xff" * 20, "it is not a recorded case"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_and_2(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from launcher.verbs.trace import draw
 from service_kit import conventions as names
-from service_kit.admin_http import AdminHTTP
+from service_kit.admin_http import AdminHTTP, Page
 from service_kit.trace_page import page_of
 from tests.launcher.fakes import triptych
 
@@ -77,6 +79,26 @@ def test_events_follow_with_what_is_known_of_them() -> None:
     *_, scheduled, aborted = draw(trace_of(span("chat tiny", 0, 20, events=events)))
     assert scheduled.split() == ["1.5", "ms", "scheduled", "engine=e0"]
     assert aborted.split() == ["20.0", "ms", "aborted", "cause=client"]
+
+
+def test_no_text_of_a_service_controls_the_terminal() -> None:
+    hostile = "x\x1b[2J\r\n\u202e\ud800"
+    events = [{"name": hostile, "at_ms": 1.0, "attributes": {hostile: hostile}}]
+    root = span(hostile, 0, 1, error=hostile, events=events)
+    trace = trace_of(root, span("queue", 0, 1, attributes={names.ENGINE: hostile}))
+    for line in draw(trace | {"service": hostile, "instance": hostile, "trace_id": hostile}):
+        assert line.isprintable()
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b"5", b'{"traces": 5}', b"no JSON"])
+async def test_another_answer_than_traces_is_one_line(body: bytes) -> None:
+    async def page(target: str):
+        return Page(body, "application/json")
+
+    listener = AdminHTTP("127.0.0.1:0", {"/traces/last": page})
+    shown = await triptych("trace", "last", "--url", await listener.start())
+    await listener.stop(0)
+    assert (shown.exit_code, shown.err.count("\n")) == (1, 1)
 
 
 async def test_the_verb_draws_the_last_traces_the_newest_last() -> None:

@@ -19,10 +19,10 @@ def traced() -> list[Record]:
     """Two requests with one prompt, one after the other."""
     tracing = Tracing()
     tracing.scheduler.add(request("r0", num_tokens=9, max_tokens=3))
-    tracing.step()
+    tracing.step(0.5)
     tracing.scheduler.add(request("r1", num_tokens=9, max_tokens=3))
-    for _ in range(3):
-        tracing.step()
+    for index in range(3):
+        tracing.step(1.0 + index)
     return tracing.end()
 
 
@@ -74,6 +74,12 @@ def test_each_run_of_a_file_is_replayed_and_one_that_was_killed_up_to_there():
     assert [run.num_steps for run in runs] == [3, 4, 1]
 
 
+def test_a_run_that_was_killed_within_its_first_line_hides_no_later_one():
+    lines = lines_of(traced())
+    (run,) = replay(read_lines([lines[0][:40] + b"\n", *lines]), build)
+    assert (run.difference, run.is_cut, run.num_steps) == (None, False, 4)
+
+
 @pytest.mark.parametrize("num_records", range(1, 12))
 def test_a_trace_that_ends_early_replays_up_to_there(num_records: int):
     records = traced()[:num_records]
@@ -81,14 +87,20 @@ def test_a_trace_that_ends_early_replays_up_to_there(num_records: int):
 
 
 BAD: dict[str, tuple[list[bytes], str]] = {
-    "text": ([b"hello\n"], "line 1 is no record"),
+    "text": ([b"hello\n"], "line 1 is not JSON"),
+    "lines of text": ([b"hello\n", b"world\n"], "line 1 is not JSON"),
+    "nested": ([lines_of(traced())[0], b"[" * 200_000, *lines_of(traced())[1:]], "line 2 is not JSON"),
     "other json": ([b"[1]\n"], "line 1 is no record"),
     "without its head": (lines_of(traced())[1:], "line 1 is no record"),
     "broken within": ([*lines_of(traced())[:2], b'{"ki\n', *lines_of(traced())[2:]], "line 3 is not JSON"),
-    "format": ([b'{"trace": {"format": 2}}\n'], "the format of the trace is 2"),
-    "kind": ([lines_of(traced())[0], b'{"kind": "pin"}\n'], "of the kind pin"),
-    "fields": ([lines_of(traced())[0], b'{"kind": "step_snapshot"}\n'], "KeyError: 'step'"),
-    "configuration": ([b'{"trace": {"format": 1, "config": {}}}\n'], "kv_groups"),
+    "format": ([b'{"trace": {"format": 2}}\n'], "record 1 .*the format of the trace is 2"),
+    "kind": ([lines_of(traced())[0], b'{"kind": "pin"}\n'], "record 2 .*of the kind pin"),
+    "fields": ([lines_of(traced())[0], b'{"kind": "step_snapshot"}\n'], "record 2 .*KeyError: 'step'"),
+    "value": (
+        [lines_of(traced())[0].replace(b'"op":"add"', b'"op":"pause","state":"?"')],
+        "record 1 of step 1 .*'\\?' is not a valid PauseState",
+    ),
+    "configuration": ([b'{"trace": {"format": 1, "config": {}}}\n'], "record 1 .*kv_groups"),
 }
 
 
@@ -101,7 +113,7 @@ def test_what_is_no_trace_is_refused(lines: list[bytes], words: str):
 def test_a_policy_that_is_not_installed_is_refused_by_name():
     records = Tracing().end()
     records[0]["trace"]["config"]["policy"] = "mine"
-    with pytest.raises(ValueError, match="--scheduling-policy is 'mine'"):
+    with pytest.raises(BadTrace, match="--scheduling-policy is 'mine'"):
         replayed(records)
 
 
