@@ -114,12 +114,19 @@ class AdminHTTP:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= _MAX_CONNECTIONS:
+        # One that was taken just before the end is as little served as one too many.
+        if (
+            self._server is None
+            or not self._server.is_serving()
+            or len(self._connections) >= _MAX_CONNECTIONS
+        ):
             writer.transport.abort()
             return
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+        # Not in the task: it may be cancelled before it begins.
+        task.add_done_callback(lambda _: writer.close())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
@@ -146,8 +153,6 @@ class AdminHTTP:
                 await _write(connection, writer, page, with_body=with_body)
         except (TimeoutError, ConnectionError):
             pass
-        finally:
-            writer.close()
 
     async def _page_of(self, request: h11.Request, body: bytes) -> Page:
         headers = {name: value.decode("latin-1") for name, value in request.headers}

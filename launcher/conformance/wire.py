@@ -7,6 +7,17 @@ import asyncio
 _CHUNK_BYTES = 65_536
 
 
+def close_soon(server: asyncio.Server) -> None:
+    """Take no more connections, and close the server when those just taken have a transport.
+
+    A closed server of asyncio loses a connection without one, and leaves its socket open.
+    """
+    loop = server.get_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener.fileno())
+    loop.call_soon(server.close)
+
+
 class Wire:
     """Passes connections to `listen` on to `target`, both host:port, until they are cut."""
 
@@ -19,6 +30,7 @@ class Wire:
 
     async def start(self) -> str:
         host, _, port = self._listen.rpartition(":")
+        self._is_refusing = False
         self._server = await asyncio.start_server(self._take, host, int(port))
         self._listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         return self._listen
@@ -30,7 +42,8 @@ class Wire:
 
     def refuse(self) -> None:
         """Break every connection and refuse others until `start`, as the host of a dead process does."""
-        self._server.close()
+        self._is_refusing = True
+        close_soon(self._server)
         self.cut()
 
     def freeze(self) -> None:
@@ -41,39 +54,38 @@ class Wire:
         self._is_open.set()
 
     async def stop(self) -> None:
-        self._server.close()
-        self.cut()
+        self.refuse()
+        await asyncio.sleep(0)
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._server.is_serving():
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_refusing:
             # It was taken just before.
             writer.transport.abort()
             return
-        task = asyncio.current_task()
-        assert task is not None, "a connection has a task"
+        task = asyncio.ensure_future(self._connect(reader, writer))
         self._connections.add(task)
-        writers = [writer]
+        task.add_done_callback(self._connections.discard)
+        # Not in the task: it may be cancelled before it begins.
+        task.add_done_callback(lambda _: writer.transport.abort())
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
         try:
-            host, _, port = self._target.rpartition(":")
             inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
-            writers.append(inner_writer)
-            pumps = [
-                asyncio.create_task(self._pump(reader, inner_writer, is_up=True)),
-                asyncio.create_task(self._pump(inner_reader, writer, is_up=False)),
-            ]
-            try:
-                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
-        except (asyncio.CancelledError, OSError):
-            pass
+        except OSError:
+            return
+        pumps = [
+            asyncio.create_task(self._pump(reader, inner_writer, is_up=True)),
+            asyncio.create_task(self._pump(inner_reader, writer, is_up=False)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in writers:
-                each.transport.abort()
-            self._connections.discard(task)
+            for pump in pumps:
+                pump.cancel()
+            inner_writer.transport.abort()
+            await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
         """Pass on what `reader` has, to the target or from it, until this end is closed."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
+from launcher.conformance.wire import close_soon
+
 _CHUNK_BYTES = 65536
 # On, with no time to linger: the close that follows sends RST instead of FIN.
 _LINGER_NOT = struct.pack("ii", 1, 0)
@@ -60,7 +62,7 @@ class TcpProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._server is not None:
-            self._server.close()
+            close_soon(self._server)
         pumps = [pump for connection in self._connections for pump in connection.pumps]
         for pump in pumps:
             pump.cancel()

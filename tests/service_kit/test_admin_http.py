@@ -323,6 +323,20 @@ async def test_a_taken_address_is_refused():
             await AdminHTTP(address, {}).start()
 
 
+# A closed server of asyncio loses a connection that has no transport yet; it has one after these turns.
+@pytest.mark.parametrize("num_turns", [3, 4, 5])
+async def test_the_end_closes_a_connection_that_is_just_taken(num_turns: int):
+    listener = AdminHTTP("127.0.0.1:0", {})
+    host, port = (await listener.start()).split(":")
+    with socket.create_connection((host, int(port))) as client:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await listener.stop(0)
+        client.setblocking(False)
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 10) == b""
+
+
 async def test_the_end_does_not_wait_for_idle_clients():
     async with serving() as address:
         reader, writer = await asyncio.open_connection(*address.split(":"))
