@@ -76,7 +76,7 @@ class Rig:
             self.plans.append(plan)
             return launch(plan)
 
-        self.executor.launch = note
+        self.executor.launch = note  # type: ignore[method-assign]
         self.engine = Engine(
             scheduler=self.core.scheduler,
             executor=self.executor,

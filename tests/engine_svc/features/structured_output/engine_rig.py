@@ -130,6 +130,10 @@ class Rig:
         reading: Any = self.served.metrics.families[name].read()
         return float(reading[labels] if isinstance(reading, dict) else reading)
 
+    def num_observed(self, name: str) -> int:
+        reading: Any = self.served.metrics.families[name].read()
+        return sum(reading[()].counts)
+
     def close(self) -> None:
         self.served.inbox.put(Stop())
         self._thread.join(LIMIT_S)
