@@ -56,7 +56,11 @@ class Verdicts:
             running = self._running[key] = asyncio.create_task(self._checked(key, asked, field))
             running.add_done_callback(lambda task: self._ended(key, task))
         # The check goes on for others where one of the requests that wait is cancelled.
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        except InvalidArgument as error:
+            # Of this request alone: callers name what they refuse in it.
+            raise InvalidArgument(error.message, field=field, reason=error.reason) from error
 
     async def _checked(self, key: tuple[str, bytes], asked: AskedConstraint, field: str) -> CheckedConstraint:
         try:

@@ -51,6 +51,16 @@ async def test_equal_constraints_are_checked_once_at_the_same_time_and_later():
     assert await verdicts.find("", asked("a"), FIELD) == FINE
 
 
+async def test_each_request_has_an_error_of_its_own():
+    verdicts = Verdicts(Scripted(InvalidArgument("a is wrong", field=FIELD, reason="CONSTRAINT_INVALID")))
+    fields = [FIELD, "tools[0].parameters"]
+    errors = await asyncio.gather(
+        *(verdicts.find("", asked("a"), field) for field in fields), return_exceptions=True
+    )
+    assert [error.violations for error in errors] == [[(field, "a is wrong")] for field in fields]
+    assert errors[0] is not errors[1]
+
+
 async def test_what_was_found_is_not_known_to_other_tenants():
     other = CheckedConstraint("llguidance", "b")
     verdicts = Verdicts(Scripted(FINE, other))
