@@ -342,3 +342,22 @@ def test_a_verdict_without_a_token_has_no_logprobs():
     result = StepResult(plan.step_number, [[8]], logprobs={0: TokenLogprobs([-0.5], [1])})
     (output,) = stage.scheduler.update(plan, result, 1.0)
     assert (output.new_token_ids, result.logprobs) == ([], {})
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no such state"), Verdict(FinishReason.STOP, 2)])
+def test_a_verdict_that_fails_ends_its_request_alone(fault, caplog):
+    class Failing(_Judge):
+        def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+
+    stage = Stage(features=[Failing()])
+    stage.add(request("judged", 8), request("other", 8, max_tokens=3))
+    outputs = run_until_idle(stage)
+    ends = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    end = ends["judged"]
+    assert (end.finish_reason, end.code, end.new_token_ids) == (FinishReason.ERROR, "INTERNAL", [NEW_TOKEN])
+    assert end.message.startswith("Failing failed: ")
+    assert ends["other"].finish_reason is FinishReason.LENGTH
+    assert [record.feature for record in caplog.records] == ["Failing"]
