@@ -152,7 +152,7 @@ class StepResult:
     def clear_faulty(self) -> None:
         """Remove all else that the step produced for rows that end with an error.
 
-        What explains the error stays: extras of a type with `stays_with_error`.
+        Extras of a type with `stays_with_error` stay.
         """
         for row, _ in self.faults():
             self.sampled[row] = []
