@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceLost(RuntimeError):
@@ -27,6 +30,12 @@ class RequestFailed(Exception):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+
+def describe_failure(feature: str, error: Exception) -> str:
+    """Log what a feature raised; returns the message for the requests that end by it."""
+    logger.error("a feature failed, the requests that use it end", exc_info=error, extra={"feature": feature})
+    return f"{feature} failed: {type(error).__name__}: {error}"
 
 
 def clear_frames(error: BaseException) -> None:

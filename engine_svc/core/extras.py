@@ -15,7 +15,10 @@ Extras = dict[type, Any]
 
 
 class Extra(Protocol):
-    """A value with a fixed binary form, in which it reaches the ranks of a divided model and comes back."""
+    """A value with a fixed binary form, in which it reaches the ranks of a divided model and comes back.
+
+    One that may exclude tokens has `rules`: what clients call what it excludes them by.
+    """
 
     def encode(self) -> bytes: ...
 
@@ -53,6 +56,11 @@ class OutputExtra(Protocol):
 def blocker_of(extra: object) -> str:
     """The name that blocks a request with this extra until it is prepared; "" if it need not be."""
     return getattr(extra, "blocker", "")
+
+
+def rules_of(extra: object) -> tuple[str, ...]:
+    """What clients call the rules of this extra that may exclude tokens."""
+    return getattr(extra, "rules", ())
 
 
 def merge_extras(earlier: Extras, later: Extras) -> Extras:

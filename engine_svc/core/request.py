@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extras, rules_of
 from engine_svc.core.sampling_params import SamplingParams
 
 # In the place of a stop token, where a verdict and no token ended a request with STOP.
@@ -163,6 +163,12 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def rules(self) -> list[str]:
+        """What clients call the rules that may exclude tokens from the next."""
+        core = ("min_tokens",) if self.num_output_tokens < self.sampling.min_tokens else ()
+        return sorted({*core, *(name for extra in self.extras.values() for name in rules_of(extra))})
 
     @property
     def is_finished(self) -> bool:

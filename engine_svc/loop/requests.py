@@ -9,7 +9,7 @@ import heapq
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
-from engine_svc.core.errors import RequestFailed
+from engine_svc.core.errors import DeviceLost, RequestFailed
 from engine_svc.core.request import FinishReason, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.failure_bisection import UNREADY
@@ -58,6 +58,8 @@ class EngineRequests:
         self._stats.count_prompt(request.num_prompt_tokens)
         try:
             self._scheduler.add(request)
+        except DeviceLost:
+            raise
         except Exception as error:  # Every error is this request's: no other request was changed.
             logger.error("request cannot be added", exc_info=error, extra={"request_id": request.request_id})
             failed = RequestOutput(request.request_id, [], FinishReason.ERROR, message=UNREADY)

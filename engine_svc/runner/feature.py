@@ -5,7 +5,6 @@ The runner knows no feature. What a stage raises ends the rows that use the feat
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost, describe_failure
 from engine_svc.core.extras import Extra, Extras, blocker_of
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
@@ -24,8 +23,6 @@ from engine_svc.runner.failures import translated
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from triptych_kernels import Ops
-
-logger = logging.getLogger(__name__)
 
 # What a stage adds to the step's result: extras by row of the batch. Called when the device is done.
 PendingPart = Callable[[], Mapping[int, Extra]]
@@ -340,12 +337,6 @@ class RunnerFeatures:
             self._unread[index].clear()
         with self._errors_end(index, ()):
             self._features[index].remove_row(row)
-
-
-def describe_failure(feature: str, error: Exception) -> str:
-    """Log what a feature raised; returns the message for the requests that end by it."""
-    logger.error("a feature failed, the requests that use it end", exc_info=error, extra={"feature": feature})
-    return f"{feature} failed: {type(error).__name__}: {error}"
 
 
 def is_of_device(error: Exception) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
-from engine_svc.core.errors import RequestFailed
+from engine_svc.core.errors import RequestFailed, describe_failure
 from engine_svc.core.extras import Extras
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.runner.feature import RunnerFeature, describe_failure
+from engine_svc.runner.feature import RunnerFeature
 
 # Called in the preparing thread, with the number of a preparation and why it failed, if it did.
 OnPrepared = Callable[[int, RequestFailed | None], object]

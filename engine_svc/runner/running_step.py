@@ -8,9 +8,10 @@ from types import MappingProxyType
 
 import torch
 
+from engine_svc.core.errors import describe_failure
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
-from engine_svc.runner.feature import FeaturePart, describe_failure, is_of_device
+from engine_svc.runner.feature import FeaturePart, is_of_device
 from engine_svc.runner.sampler import Sampled
 from engine_svc.runner.sampling.transfer import Ints, to_host
 

@@ -22,7 +22,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.feature import SchedulerFeature
+from engine_svc.scheduler.feature import SchedulerFeature, verdict_of
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
@@ -443,14 +443,11 @@ class Scheduler:
         if stopped is not None:
             output.finish_reason, output.stop_token_id = stopped
         extras = {kind: of_rows[row] for kind, of_rows in result.extras.items() if row in of_rows}
-        verdicts = (feature.verdict(request, output, extras) for feature in self._features)
-        verdict = request.verdict = next((verdict for verdict in verdicts if verdict is not None), None)
+        verdict = request.verdict = verdict_of(self._features, request, output, extras)
         if verdict is None:
             return stopped
         num_new = len(output.new_token_ids)
         num_kept = num_new if verdict.num_tokens is None else verdict.num_tokens
-        if not 0 <= num_kept <= num_new:
-            raise ValueError(f"a verdict keeps {num_kept} tokens of {num_new}")
         if num_kept < num_new:
             del request.token_ids[num_kept - num_new :]
             output.new_token_ids = output.new_token_ids[:num_kept]

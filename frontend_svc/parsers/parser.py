@@ -56,12 +56,16 @@ class CallRules:
     emitted once it is complete, and a malformed one is content from its first character.
 
     `is_continued`: the message began in the prompt, so that no call stands at its beginning.
+
+    `opening`: text that every call begins with, as a grammar holds to their schemas only calls that do; what
+    else looks like a call is text.
     """
 
     tool_names: frozenset[str]
     is_parallel: bool = True
     streams_arguments: bool = True
     is_continued: bool = False
+    opening: str = ""
     new_id: Callable[[], str] | None = None
 
 

@@ -29,6 +29,7 @@ class StructuredOutput:
     reasoning_end: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     blocker: ClassVar[str] = "grammar"
+    rules: ClassVar[tuple[str, ...]] = ("structured_output",)
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -24,10 +24,16 @@ class CallTags:
 
 def has_call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> bool:
     """Whether a call is demanded or a tool is strict, and the model's engines and format have grammars."""
+    return bool(call_trigger(request, model))
+
+
+def call_trigger(request: chat_message_pb2.ChatRequest, model: ServedModel) -> str:
+    """The beginning of calls that a grammar holds to the schemas of their tools; empty: there is none."""
     tool_format = tool_parser(model.parsers.tool)
     if tool_format is None or tool_format.form is None or not model.ready.structured_output_backends:
-        return False
-    return demands_call(request.tool_choice) or has_strict_tools(request)
+        return ""
+    is_held = demands_call(request.tool_choice) or has_strict_tools(request)
+    return tool_format.form.trigger if is_held else ""
 
 
 def call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> CallTags:

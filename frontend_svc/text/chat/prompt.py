@@ -5,7 +5,7 @@ from __future__ import annotations
 from frontend_svc.parsers.message import MessageParser, open_message
 from frontend_svc.parsers.parser import CallRules
 from frontend_svc.parsers.registry import reasoning_parser, tool_parser
-from frontend_svc.text.chat.call_tags import demands_call, forbids_calls, has_call_tags
+from frontend_svc.text.chat.call_tags import call_trigger, demands_call, forbids_calls
 from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
@@ -30,6 +30,7 @@ class ChatPrompt:
         self._tools = tool_parser(model.parsers.tool)
         self._reasoning = reasoning_parser(model.parsers.reasoning)
         self._forced_prefix = ""
+        self._opening = call_trigger(request, model)
         self._text = ""
         self._shows_tools = not forbids_calls(request.tool_choice)
         self._is_demanded = demands_call(request.tool_choice)
@@ -77,6 +78,7 @@ class ChatPrompt:
             is_parallel=is_parallel,
             streams_arguments=streams,
             is_continued=request.template_options.continue_final_message,
+            opening=self._opening,
         )
         return open_message(
             self._tools,
@@ -95,7 +97,7 @@ class ChatPrompt:
             return ""
         choice = self._request.tool_choice
         named = choice.name if choice.WhichOneof("choice") == "name" else None
-        if not has_call_tags(self._request, model):
+        if not self._opening:
             self._forced_prefix = self._tools.forced_prefix(named)
         closing = "" if self._reasoning is None else self._reasoning.closing(self._text)
         return closing + self._forced_prefix

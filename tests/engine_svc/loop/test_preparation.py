@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_svc.core.errors import RequestFailed
+from engine_svc.core.errors import DeviceLost, RequestFailed
 from engine_svc.core.extras import Extras, UnknownExtra
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
@@ -40,6 +40,8 @@ class ScriptedRanks:
         self.is_stopped = False
 
     def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+        if extras[Order].text == "lost":
+            raise DeviceLost("rank 1 ended")
         if extras[Order].text == "unknown":
             raise UnknownExtra("no rank can read it")
         self.sent.append((number, request_id, extras))
@@ -228,6 +230,14 @@ def test_what_cannot_be_sent_ends_the_request_when_it_is_added():
     rig.turn(5)
     assert [rig.ends[handle][0] for handle in (1, 2)] == [FinishReason.ERROR, FinishReason.LENGTH]
     assert (rig.preparations.left_s(), rig.ranks.dropped) == (None, [])
+
+
+def test_ranks_that_are_lost_end_the_engine_and_not_the_request():
+    rig = Rig()
+    rig.add(1, "lost")
+    with pytest.raises(DeviceLost):
+        rig.turn()
+    assert (rig.ends, rig.outbox.take()) == ({}, None)
 
 
 @pytest.mark.parametrize("state", [PauseState.NEW, PauseState.ALL])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from engine_svc.core.extras import Extras
@@ -39,13 +41,20 @@ def test_a_row_without_finite_logits_ends_its_request_and_no_other():
     assert stage.scheduler.stats().num_non_finite_rows == 1
 
 
-def test_a_row_whose_rules_leave_no_token_ends_its_request_and_says_so():
+def test_a_row_whose_rules_leave_no_token_ends_its_request_and_names_them():
+    @dataclass(frozen=True)
+    class Rule:
+        rules: tuple[str, ...] = ("only_these",)
+
     stage = Stage()
-    stage.add(*(request(name, 8) for name in "abc"))
-    outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1])
+    ruled = request("d", 8, min_tokens=2)
+    ruled.extras = {Rule: Rule(), str: "no rule"}
+    stage.add(*(request(name, 8) for name in "abc"), ruled)
+    outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1, 3])
     assert [(output.request_id, output.message) for output in outputs] == [
         ("b", "the request's own rules leave no token to choose"),
         ("c", "the model produced logits that are not finite"),
+        ("d", "the request's own rules leave no token to choose: min_tokens, only_these"),
         ("a", ""),
     ]
 
@@ -342,3 +351,22 @@ def test_a_verdict_without_a_token_has_no_logprobs():
     result = StepResult(plan.step_number, [[8]], logprobs={0: TokenLogprobs([-0.5], [1])})
     (output,) = stage.scheduler.update(plan, result, 1.0)
     assert (output.new_token_ids, result.logprobs) == ([], {})
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no such state"), Verdict(FinishReason.STOP, 2)])
+def test_a_verdict_that_fails_ends_its_request_alone(fault, caplog):
+    class Failing(_Judge):
+        def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+
+    stage = Stage(features=[Failing()])
+    stage.add(request("judged", 8), request("other", 8, max_tokens=3))
+    outputs = run_until_idle(stage)
+    ends = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    end = ends["judged"]
+    assert (end.finish_reason, end.code, end.new_token_ids) == (FinishReason.ERROR, "INTERNAL", [NEW_TOKEN])
+    assert end.message.startswith("Failing failed: ")
+    assert ends["other"].finish_reason is FinishReason.LENGTH
+    assert [record.feature for record in caplog.records] == ["Failing"]

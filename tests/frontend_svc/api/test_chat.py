@@ -23,6 +23,7 @@ from tests.frontend_svc.fakes import (
 )
 from triptych.api.v1 import chat_message_pb2, chat_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import step_pb2
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }}\n{% endfor %}"
@@ -327,6 +328,24 @@ async def test_a_structured_answer_that_ends_by_length_is_marked():
     assert messages[-1].finished.is_incomplete
     assert unary.outputs[0].is_incomplete
     assert not free.outputs[0].is_incomplete
+
+
+async def test_a_constraint_that_an_engine_cannot_compile_is_the_status_of_the_call():
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        failed = step_pb2.StepFinished(
+            reason=output_pb2.FINISH_REASON_ERROR,
+            message="structured_output: too large",
+            code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+        )
+        engine.step({request: []}, finished={request: failed})
+
+    request = ask(sampling={"structured_output": {"json_object": True}})
+    async with serving(with_grammars(script)) as (client, _):
+        for call in (read(client.chat.Chat(request, timeout=WAIT_S)), client.chat.ChatOnce(request)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.details() == "structured_output: too large"
 
 
 async def test_without_tools_or_with_none_chosen_a_call_is_text():

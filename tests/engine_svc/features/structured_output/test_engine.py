@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from engine_svc.core.request import FinishReason
+from engine_svc.features.structured_output.runner import StructuredOutputRows
+from engine_svc.features.structured_output.scheduler import GrammarEnds
 from engine_svc.features.token_rules.extras import TokenRules
 from service_kit.grammars.constraint import ConstraintKind
 from tests.engine_svc.features.structured_output.engine_rig import (
@@ -191,7 +193,7 @@ def test_rules_that_leave_no_token_end_the_request_with_an_error(plain: Rig):
         ]
     )
     assert all(answered.end.reason is FinishReason.ERROR for answered in answers)
-    assert "leave no token" in answers[0].end.message
+    assert answers[0].end.message.endswith("leave no token to choose: allowed_token_ids, structured_output")
     for answered in answers[1:]:
         assert re.search(r"allows nothing after [1-3] tokens, min_tokens is 20", answered.end.message)
     assert (failures("conflict"), failures("run")) == (before[0] + 1, before[1] + 2)
@@ -217,12 +219,34 @@ def test_the_constraint_begins_after_the_reasoning(plain: Rig):
         assert re.fullmatch("[0-9]{2}", text_of(tokens[begin:]))
 
 
-def test_requests_without_a_constraint_never_reach_the_feature(plain: Rig):
-    def masks() -> int:
-        return plain.num_observed("triptych_engine_grammar_mask_seconds")
+def test_no_stage_of_the_feature_is_called_in_a_step_without_a_constraint(
+    plain: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    called: list[str] = []
+    stages = [name for name in vars(StructuredOutputRows) if not name.startswith("_") and name != "prepares"]
+    # The first is asked once for each row, the other comes for rows of the steps before.
+    for name in {*stages} - {"uses", "remove_row"}:
+        method = getattr(StructuredOutputRows, name)
 
-    before = masks()
-    plain.answer([Asked(), Asked()])
-    assert masks() == before
-    plain.answer([Asked(), Asked(regex_spec("a"))])
-    assert masks() > before
+        def counted(self, *arguments, name=name, method=method):
+            called.append(name)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(StructuredOutputRows, name, counted)
+    monkeypatch.setattr(GrammarEnds, "verdict", lambda *arguments: called.append("verdict"))
+    plain.answer([Asked(options={"ignore_eos": flag}) for flag in (False, True)] * 4)
+    assert called == []
+    plain.answer([Asked(), Asked(regex_spec("[a-f]{3}"), options={"ignore_eos": True})])
+    assert {"prepare", "add_row", "on_tokens", "apply", "verdict"} <= {*called}
+
+
+def test_rows_beside_32_constrained_ones_are_answered_as_without_them(plain: Rig):
+    free = [Asked(options={"temperature": 0.0 if index % 2 else 1.0}) for index in range(8)]
+    alone = [answered.token_ids for answered in plain.answer(free)]
+    rig = Rig(max_num_seqs=40)
+    try:
+        beside = rig.answer([*free, *CONSTRAINED * 4])
+    finally:
+        rig.close()
+    assert [answered.token_ids for answered in beside[: len(free)]] == alone
+    assert len(CONSTRAINED) * 4 == 32
