@@ -37,6 +37,8 @@ _UNBOUNDED = ("patternProperties", "unevaluatedProperties", "unevaluatedItems", 
 _NUM_COMPLETIONS, _MAX_COMPLETION = 40, 1_000  # tries, and tokens of each
 _CLOSING, _CLOSING_SHARE = '"}]),', 0.7  # characters of tokens that are preferred, and how often
 
+# Patterns may be empty, texts are not. Decoders of some vocabularies drop a space at the beginning.
+_BEGINS = ("=", " ", "\n", "a")
 _ATOMS = (
     "[0-9]{1,3}", "[a-f]{2}", "[A-Z][a-z]{0,4}", "[^,;]{1,4}", "[а-я]{1,3}", ".{1,5}", r"[^\x00-\x7f]{1,2}",
     r"\x41\u00e9?", r"[\[\]{}]{1,3}", r"(?:yes|no|n\/a)", r"\s?[+*?.]",
@@ -115,7 +117,7 @@ def make_languages(
         schema_language("schema", _shared(make_schema(rng)) if index % 8 == 0 else make_schema(rng, 3))
         for index in range(num_schemas - len(languages))
     ]
-    languages += [regex_language("=" + make_pattern(rng)[0]) for _ in range(num_patterns)]
+    languages += [regex_language(rng.choice(_BEGINS) + make_pattern(rng)[0]) for _ in range(num_patterns)]
     languages += [lark_language(make_grammar(rng, index)) for index in range(num_grammars)]
     rng.shuffle(languages)
     return languages
@@ -207,7 +209,7 @@ def make_pattern(rng: random.Random, depth: int = 3) -> tuple[str, str]:
 def make_grammar(rng: random.Random, index: int) -> str:
     """Every third is a regular language, the others are nested."""
     if index % 3 == 0:
-        return f'start: "=" {make_pattern(rng)[1]}\n'
+        return f"start: {json.dumps(rng.choice(_BEGINS))} {make_pattern(rng)[1]}\n"
     first, second, third = rng.sample("abcdefgh", 3)
     form = Template(_NESTED[(index - index // 3) % len(_NESTED)])
     return form.substitute(a=first, b=second, c=third, word=f"WORD: {rng.choice(_WORDS)}\n")
@@ -240,9 +242,15 @@ def _can_be_limited(schema: Any) -> bool:
         not any(name in part for name in _UNBOUNDED)
         and len(part.get("properties", ())) <= _MAX_PROPERTIES
         and set(part.get("required", ())) <= set(part.get("properties", ()))
+        and _is_anchored(part.get("pattern", "^$"))
         and ("type" in part or "enum" in part or "const" in part or "anyOf" in part or "oneOf" in part)
         for part in _parts(schema)
     )
+
+
+def _is_anchored(pattern: str) -> bool:
+    """Otherwise any text may stand before or behind what matches."""
+    return pattern.startswith("^") and pattern.endswith("$") and "|" not in pattern
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
