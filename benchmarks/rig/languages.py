@@ -328,6 +328,10 @@ class Completions:
         closing = [token for token, text in texts if text and set(text) <= set(_CLOSING)]
         self._closing = torch.tensor(sorted(closing))
 
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def is_viable(self, language: Language, token_ids: Sequence[int], text: str) -> bool:
         """Whether one of some completions is accepted. text: of the tokens."""
         checked = check(AskedConstraint(language.constraint, BACKENDS))
