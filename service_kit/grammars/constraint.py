@@ -23,9 +23,13 @@ class ConstraintKind(Enum):
     STRUCTURAL_TAG = "structural_tag"
 
 
+# Characters in a row. Without a limit small models write white space until `max_tokens`.
+MAX_WHITESPACE = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Whitespace:
-    """What may stand between the parts of JSON: any amount, none, or what `pattern` matches."""
+    """What may stand between the parts of JSON: up to MAX_WHITESPACE, none, or what `pattern` matches."""
 
     is_any: bool = True
     pattern: str = ""  # "": as is_any says

@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from service_kit.grammars.constraint import (
+    MAX_WHITESPACE,
     Constraint,
     ConstraintKind,
     GrammarError,
@@ -159,9 +160,9 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
         "json_allowed_escapes": _ESCAPES,
         "whitespace_flexible": whitespace.is_any,
     }
-    if whitespace.pattern:
-        options["whitespace_pattern"] = whitespace.pattern
-    elif not whitespace.is_any:
+    if whitespace.pattern or whitespace.is_any:
+        options["whitespace_pattern"] = whitespace.pattern or f"[ \\t\\r\\n]{{1,{MAX_WHITESPACE}}}"
+    else:
         # The single spaces of json.dumps and of most examples.
         options["item_separator"] = ", "
         options["key_separator"] = ": "

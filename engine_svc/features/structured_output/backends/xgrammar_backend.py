@@ -21,7 +21,13 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
     check_masks,
 )
-from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError, GrammarTooComplex
+from service_kit.grammars.constraint import (
+    MAX_WHITESPACE,
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+    GrammarTooComplex,
+)
 from service_kit.grammars.limits import check_repetitions, check_text
 from service_kit.grammars.structural_tags import read_structural_tags
 
@@ -185,6 +191,7 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
     # Not any_order, with which required keys may be missing and keys may repeat.
     return {
         "any_whitespace": whitespace.is_any,
+        "max_whitespace_cnt": MAX_WHITESPACE if whitespace.is_any else None,
         "separators": None if whitespace.is_any else (", ", ": "),
         "strict_mode": not constraint.has_additional_properties,
     }

@@ -23,6 +23,7 @@ from engine_svc.features.structured_output.backends.backend import (
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
 from service_kit.grammars import llguidance_text
 from service_kit.grammars.constraint import (
+    MAX_WHITESPACE,
     Constraint,
     ConstraintKind,
     GrammarError,
@@ -139,6 +140,15 @@ def test_whitespace_is_any_or_single_spaces(name):
     compact = schema(document, whitespace=Whitespace(is_any=False))
     assert accepts(name, compact, "[1, 2]")
     assert not accepts(name, compact, "[1,\n2]")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_run_of_whitespace_has_a_limit(name):
+    constraint = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    longest = "\r\n" + " " * (MAX_WHITESPACE - 2)
+    for text in ('{%s"a":1}', '{"a"%s:1}', '{"a":%s1}', '{"a":1%s}'):
+        assert accepts(name, constraint, text % longest)
+        assert not accepts(name, constraint, text % (longest + " "))
 
 
 def test_whitespace_by_a_pattern():
