@@ -34,6 +34,10 @@ class StructuralTags:
     at_least_one: bool = False
     stop_after_first: bool = False
 
+    def texts(self) -> list[str]:
+        """What stands outside of the schemas."""
+        return [*self.triggers, self.separator, *(text for tag in self.tags for text in (tag.begin, tag.end))]
+
     def document(self) -> dict[str, Any]:
         """In the newer form."""
         form: dict[str, Any] = {

@@ -52,11 +52,13 @@ class SchemaDocument:
         _check_size(self.root)
         self._by_uri: dict[str, Any] = {}
         self._base_of: dict[int, str] = {}
+        self._old_base_of: dict[int, str] = {}  # of schemas with $id and $ref, where $id did not count
         self._dynamic: dict[str, int] = {}
         self._modern: set[int] = set()
         self._recursive: dict[int, bool] = {}
         self._copies: list[Any] = []  # kept, because schemas are known by identity
         dialect = self.root.get("$schema") if isinstance(self.root, dict) else None
+        self._has_dialect = isinstance(dialect, str)
         self._is_old = isinstance(dialect, str) and "draft-0" in dialect  # where nothing counts beside $ref
         self._has_id = isinstance(dialect, str) and ("draft-03" in dialect or "draft-04" in dialect)
         self._index(self.root, "")
@@ -69,7 +71,22 @@ class SchemaDocument:
             raise InvalidSchema(f"{keyword} is {reference!r}, not a text")
         if keyword == "$dynamicRef" and self._dynamic.get(urldefrag(reference)[1], 0) > 1:
             raise InvalidSchema(f"$dynamicRef {reference!r} has several targets")
-        base = self._base_of.get(id(node), "")
+        found = self._target(self._base_of.get(id(node), ""), reference)
+        if found is None:
+            raise InvalidSchema(f"{keyword} {reference!r} is not in the document")
+        if not isinstance(found, dict | bool):
+            raise InvalidSchema(f"{keyword} {reference!r} leads to no schema")
+        if id(node) in self._old_base_of:
+            old = self._target(self._old_base_of[id(node)], reference)
+            if old is not None and old is not found:
+                raise InvalidSchema(
+                    "$id beside $ref has no certain meaning without $schema, which names a draft"
+                )
+        self._modernise(found)
+        return found
+
+    def _target(self, base: str, reference: str) -> Any:
+        """What a reference leads to; None if it is not in the document."""
         # urljoin does not know that a URN may be a base.
         uri = base + reference if reference.startswith("#") else urljoin(base, reference)
         base, fragment = urldefrag(uri)
@@ -79,7 +96,7 @@ class SchemaDocument:
         if found is None and base == "":
             found = self.root
         if found is None or (fragment and not fragment.startswith("/")):
-            raise InvalidSchema(f"{keyword} {reference!r} is not in the document")
+            return None
         for part in unquote(fragment).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and key == "items" and "prefixItems" in found:
@@ -89,10 +106,7 @@ class SchemaDocument:
             elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
                 found = found[int(key)]
             else:
-                raise InvalidSchema(f"{keyword} {reference!r} is not in the document")
-        if not isinstance(found, dict | bool):
-            raise InvalidSchema(f"{keyword} {reference!r} leads to no schema")
-        self._modernise(found)
+                return None
         return found
 
     def is_recursive(self, target: Any) -> bool:
@@ -164,6 +178,8 @@ class SchemaDocument:
     def copied(self, copy: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
         """The copy of a schema or of a part of it; its references lead where those of the schema lead."""
         self._base_of[id(copy)] = self._base_of.get(id(node), "")
+        if id(node) in self._old_base_of:
+            self._old_base_of[id(copy)] = self._old_base_of[id(node)]
         self._copies.append(copy)
         return copy
 
@@ -215,6 +231,8 @@ class SchemaDocument:
             if own.startswith("#"):
                 self._by_uri.setdefault(base + own, node)
             else:
+                if "$ref" in node and not self._has_dialect:
+                    self._old_base_of[id(node)] = base
                 base = urldefrag(urljoin(base, own))[0]
                 self._by_uri.setdefault(base, node)
         for keyword in ("$anchor", "$dynamicAnchor"):

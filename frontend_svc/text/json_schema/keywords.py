@@ -25,9 +25,10 @@ CONDITIONAL_KEYWORDS = (
     "minContains", "maxContains", "$dynamicRef",
 )  # fmt: skip
 
-# What xgrammar was seen to enforce alone in a schema; beside each other many of them are ignored.
+# What xgrammar was seen to enforce alone in a schema; beside each other many of them are ignored. With a limit
+# on its length a text may have control characters as they are, and no escapes.
 _XGRAMMAR_TYPES = {
-    "string": {"minLength", "maxLength"},
+    "string": set(),
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
     "boolean": set(),

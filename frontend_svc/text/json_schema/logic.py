@@ -27,7 +27,7 @@ ANNOTATIONS = frozenset(
 )  # fmt: skip
 _MAX_DEPTH = 8
 _MAX_CALLS = 2_000  # of one proof
-MAX_STEPS = 400_000  # of all proofs for a document: parts of schemas looked at; about 2 us each
+MAX_STEPS = 400_000  # of all proofs and searches for a document: parts of schemas looked at; about 2 us each
 _MAX_TEXT = 200
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _UNBOUNDED = re.compile(r"[*+{]")
@@ -210,7 +210,7 @@ class Prover:
             facts.is_false = True
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return
-        self._spend(4 + len(schema))
+        self.spend(4 + len(schema))
         for keyword in ("$ref", "$dynamicRef"):
             if keyword in schema:
                 self._collect(self._document.resolve(schema, keyword), facts, depth + 1)
@@ -230,7 +230,7 @@ class Prover:
 
     def _collect_parts(self, schema: dict[str, Any], facts: _Facts) -> None:
         facts.required |= {name for name in schema.get("required") or () if isinstance(name, str)}
-        self._spend(sum(len(schema[name]) for name in _COUNTED if isinstance(schema.get(name), dict | list)))
+        self.spend(sum(len(schema[name]) for name in _COUNTED if isinstance(schema.get(name), dict | list)))
         properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
         for name, entry in (properties or {}).items():
             facts.properties.setdefault(name, []).append(entry)
@@ -256,7 +256,7 @@ class Prover:
             if _is_number(schema.get(name)):
                 limits[name] = pick(limits.get(name, schema[name]), schema[name])
 
-    def _spend(self, num_steps: int) -> None:
+    def spend(self, num_steps: int) -> None:
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             raise SchemaTooLarge(f"json_schema takes more than {MAX_STEPS} steps of proof")
@@ -337,7 +337,7 @@ class Prover:
             return True
         if depth > _MAX_DEPTH or not isinstance(schema, dict) or not isinstance(other, dict):
             return False
-        self._spend(len(schema) + len(other))
+        self.spend(len(schema) + len(other))
         words = {name for name in schema if name not in ANNOTATIONS}
         if words == {"$ref"} and "$ref" not in other:
             return self.implies(self._document.resolve(schema), other, depth + 1)
@@ -370,7 +370,7 @@ class Prover:
             return True
         if depth > _MAX_DEPTH:
             raise CannotNegate("$ref")
-        self._spend(len(schema))
+        self.spend(len(schema))
         found: list[Any] = []
         for keyword, value in schema.items():
             if keyword not in ANNOTATIONS and not is_trivial(keyword, known.kinds):

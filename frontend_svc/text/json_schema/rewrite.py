@@ -545,6 +545,7 @@ class _Rewriting:
             return
         if not isinstance(schema, dict):
             raise InvalidSchema(f"#{where} is neither an object nor a bool")
+        self._prover.spend(4 + len(schema))
         for keyword, value in schema.items():
             pattern: str | None = None
             if keyword in ANNOTATIONS or is_trivial(keyword, frozenset({"string"})):
@@ -600,6 +601,7 @@ class _Rewriting:
         """Collect what is evaluated; False where it depends on the value."""
         if isinstance(schema, bool):
             return True
+        self._prover.spend(4 + len(schema))
         if depth > 16 or set(schema) & {"if", "not", "dependentSchemas", "$dynamicRef"}:
             return False
         for keyword in ("anyOf", "oneOf"):

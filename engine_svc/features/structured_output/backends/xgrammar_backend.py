@@ -48,6 +48,7 @@ class XGrammarBackend:
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
+        self._special_tokens = _special_tokens(vocabulary)
         metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(vocabulary.tokenizer_json)
         self._tokenizer = xgrammar.TokenizerInfo(
             _texts(vocabulary),
@@ -109,7 +110,13 @@ class XGrammarBackend:
                     return compiler.compile_grammar(constraint.text)
                 return compiler.compile_lark(constraint.text)
             case ConstraintKind.STRUCTURAL_TAG:
-                return compiler.compile_structural_tag(read_structural_tags(constraint.text).document())
+                tags = read_structural_tags(constraint.text)
+                for text in self._special_tokens:
+                    if any(text in part for part in tags.texts()):
+                        raise GrammarError(
+                            f"structural_tag: the special token {text!r} is not supported by xgrammar"
+                        )
+                return compiler.compile_structural_tag(tags.document())
 
 
 class _XGrammarGrammar:
@@ -197,8 +204,13 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
     }
 
 
+def _special_tokens(vocabulary: Vocabulary) -> set[str]:
+    entries = json.loads(vocabulary.tokenizer_json).get("added_tokens") or ()
+    return {entry["content"] for entry in entries if entry.get("special") and entry["content"]}
+
+
 def _texts(vocabulary: Vocabulary) -> list[str]:
-    """The tokens' texts by id, as the tokenizer's file spells them."""
+    """The tokens' texts by id, as the tokenizer's file spells them; "", which is never allowed, of special ones."""
     document = json.loads(vocabulary.tokenizer_json)
     vocab = document["model"]["vocab"]
     pairs = (
@@ -206,7 +218,10 @@ def _texts(vocabulary: Vocabulary) -> list[str]:
         if isinstance(vocab, list)
         else list(vocab.items())
     )
-    pairs += [(entry["content"], entry["id"]) for entry in document.get("added_tokens") or ()]
+    pairs += [
+        ("" if entry.get("special") else entry["content"], entry["id"])
+        for entry in document.get("added_tokens") or ()
+    ]
     texts = [""] * min(vocabulary.size, max((index for _, index in pairs), default=-1) + 1)
     for text, index in pairs:
         if index < len(texts):

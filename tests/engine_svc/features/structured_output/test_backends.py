@@ -242,6 +242,21 @@ def test_a_tag_may_begin_with_a_special_token():
     assert allowed(matcher) == [0]
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("constraint", [schema({"type": "string"}), regex('"[^x]*"')])
+def test_a_special_token_is_no_text(name, constraint):
+    matcher = backend(name).compile(constraint).matcher()
+    matcher.accept(ids('"a'))
+    special = [TOKENIZER.token_to_id(text) for text in ("<|user|>", "<|end|>")]
+    assert not {EOS, *special} & set(allowed(matcher))
+
+
+def test_xgrammar_refuses_tags_with_special_tokens():
+    document = {"structures": [{"begin": "<|user|>a", "schema": {}, "end": ""}], "triggers": ["<|user|>"]}
+    with pytest.raises(GrammarError, match=r"special token '<\|user\|>' is not supported by xgrammar"):
+        backend("xgrammar").compile(Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(document)))
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [

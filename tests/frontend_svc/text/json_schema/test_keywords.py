@@ -208,6 +208,9 @@ def test_objects_are_closed_before_they_are_rewritten():
     ("schema", "keyword"),
     [
         ({"minLength": 1}, "minLength"),
+        # With control characters as they are, and without escapes.
+        ({"type": "string", "minLength": 1}, "minLength"),
+        ({"type": "string", "maxLength": 1}, "maxLength"),
         ({"type": "string", "pattern": "a"}, "pattern"),
         ({"type": "string", "format": "email"}, "format"),
         ({"type": ["string", "null"], "minLength": 1}, "minLength"),
@@ -228,8 +231,8 @@ def test_xgrammar_takes_what_it_enforces():
     schema = {
         "type": "object",
         "properties": {
-            "a": {"type": "string", "maxLength": 3},
-            "b": {"type": "array", "items": {"$ref": "#/$defs/x"}},
+            "a": {"type": "string"},
+            "b": {"type": "array", "maxItems": 3, "items": {"$ref": "#/$defs/x"}},
         },
         "required": ["a"],
         "additionalProperties": False,

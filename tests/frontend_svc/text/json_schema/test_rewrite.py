@@ -174,6 +174,24 @@ def test_what_has_no_equal_is_reported_by_keyword_and_place(schema, keyword, pla
     assert keyword in str(found) and found.reason
 
 
+# By draft 2020-12 the reference leads to a text, by draft 7, where $id says nothing beside $ref, to a number.
+ID_BESIDE_REF = {
+    "$id": "http://x/base/",
+    "$defs": {
+        "text": {"$id": "http://x/foo.json", "type": "string"},
+        "number": {"$id": "foo.json", "type": "number"},
+    },
+    "items": {"$id": "http://x/", "$ref": "foo.json"},
+}
+
+
+@pytest.mark.parametrize(("draft", "item"), [("draft-07/schema#", 1), ("draft/2020-12/schema", "a")])
+def test_a_draft_says_whether_an_id_counts_beside_a_reference(draft, item):
+    rewritten = rewrite(json.dumps(ID_BESIDE_REF | {"$schema": f"http://json-schema.org/{draft}"}))
+    validator = Draft202012Validator(rewritten.schema)
+    assert [validator.is_valid([value]) for value in (1, "a")] == [item == 1, item == "a"]
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
@@ -194,11 +212,19 @@ def test_what_has_no_equal_is_reported_by_keyword_and_place(schema, keyword, pla
         ('{"$ref": "#"}', "leads to itself"),
         ('{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}', "leads to itself"),
         ('{"minimum": NaN}', "NaN"),
+        (json.dumps(ID_BESIDE_REF), "\\$id beside \\$ref has no certain meaning"),
     ],
 )
 def test_what_is_no_schema_is_refused(schema, words):
     with pytest.raises(InvalidSchema, match=words):
         rewrite(schema)
+
+
+def joins(num_levels: int, width: int, last: Any) -> dict[str, Any]:
+    """Definitions each of which joins the next one so many times."""
+    return {
+        f"d{level}": {"allOf": [{"$ref": f"#/$defs/d{level + 1}"}] * width} for level in range(num_levels)
+    } | {f"d{num_levels}": last}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +241,8 @@ def test_what_is_no_schema_is_refused(schema, words):
                 ]
             }
         ),
+        json.dumps({"$ref": "#/$defs/d0", "$defs": joins(7, 10, {}), "unevaluatedProperties": False}),
+        json.dumps({"propertyNames": {"$ref": "#/$defs/d0"}, "$defs": joins(4, 60, {"maxLength": 3})}),
         # Each branch excludes all others.
         json.dumps({"oneOf": [{"required": [f"{i}{j}" for j in range(9)]} for i in range(64)]}),
     ],
