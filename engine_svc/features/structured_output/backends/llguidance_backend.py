@@ -38,6 +38,9 @@ class LLGuidanceBackend:
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         grammar = grammar_text(constraint, self._special_ids)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            # The first mask is by far the longest, and copies keep what it took.
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise grammar_error(matcher.get_error())
         return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
