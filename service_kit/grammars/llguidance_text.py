@@ -21,7 +21,12 @@ from service_kit.grammars.constraint import (
     GrammarError,
     GrammarTooComplex,
 )
-from service_kit.grammars.limits import check_repetitions, check_text
+from service_kit.grammars.limits import (
+    ConjoinedPatterns,
+    check_intersections,
+    check_repetitions,
+    check_text,
+)
 from service_kit.grammars.structural_tags import read_structural_tags
 
 if TYPE_CHECKING:
@@ -39,6 +44,9 @@ MAX_TEXT_BYTES = 1 << 20  # of a constraint
 MAX_NESTING = 256  # brackets of a constraint: the compiler recurses
 MAX_REPETITIONS = 20_000  # of a regular expression, nested counts multiplied: 5 us each, outside of the fuel
 MAX_MULTIPLE = 10_000  # least common multiple of the digits of multipleOf; 25 us each, outside of the fuel
+MAX_CONJOINED = 3  # patterns for the same text; 5 ms for one mask, with 5 of them 2 s, outside of the fuel
+MAX_CONJOINED_VALUES = 50_000  # looked at to find them
+MAX_LITERAL = 16_384  # characters of one text: 0.2 us each in every mask of it, outside of the fuel
 MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outside of the fuel
 
 # Escapes of strings. Without "u" a key cannot be spelled in two ways, so that a property cannot pass as an
@@ -75,20 +83,28 @@ def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
         case ConstraintKind.CHOICE:
             if not constraint.choices or "" in constraint.choices:
                 raise GrammarError("choice has no texts, or an empty one")
+            _check_literals("choice", list(constraint.choices))
             pattern = "|".join(_escaped(choice) for choice in constraint.choices)
             return LLMatcher.grammar_from_regex(f"(?:{pattern})")
         case ConstraintKind.GRAMMAR:
             check_repetitions(constraint.text, "grammar", MAX_REPETITIONS)
+            check_intersections(constraint.text, MAX_CONJOINED)
             return LLMatcher.grammar_from_lark(_lark(constraint.text))
         case ConstraintKind.STRUCTURAL_TAG:
             return LLMatcher.grammar_from_lark(_tags_lark(constraint, special_ids))
 
 
-def _check_schema(schema: Any, multiple: int = 1) -> int:
-    """Refuse what the compiler's fuel does not limit; returns the least common multiple so far."""
+def _check_schema(schema: Any) -> None:
+    """Refuse what fuel does not limit."""
+    _check_parts(schema)
+    ConjoinedPatterns(schema, max_conjoined=MAX_CONJOINED, max_values=MAX_CONJOINED_VALUES).check(schema)
+
+
+def _check_parts(schema: Any, multiple: int = 1) -> int:
+    """Returns the least common multiple so far."""
     if isinstance(schema, list):
         for entry in schema:
-            multiple = _check_schema(entry, multiple)
+            multiple = _check_parts(entry, multiple)
     if not isinstance(schema, dict):
         return multiple
     for name, value in schema.items():
@@ -105,9 +121,21 @@ def _check_schema(schema: Any, multiple: int = 1) -> int:
             multiple = math.lcm(multiple, int("".join(map(str, number.as_tuple().digits))))
             if multiple > MAX_MULTIPLE:
                 raise GrammarTooComplex(f"multipleOf: the least common multiple exceeds {MAX_MULTIPLE}")
+        if name in ("const", "enum"):
+            _check_literals(name, value)
+        if name == "properties" and isinstance(value, dict):
+            _check_literals(name, list(value))
         if name not in _VALUES:
-            multiple = _check_schema(value, multiple)
+            multiple = _check_parts(value, multiple)
     return multiple
+
+
+def _check_literals(name: str, value: Any) -> None:
+    if isinstance(value, str) and len(value) > MAX_LITERAL:
+        raise GrammarTooComplex(f"{name} has a text of {len(value)} characters, {MAX_LITERAL} are allowed")
+    if isinstance(value, dict | list):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_literals(name, part)
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -268,6 +296,8 @@ def short_message(message: str) -> str:
 
 def grammar_error(message: str) -> GrammarError:
     """The error of what llguidance says of a grammar."""
+    if "NoExtensionBias" in message:
+        return GrammarError("the constraint allows no output")
     short = short_message(message)
     is_limit = any(word in message.lower() for word in _LIMIT_WORDS)
     return GrammarTooComplex(short) if is_limit else GrammarError(short)

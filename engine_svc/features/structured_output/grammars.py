@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine_svc.core.errors import RequestFailed
 from engine_svc.features.structured_output.backends.backend import CompiledGrammar, GrammarBackend, Vocabulary
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
+from engine_svc.features.structured_output.grammar_worker import GrammarWorker
 from service_kit.grammars.constraint import GrammarError, GrammarTooComplex
 
 
@@ -83,10 +84,14 @@ def _make_backend(name: str, vocabulary: Vocabulary, num_threads: int) -> Gramma
         if name == "xgrammar":
             from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 
-            return XGrammarBackend(vocabulary, num_threads)
-        from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
+            return XGrammarBackend(vocabulary, num_threads, GrammarWorker(name, vocabulary, {}).check)
+        from engine_svc.features.structured_output.backends.llguidance_backend import (
+            LLGuidanceBackend,
+            special_ids,
+        )
 
-        return LLGuidanceBackend(vocabulary, num_threads)
+        worker = GrammarWorker(name, vocabulary, special_ids(vocabulary.tokenizer_json))
+        return LLGuidanceBackend(vocabulary, num_threads, worker.check)
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
         raise RequestFailed(
             "UNIMPLEMENTED", f"structured_output: {name} cannot be used with this model: {error}"

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
-from frontend_svc.text.constraint import INVALID, NOT_ENFORCED, AskedConstraint, CheckedConstraint
-from service_kit.errors import InvalidArgument
+from frontend_svc.text.constraint import (
+    INVALID,
+    NOT_ENFORCED,
+    TOO_COMPLEX,
+    AskedConstraint,
+    CheckedConstraint,
+)
+from service_kit.errors import InvalidArgument, ServiceError
+from service_kit.metrics import Counts, Distribution
 
 _MAX_TENANT_BYTES = 4 * 1024 * 1024
 _MAX_BYTES = 32 * 1024 * 1024
 _VERDICT_BYTES = 512  # beside its text
+CHECK_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_OUTCOMES = {
+    INVALID: "invalid",
+    NOT_ENFORCED: "not_enforced",
+    TOO_COMPLEX: "too_complex",
+    "TEXT_TIME_LIMIT": "too_complex",
+}
 
 Check: TypeAlias = Callable[[AskedConstraint, str], Coroutine[Any, Any, CheckedConstraint]]
 # A refusal is its message and reason.
@@ -38,6 +53,10 @@ class Verdicts:
         self._tenant_bytes: dict[str, int] = {}
         self._num_bytes = 0
         self._running: dict[tuple[str, bytes], asyncio.Task[CheckedConstraint]] = {}
+        outcomes = ("accepted", *dict.fromkeys(_OUTCOMES.values()), "failed")
+        self.outcomes = Counts({(outcome,): 0 for outcome in outcomes})
+        self.num_known = 0  # requests whose verdict was known or being made
+        self.check_s = Distribution(CHECK_BUCKETS)  # with the time in the queue
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
@@ -46,12 +65,13 @@ class Verdicts:
         """The verdict, checked if it is not known. Raises InvalidArgument that names `field`."""
         key = tenant, hashlib.sha256(asked.to_json()).digest()
         found = self._known(*key)
+        running = self._running.get(key)
+        self.num_known += found is not None or running is not None
         if isinstance(found, CheckedConstraint):
             return found
         if found is not None:
             message, reason = found
             raise InvalidArgument(message, field=field, reason=reason)
-        running = self._running.get(key)
         if running is None:
             running = self._running[key] = asyncio.create_task(self._checked(key, asked, field))
             running.add_done_callback(lambda task: self._ended(key, task))
@@ -63,12 +83,18 @@ class Verdicts:
             raise InvalidArgument(error.message, field=field, reason=error.reason) from error
 
     async def _checked(self, key: tuple[str, bytes], asked: AskedConstraint, field: str) -> CheckedConstraint:
+        began_at, outcome = time.monotonic(), "failed"
         try:
             checked = await self._check(asked, field)
-        except InvalidArgument as error:
-            if error.reason in (INVALID, NOT_ENFORCED):
+            outcome = "accepted"
+        except ServiceError as error:
+            outcome = _OUTCOMES.get("" if error.reason is None else error.reason, outcome)
+            if isinstance(error, InvalidArgument) and error.reason in (INVALID, NOT_ENFORCED):
                 self._keep(*key, (error.message, error.reason))
             raise
+        finally:
+            self.outcomes.add(outcome)
+            self.check_s.observe(time.monotonic() - began_at)
         self._keep(*key, checked)
         return checked
 

@@ -77,7 +77,7 @@ class TextWorkers:
             WorkerSlot(command, time_limit_s, on_free=self._dispatch, on_lost=self._lost)
             for _ in range(num_processes or num_cores())
         ]
-        self._verdicts = Verdicts(self._check_constraint)
+        self.verdicts = Verdicts(self._check_constraint)
         self._is_closed = False
 
     @property
@@ -174,7 +174,7 @@ class TextWorkers:
         self, asked: AskedConstraint, field: str, *, tenant: str = ""
     ) -> CheckedConstraint:
         """See `frontend_svc.text.constraint.check`; the same constraint of a tenant is checked once."""
-        return await self._verdicts.find(tenant, asked, field)
+        return await self.verdicts.find(tenant, asked, field)
 
     async def close(self) -> None:
         """End all workers; queued and running tasks fail with Unavailable."""

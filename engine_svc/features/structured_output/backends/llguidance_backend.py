@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -21,23 +21,39 @@ from service_kit.grammars.llguidance_text import grammar_error, grammar_text, pa
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_SMALL_CHARS = 4096  # of a constraint: fuel and other limits end the work after some 10 ms
+
 
 class LLGuidanceBackend:
     """Compiles for one vocabulary, which takes a second to prepare at 128k tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_threads: int = 1,
+        check_large: Callable[[Constraint], str] | None = None,
+    ) -> None:
+        """check_large: writes a large constraint as a grammar, with limits on time and memory."""
+        self._check_large = check_large
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
         self._tokenizer = LLTokenizer(
             vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids)
         )
-        self._special_ids = _special_ids(vocabulary.tokenizer_json)
+        self._special_ids = special_ids(vocabulary.tokenizer_json)
         self._executor = LLExecutor(num_threads)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        grammar = grammar_text(constraint, self._special_ids)
+        size = len(constraint.text) + sum(map(len, constraint.choices))
+        if self._check_large is not None and size > MAX_SMALL_CHARS:
+            grammar = self._check_large(constraint)
+        else:
+            grammar = grammar_text(constraint, self._special_ids)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            # The first mask is by far the longest, and copies keep what it took.
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise grammar_error(matcher.get_error())
         return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
@@ -150,7 +166,7 @@ class LLGuidanceMatcher:
             raise MatcherError(short_message(self.inner.get_error()))
 
 
-def _special_ids(tokenizer_json: str) -> dict[str, int]:
+def special_ids(tokenizer_json: str) -> dict[str, int]:
     document = json.loads(tokenizer_json)
     return {
         entry["content"]: entry["id"]

@@ -1,14 +1,15 @@
 """Grammars by xgrammar, an extra: it is imported with this file alone.
 
-It has no limit on the work of a compilation, so that constraints are limited by their text. Frontends cannot
-compile with it, as it needs torch: they let schemas through whose keywords it enforces, by name alone.
+It has no limit on the work of a compilation: constraints are limited by their text, and compiled in a process
+that can be killed before. Frontends cannot compile with it, as it needs torch: they let schemas through whose
+keywords it enforces, by name alone.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import xgrammar
@@ -44,7 +45,14 @@ _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
 class XGrammarBackend:
     """Compiles for one vocabulary, on the calling thread, without a cache of its own."""
 
-    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_threads: int = 1,
+        check: Callable[[Constraint], str] | None = None,
+    ) -> None:
+        """check: raises GrammarTooComplex for what takes too much time or memory."""
+        self._check = check
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
@@ -67,6 +75,8 @@ class XGrammarBackend:
         elif (total := sum(map(int, _COUNT.findall(constraint.text)))) > MAX_COUNT:
             raise GrammarTooComplex(f"{constraint.kind.value} counts to {total}, {MAX_COUNT} is allowed")
         try:
+            if self._check is not None:
+                self._check(constraint)
             return _XGrammarGrammar(self._compile(constraint), self.vocabulary)
         except GrammarError:
             raise

@@ -406,6 +406,8 @@ def test_masks_of_several_rows_are_those_of_each_alone(name):
         (regex("a\0"), "NUL"),
         (Constraint(ConstraintKind.CHOICE), "no texts"),
         (Constraint(ConstraintKind.GRAMMAR, "start: other"), "other"),
+        (Constraint(ConstraintKind.GRAMMAR, "start: start"), "no output"),
+        (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no output"),
         (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a'), "grammar"),
     ],
 )
@@ -443,6 +445,10 @@ def test_what_xgrammar_cannot_enforce_is_refused_by_name(constraint, words):
         schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}),
         schema({"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(3)]} for i in range(12)]}),
         schema({"const": "x" * (2 << 20)}),
+        schema({"const": ["x" * 20_000]}),
+        schema({"properties": {"x" * 20_000: {}}}),
+        Constraint(ConstraintKind.CHOICE, choices=("x" * 20_000,)),
+        Constraint(ConstraintKind.GRAMMAR, "start: A\nA: " + " & ".join(f"/a*b{i}/" for i in range(6))),
         Constraint(ConstraintKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000),
         regex("(" * 5000 + ")" * 5000),
     ],
@@ -452,11 +458,45 @@ def test_a_hostile_constraint_ends_by_a_limit(constraint):
         backend("llguidance").compile(constraint)
 
 
+def ambiguous(index: int) -> dict[str, str]:
+    return {"pattern": f"^((a|b)*a(a|b){{{index}}}|c)$"}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"allOf": [ambiguous(index) for index in range(20, 26)]},
+        {"allOf": [{"allOf": [ambiguous(20), ambiguous(21)]}, {"$ref": "#/$defs/a"}, ambiguous(24)],
+         "$defs": {"a": ambiguous(22) | {"$ref": "#/$defs/b"}, "b": ambiguous(23)}},
+        {"prefixItems": [ambiguous(20) | {"$ref": "#/prefixItems/1"}, ambiguous(21) | {"$ref": "#x"},
+                         ambiguous(22), ambiguous(23) | {"$anchor": "x"}]},
+        {"items": {"allOf": [{"properties": {"a": ambiguous(index)}} for index in range(20, 26)]}},
+        {"allOf": [{"properties": {"a": ambiguous(20)}}, {"properties": {"a": ambiguous(21)}},
+                   {"additionalProperties": ambiguous(22)}, {"patternProperties": {"^a": ambiguous(23)}}]},
+        {"allOf": [{"items": ambiguous(20)}, {"prefixItems": [ambiguous(21)]},
+                   {"items": {"anyOf": [{}, {"allOf": [ambiguous(22), ambiguous(23)]}]}}]},
+    ],
+)  # fmt: skip
+def test_patterns_for_the_same_text_are_few(document):
+    with pytest.raises(GrammarTooComplex, match=r"allOf: [4-6] patterns for the same text, 3 are allowed"):
+        backend("llguidance").compile(schema(document))
+
+
+def test_patterns_of_different_texts_are_not_counted_together():
+    properties = [{"properties": {f"a{index}": ambiguous(index)}} for index in range(20)]
+    either = {"anyOf": [ambiguous(index) for index in range(20)]}
+    recursive = {"allOf": [ambiguous(1), {"items": {"$ref": "#/$defs/a"}}]}
+    assert backend("llguidance").compile(schema({"allOf": properties}))
+    assert backend("llguidance").compile(schema({"allOf": [ambiguous(20), either]}))
+    assert backend("llguidance").compile(schema({"$ref": "#/$defs/a", "$defs": {"a": recursive}}))
+
+
 def test_a_matcher_out_of_fuel_fails_alone(monkeypatch):
     made = backend("llguidance")
     healthy = made.compile(regex("a+")).matcher()
     monkeypatch.setattr(llguidance_text, "STEP_LEXER_FUEL", 10)
-    starved = made.compile(regex("(a|b|ab|ba|[c-z]{3,9}){1,20}")).matcher()
+    starved = made.compile(regex("QQQ(a|b|ab|ba|[c-z]{3,9}){1,20}")).matcher()
+    assert starved.accept(ids("QQQ")) == len(ids("QQQ"))
     masks = torch.zeros((2, made.vocabulary.num_words), dtype=torch.int32)
     assert made.fill_masks([(starved, 0), (healthy, 1)], masks) == [0]
     for call in (

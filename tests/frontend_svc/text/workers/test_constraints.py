@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import sys
@@ -83,6 +84,25 @@ async def test_a_check_that_ran_out_of_resources_is_made_again(reason):
     with pytest.raises(InvalidArgument):
         await verdicts.find("", asked("a"), FIELD)
     assert await verdicts.find("", asked("a"), FIELD) == FINE
+
+
+async def test_checks_are_counted_by_outcome():
+    answers = [
+        FINE,
+        *(
+            InvalidArgument("no", field=FIELD, reason=each)
+            for each in ("CONSTRAINT_INVALID", "TEXT_TIME_LIMIT", "TEXT_REFUSED")
+        ),
+    ]
+    verdicts = Verdicts(Scripted(*answers))
+    for text in "abcd":
+        with contextlib.suppress(InvalidArgument):
+            await verdicts.find("", asked(text), FIELD)
+    await verdicts.find("", asked("a"), FIELD)
+    outcomes = {outcome: count for (outcome,), count in verdicts.outcomes.values.items()}
+    assert outcomes == {"accepted": 1, "invalid": 1, "not_enforced": 0, "too_complex": 1, "failed": 1}
+    assert verdicts.num_known == 1
+    assert sum(verdicts.check_s.counts) == 4
 
 
 async def test_a_cancelled_request_leaves_the_check_to_others():
