@@ -13,7 +13,22 @@ from frontend_svc.text.json_schema.keywords import CONDITIONAL_KEYWORDS, ENFORCE
 from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 KEYWORDS = (*ENFORCED_KEYWORDS, *CONDITIONAL_KEYWORDS)
-ODD: tuple[object, ...] = (None, True, -1, 0.5, 10**400, "", "(", "\ud800", [], [None], [[]], {}, {"": None}, {"a": -1})
+ODD: tuple[object, ...] = (
+    None,
+    True,
+    -1,
+    0.5,
+    10**400,
+    "",
+    "(",
+    "\ud800",
+    [],
+    [None],
+    [[]],
+    {},
+    {"": None},
+    {"a": -1},
+)
 
 
 def asked(document: object, *backends: str, **options: object) -> AskedConstraint:
