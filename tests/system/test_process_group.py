@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_svc.build.engine import build_core
-from engine_svc.build.ranks import build_ranks
+from engine_svc.build.engine import Core, build_core
+from engine_svc.build.ranks import RankedSide, build_ranks
 from engine_svc.build.runner import build_runner
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
@@ -29,7 +29,7 @@ from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Abort, Add, Inbox, Outbox, Prepared, StatsSnapshot
+from engine_svc.loop.mailbox import Abort, Add, Fail, Inbox, Outbox, Prepared, StatsSnapshot
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.loop.step_output import FinishedRow
@@ -265,6 +265,35 @@ class ChainsOfRank(ChainRows):
 """
 
 
+def engine_over(ranked: RankedSide, inbox: Inbox) -> tuple[Core, Engine]:
+    """The scheduler and the loop of these ranks, whose requests wait until they are prepared."""
+    side, clock = ranked.side, MonotonicClock()
+    preparations = Preparations(side.preparing, clock)
+    in_flight = side.steps_in_flight
+    core = build_core(
+        SchedulerConfig(
+            max_model_len=side.max_model_len,
+            max_num_seqs=8,
+            max_num_batched_tokens=48,
+            async_scheduling=in_flight > 1,
+            max_steps_in_flight=in_flight,
+        ),
+        CacheConfig(side.num_kv_blocks + 1, (FullAttention(4),)),
+        features=[preparations],
+    )
+    engine = Engine(
+        scheduler=core.scheduler,
+        executor=side.executor,
+        inbox=inbox,
+        stats_snapshot=StatsSnapshot(),
+        clock=clock,
+        lockstep=NoLockstep(),
+        preparations=preparations,
+        max_in_flight=in_flight,
+    )
+    return core, engine
+
+
 @pytest.mark.parametrize(
     ("division", "depth"), [(TP_2, 1), (TP_2, 2), (PP_2, 2)], ids=["tp2", "tp2-in-flight", "pp2"]
 )
@@ -275,30 +304,7 @@ def test_every_rank_that_samples_prepares_and_follows_its_rows(
     inbox, outbox = Inbox(100), Outbox(max_bytes=1 << 24, wake=lambda: None)
     config = config_of(folders["llama"], steps_in_flight=depth, num_kv_blocks=20, **division)
     with ranks_of(config, on_prepared=lambda *answer: inbox.put(Prepared(*answer))) as ranked:
-        side, clock = ranked.side, MonotonicClock()
-        preparations = Preparations(side.preparing, clock)
-        in_flight = side.steps_in_flight
-        core = build_core(
-            SchedulerConfig(
-                max_model_len=side.max_model_len,
-                max_num_seqs=8,
-                max_num_batched_tokens=48,
-                async_scheduling=in_flight > 1,
-                max_steps_in_flight=in_flight,
-            ),
-            CacheConfig(side.num_kv_blocks + 1, (FullAttention(4),)),
-            features=[preparations],
-        )
-        engine = Engine(
-            scheduler=core.scheduler,
-            executor=side.executor,
-            inbox=inbox,
-            stats_snapshot=StatsSnapshot(),
-            clock=clock,
-            lockstep=NoLockstep(),
-            preparations=preparations,
-            max_in_flight=in_flight,
-        )
+        core, engine = engine_over(ranked, inbox)
         requests: dict[int, Request] = {}
         ends: dict[int, FinishedRow] = {}
 
@@ -348,6 +354,33 @@ def test_every_rank_that_samples_prepares_and_follows_its_rows(
             assert chain.keeps(request.token_ids, request.num_prompt_tokens, VOCAB_SIZE)
         assert sum(request.num_preemptions for request in requests.values()) > 0
         assert core.kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.chaos
+def test_a_rank_that_is_lost_while_it_prepares_ends_the_engine_and_not_the_request(
+    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "chains", extras=CHAINS, runner=CHAIN_ROWS))
+    inbox, outbox = Inbox(100), Outbox(max_bytes=1 << 24, wake=lambda: None)
+    with ranks_of(
+        config_of(folders["llama"], **TP_2),
+        on_lost=lambda lost: inbox.put(Fail(lost)),
+        on_prepared=lambda *answer: inbox.put(Prepared(*answer)),
+    ) as ranked:
+        core, engine = engine_over(ranked, inbox)
+        sampling, extras = split_options(**greedy(3))
+        blocked = Request("r0", [1, 2, 3], 3, sampling, extras=extras | {Chain: Chain(3, "hangs in 1")})
+        inbox.put(Add(blocked, outbox, 0))
+        inbox.put(Add(Request("r1", [1, 2, 3], 3, sampling), outbox, 1))
+        while core.scheduler.num_unfinished != 1:
+            engine.turn()
+        os.kill(ranked.group.process_ids[1], signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):
+            engine.run()
+    ends = []
+    while (step := outbox.take()) is not None:
+        ends += [step.handles[end.row] for end in step.finished]
+    assert (ends, core.scheduler.waiting_ids) == ([1], ["r0"])
 
 
 def test_embeddings_of_tokens_are_answered_by_stages_as_the_tokens_are(folders) -> None:
@@ -519,7 +552,7 @@ def test_what_ranks_cannot_do_is_refused_in_words(changes, message: str, folders
 PARENT = """
 import sys
 from pathlib import Path
-from engine_svc.build.ranks import build_ranks
+from engine_svc.build.ranks import RankedSide, build_ranks
 from tests.system.ranks import config_of
 config = config_of(Path(sys.argv[1]), tensor_parallel_size=2)
 ranked = build_ranks(config, lambda phase, done, total: None)
