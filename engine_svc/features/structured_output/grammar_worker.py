@@ -21,11 +21,11 @@ from engine_svc.features.structured_output.backends.backend import Vocabulary
 from engine_svc.features.structured_output.extras import StructuredOutput
 from service_kit.child import Child
 from service_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
-from service_kit.process import child_command, importing_environment, set_title
+from service_kit.process import child_command, importing_environment, release_memory, set_title
 
 CPU_LIMIT_S = 2  # at most, of one constraint: the kernel counts whole seconds
 MEMORY_LIMIT = 256 << 20
-_WALL_LIMIT_S = 8.0  # less than the engine waits for a request's preparation
+_WALL_LIMIT_S = 5.0  # less than the engine waits for a request's preparation
 _START_LIMIT_S = 60.0
 _NICENESS = 5
 _END_WAIT_S = 1.0
@@ -141,6 +141,7 @@ def main(arguments: list[str]) -> int:
             except GrammarError as error:
                 answer = ["invalid", str(error)]
             _send(connection, json.dumps(answer).encode())
+            release_memory()
     except (OSError, EOFError):
         return 0
 
