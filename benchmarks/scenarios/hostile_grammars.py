@@ -220,7 +220,7 @@ def _held(pid: int) -> Held:
 
 def _title(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").partition("\0")[0].split()[0]
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").partition("\0")[0] or "ended"
     return "ended"
 
 
