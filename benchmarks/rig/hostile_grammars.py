@@ -113,6 +113,8 @@ class Sender:
         try:
             async with asyncio.timeout(line["limit_s"]):
                 await send(self._addresses[line["to"]], constraints, statuses)
+        except grpc.aio.AioRpcError as error:
+            statuses += [f"stream {error.code().name}"] * (number - len(statuses))
         except TimeoutError:
             statuses += ["no answer yet"] * (number - len(statuses))
         counted = Counter(status.partition(":")[0] for status in statuses)

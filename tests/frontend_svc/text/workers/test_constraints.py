@@ -169,7 +169,7 @@ async def test_a_constraint_beyond_the_memory_limit_is_refused_alone(make_worker
     workers = make_workers(1, command=(sys.executable, "-c", program + "process.main()"))
     many = json.dumps({"enum": [f"value {index}" for index in range(40_000)]})
     large = AskedConstraint(Constraint(ConstraintKind.JSON_SCHEMA, many), ("llguidance",))
-    with pytest.raises(InvalidArgument, match="more memory than the limit|too much memory") as caught:
+    with pytest.raises(InvalidArgument, match=r"more memory than the limit|too much memory") as caught:
         await workers.check_constraint(large, FIELD)
     assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
     assert (await workers.check_constraint(asked("a"), FIELD)).backend == "llguidance"
