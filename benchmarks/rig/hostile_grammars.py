@@ -38,7 +38,7 @@ def _schema(document: object) -> sampling_pb2.StructuredOutput:
     return sampling_pb2.StructuredOutput(json_schema=json.dumps(document), backend="llguidance")
 
 
-def _alternatives(depth: int) -> object:
+def _alternatives(depth: int) -> dict[str, object]:
     if not depth:
         return {"type": "string"}
     return {
@@ -157,7 +157,7 @@ class Sender:
             num_open = await self._add(call, entries, _MAX_OPEN)
             while num_open:
                 response = await call.read()
-                if response is grpc.aio.EOF:
+                if not isinstance(response, engine_pb2.ConnectResponse):
                     raise RuntimeError(f"the engine's stream ended: {await call.details()}")
                 ended = [
                     _shown(grpc_name(finished.code), finished.message) if finished.message else _ENDED

@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import Report, Row
 from benchmarks.rig.hostile_grammars import HARMLESS, LOADS
@@ -128,7 +129,8 @@ async def _measure(names: Sequence[str], targets: Sequence[str], rounds: int) ->
 
 
 async def _row(streams: Streams, sender: LineProcess, pid: int, name: str, target: str, rounds: int) -> Row:
-    before, quiet, loaded, answer = await _at_rest(sender, pid), [], [], {}
+    before, quiet, loaded = await _at_rest(sender, pid), [], []
+    answer: dict[str, Any] = {}
     for number in range(rounds):
         quiet.append(await _window(streams, None))
         is_last = number == rounds - 1
@@ -152,10 +154,12 @@ async def _row(streams: Streams, sender: LineProcess, pid: int, name: str, targe
     }
 
 
-async def _window(streams: Streams, load: object, answer: dict[str, object] | None = None) -> float:
+async def _window(
+    streams: Streams, load: Awaitable[dict[str, Any]] | None, answer: dict[str, Any] | None = None
+) -> float:
     began_at = time.monotonic()
     if load is not None and answer is not None:
-        answer.update(await load)  # type: ignore[misc]
+        answer.update(await load)
     await asyncio.sleep(max(0.0, began_at + _WINDOW_S - time.monotonic()))
     return streams.longest_gap_ms(began_at)
 
