@@ -18,6 +18,7 @@ from service_kit.grammars.constraint import (
     GrammarError,
     GrammarTooComplex,
     Whitespace,
+    shortened,
 )
 from service_kit.grammars.structural_tags import read_structural_tags
 
@@ -31,7 +32,7 @@ _ANY_OBJECT = {"type": "object"}
 
 class ConstraintRefused(ValueError):
     def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.reason = reason
 
 

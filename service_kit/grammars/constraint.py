@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+_MAX_ERROR_CHARS = 1000
+
 
 class GrammarError(ValueError):
     """The constraint is not one that the backend enforces; the message names what it refuses."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
 
 class GrammarTooComplex(GrammarError):
     """A limit on the work of a constraint was reached. It says nothing about another backend or limit."""
+
+
+def shortened(message: str) -> str:
+    """Without the middle of a long message, which quotes the constraint."""
+    if len(message) <= _MAX_ERROR_CHARS:
+        return message
+    half = _MAX_ERROR_CHARS // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 class ConstraintKind(Enum):

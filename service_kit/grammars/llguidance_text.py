@@ -123,7 +123,7 @@ def _check_parts(schema: Any, multiple: int = 1) -> int:
                 raise GrammarTooComplex(f"multipleOf: the least common multiple exceeds {MAX_MULTIPLE}")
         if name in ("const", "enum"):
             _check_literals(name, value)
-        if name == "properties" and isinstance(value, dict):
+        if name in ("properties", "required") and isinstance(value, dict | list):
             _check_literals(name, list(value))
         if name not in _VALUES:
             multiple = _check_parts(value, multiple)
@@ -188,8 +188,11 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
         "json_allowed_escapes": _ESCAPES,
         "whitespace_flexible": whitespace.is_any,
     }
-    if whitespace.pattern or whitespace.is_any:
-        options["whitespace_pattern"] = whitespace.pattern or f"[ \\t\\r\\n]{{1,{MAX_WHITESPACE}}}"
+    if whitespace.pattern:
+        check_repetitions(whitespace.pattern, "whitespace_pattern", MAX_REPETITIONS)
+        options["whitespace_pattern"] = whitespace.pattern
+    elif whitespace.is_any:
+        options["whitespace_pattern"] = f"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
     else:
         # The single spaces of json.dumps and of most examples.
         options["item_separator"] = ", "
@@ -198,8 +201,9 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
 
 
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
+    options = _json_options(constraint)
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(constraint))
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     except ValueError as error:
         raise GrammarError(f"json_schema: {short_message(str(error))}") from None
 

@@ -13,23 +13,27 @@ import resource
 import signal
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from engine_svc.core.errors import RequestFailed
 from engine_svc.features.structured_output.backends.backend import Vocabulary
 from engine_svc.features.structured_output.extras import StructuredOutput
 from service_kit.child import Child
 from service_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
-from service_kit.process import child_command, importing_environment, set_title
+from service_kit.process import importing_environment, release_memory, set_title
 
 CPU_LIMIT_S = 2  # at most, of one constraint: the kernel counts whole seconds
 MEMORY_LIMIT = 256 << 20
-_WALL_LIMIT_S = 8.0  # less than the engine waits for a request's preparation
+_WALL_LIMIT_S = 5.0  # less than the engine waits for a request's preparation
 _START_LIMIT_S = 60.0
 _NICENESS = 5
 _END_WAIT_S = 1.0
 _LENGTH = struct.Struct("<I")
+# Not one that dies with its parent: the kernel means the thread that started it, which may be left behind.
+_COMMAND = (sys.executable, "-P", "-m", "engine_svc.features.structured_output.grammar_worker")
 _DATA_FIELD = 5  # of /proc/self/statm, in pages
 
 
@@ -46,7 +50,7 @@ class GrammarWorker:
         self._socket: socket.socket | None = None
 
     def check(self, constraint: Constraint) -> str:
-        """The grammar in llguidance's own form, "" for xgrammar. Raises GrammarError, GrammarTooComplex."""
+        """The grammar in llguidance's own form, "" for xgrammar. Raises GrammarError, RequestFailed."""
         name = constraint.kind.value
         with self._lock:
             connection = self._connected()
@@ -70,15 +74,17 @@ class GrammarWorker:
         self._kill()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = child_command("engine_svc.features.structured_output.grammar_worker")
             environment = importing_environment()
-            self._child = Child("grammar-worker", command, environment, stdin=theirs, stdout=theirs)
+            self._child = Child("grammar-worker", _COMMAND, environment, stdin=theirs, stdout=theirs)
         try:
             self._socket.settimeout(_START_LIMIT_S)
             _send(self._socket, self._setup)
             _receive(self._socket)
         except (OSError, EOFError) as error:
-            raise GrammarTooComplex(f"the process that compiles grammars {self._kill()}") from error
+            self._kill()
+            raise RequestFailed(
+                "UNAVAILABLE", "the process that compiles grammars cannot be started"
+            ) from error
         return self._socket
 
     def _kill(self) -> str:
@@ -119,8 +125,8 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(content)
 
 
-def main(arguments: list[str]) -> int:
-    """Answer constraints until the engine closes the connection."""
+def main() -> int:
+    """Answer constraints until the engine closes the connection, or has ended."""
     set_title("grammar-worker")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -141,6 +147,7 @@ def main(arguments: list[str]) -> int:
             except GrammarError as error:
                 answer = ["invalid", str(error)]
             _send(connection, json.dumps(answer).encode())
+            release_memory()
     except (OSError, EOFError):
         return 0
 
@@ -179,3 +186,7 @@ def _set_limits() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[_DATA_FIELD])
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + MEMORY_LIMIT, hard))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

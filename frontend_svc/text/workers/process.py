@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextRefused
 from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
-from service_kit.process import die_with_parent, set_title
+from service_kit.process import die_with_parent, release_memory, set_title
 from service_kit.stacks import write_when_asked
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _RENDER_BYTES = 256 * 1024 * 1024
 # A character takes at most four bytes, and a few copies exist while text is assembled.
 _RENDER_BYTES_PER_CHAR = 16
 _CONSTRAINT_BYTES = 512 * 1024 * 1024
+_MANY_BYTES = 16 * 1024 * 1024
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -206,11 +207,15 @@ def _check_constraint(frame: Frame) -> tuple[dict[str, object], bytes]:
     from frontend_svc.text.constraint import AskedConstraint, ConstraintRefused, check
 
     with _reporting("the constraint cannot be checked"):
+        before = _data_bytes()
         try:
             with extra_memory(_CONSTRAINT_BYTES):
                 checked = check(AskedConstraint.from_json(frame.body))
         except ConstraintRefused as error:
             return {"refused": str(error), "reason": error.reason}, b""
+        finally:
+            if _data_bytes() > before + _MANY_BYTES:
+                release_memory()
     return {"backend": checked.backend}, checked.text.encode()
 
 

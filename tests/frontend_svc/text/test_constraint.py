@@ -90,3 +90,17 @@ def test_only_lenient_tags_may_have_a_schema_that_is_none():
     with pytest.raises(ConstraintRefused, match="the schema of '<b>'") as caught:
         check(dataclasses.replace(both, lenient_tags=(True, False)))
     assert caught.value.reason == "CONSTRAINT_INVALID"
+
+
+@pytest.mark.parametrize(
+    ("kind", "document"),
+    [
+        (ConstraintKind.JSON_SCHEMA, {"type": "q" * 100_000}),
+        (ConstraintKind.JSON_SCHEMA, {"properties": {"q" * 10_000: {"not": {"pattern": "a"}}}}),
+        (ConstraintKind.STRUCTURAL_TAG, {"format": {"type": "q" * 100_000}}),
+    ],
+)
+def test_a_refusal_is_short_and_keeps_its_end(kind, document):
+    with pytest.raises(ConstraintRefused, match=r"^.{,1005}$") as refused:
+        check(AskedConstraint(Constraint(kind, json.dumps(document)), ("llguidance",)))
+    assert "q ... " in str(refused.value)

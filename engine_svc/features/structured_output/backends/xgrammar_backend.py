@@ -74,9 +74,9 @@ class XGrammarBackend:
             check_repetitions(constraint.text, constraint.kind.value, MAX_PARTS)
         elif (total := sum(map(int, _COUNT.findall(constraint.text)))) > MAX_COUNT:
             raise GrammarTooComplex(f"{constraint.kind.value} counts to {total}, {MAX_COUNT} is allowed")
+        if self._check is not None:
+            self._check(constraint)
         try:
-            if self._check is not None:
-                self._check(constraint)
             return _XGrammarGrammar(self._compile(constraint), self.vocabulary)
         except GrammarError:
             raise

@@ -446,6 +446,8 @@ def test_what_xgrammar_cannot_enforce_is_refused_by_name(constraint, words):
         schema({"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(3)]} for i in range(12)]}),
         schema({"const": "x" * (2 << 20)}),
         schema({"const": ["x" * 20_000]}),
+        schema({"required": ["x" * 20_000]}),
+        schema({}, whitespace=Whitespace(pattern="(a{1000}){1000}")),
         schema({"properties": {"x" * 20_000: {}}}),
         Constraint(ConstraintKind.CHOICE, choices=("x" * 20_000,)),
         Constraint(ConstraintKind.GRAMMAR, "start: A\nA: " + " & ".join(f"/a*b{i}/" for i in range(6))),

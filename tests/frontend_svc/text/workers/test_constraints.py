@@ -174,6 +174,17 @@ async def test_122_a_schema_that_explodes_costs_its_request_a_status_and_its_wor
     assert before not in workers.process_ids
 
 
+async def test_a_constraint_beyond_the_memory_limit_is_refused_alone(make_workers):
+    program = "import frontend_svc.text.workers.process as process; process._CONSTRAINT_BYTES = 4 << 20; "
+    workers = make_workers(1, command=(sys.executable, "-c", program + "process.main()"))
+    many = json.dumps({"enum": [f"value {index}" for index in range(40_000)]})
+    large = AskedConstraint(Constraint(ConstraintKind.JSON_SCHEMA, many), ("llguidance",))
+    with pytest.raises(InvalidArgument, match=r"more memory than the limit|too much memory") as caught:
+        await workers.check_constraint(large, FIELD)
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+    assert (await workers.check_constraint(asked("a"), FIELD)).backend == "llguidance"
+
+
 async def test_122_a_refusal_says_what_is_wrong(make_workers):
     with pytest.raises(InvalidArgument, match="unclosed group") as caught:
         await make_workers(1).check_constraint(asked("(a"), FIELD)
