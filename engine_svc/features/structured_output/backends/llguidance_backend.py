@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_UNUSED = "\ue000"  # a character of no text
+
+
 class LLGuidanceBackend:
     """Compiles for one vocabulary, which takes a second to prepare at 128k tokens."""
 
@@ -29,14 +32,12 @@ class LLGuidanceBackend:
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
-        self._tokenizer = LLTokenizer(
-            vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids)
-        )
-        self._special_ids = _special_ids(vocabulary.tokenizer_json)
+        text, self._marker_ids = _with_markers_apart(vocabulary.tokenizer_json)
+        self._tokenizer = LLTokenizer(text, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
         self._executor = LLExecutor(num_threads)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        grammar = grammar_text(constraint, self._special_ids)
+        grammar = grammar_text(constraint, self._marker_ids)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise grammar_error(matcher.get_error())
@@ -150,10 +151,30 @@ class LLGuidanceMatcher:
             raise MatcherError(short_message(self.inner.get_error()))
 
 
-def _special_ids(tokenizer_json: str) -> dict[str, int]:
+def _with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+    """The tokenizer's file for llguidance, and the ids of its markers by their texts.
+
+    Markers are special tokens and, to llguidance, all that look like <this>: no text contains them, grammars
+    name them by id. But where a text is forced, llguidance allows the tokens alone that the tokenizer writes
+    it with, markers among them, and refuses these then. So no text may be written with a marker.
+    """
     document = json.loads(tokenizer_json)
-    return {
-        entry["content"]: entry["id"]
-        for entry in document.get("added_tokens") or ()
-        if entry.get("special") and entry["content"]
-    }
+    vocab = document["model"].get("vocab")
+    marker_ids, added = {}, []
+    for token in document.get("added_tokens") or ():
+        text = token["content"]
+        is_marked = text.startswith("<") and text.endswith(">")
+        if not text or not (token.get("special") or is_marked):
+            added.append(token)
+            continue
+        marker_ids[text] = token["id"]
+        apart = text[:1] + _UNUSED + text[1:]
+        if isinstance(vocab, dict) and text in vocab:
+            if not token.get("special"):
+                continue  # as a piece it is a marker, too, and the tokenizer's merges may name it
+            vocab[apart] = vocab.pop(text)
+        elif isinstance(vocab, list):
+            vocab[:] = [[apart, score] if piece == text else [piece, score] for piece, score in vocab]
+        added.append(token | {"content": apart})
+    document["added_tokens"] = added
+    return json.dumps(document), marker_ids
