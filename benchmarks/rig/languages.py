@@ -144,7 +144,7 @@ def make_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
             least = rng.randint(-50, 50)
             return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 200)}
         case "number":
-            return {"type": "number", "minimum": 0, "maximum": rng.randint(1, 9)}
+            return {"type": "number", "minimum": 0, "maximum": rng.randint(1, 9), "multipleOf": 0.25}
         case "boolean":
             return {"type": rng.choice(["boolean", "null"])}
         case "enum":
@@ -289,9 +289,11 @@ def limited(schema: dict[str, Any]) -> dict[str, Any]:
         )
     if "array" in types and "maxItems" not in schema:
         limits["maxItems"] = max(_MAX_ITEMS, schema.get("minItems", 0))
-    if {"number", "integer"} & set(types):
+    if {"number", "integer"} & set(types) and not {"enum", "const"} & set(schema):
         least = schema.get("minimum", schema.get("exclusiveMinimum", 0))
         limits |= {"minimum": least, "maximum": least + _MAX_NUMBER} if "maximum" not in schema else {}
+        if "number" in types and "multipleOf" not in schema:
+            limits["multipleOf"] = 0.25  # else digits have no limit
     if "object" in types or "properties" in schema:
         limits["additionalProperties"] = False
     written = {**schema, **limits}

@@ -53,6 +53,7 @@ MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outs
 # additional one under another schema.
 _ESCAPES = '"\\bfnrt'
 _MAX_ERROR_CHARS = 300
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s\[\]]+>')
 _LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
 
 
@@ -89,7 +90,7 @@ def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
         case ConstraintKind.GRAMMAR:
             check_repetitions(constraint.text, "grammar", MAX_REPETITIONS)
             check_intersections(constraint.text, MAX_CONJOINED)
-            return LLMatcher.grammar_from_lark(_lark(constraint.text))
+            return LLMatcher.grammar_from_lark(_with_ids(_lark(constraint.text), special_ids))
         case ConstraintKind.STRUCTURAL_TAG:
             return LLMatcher.grammar_from_lark(_tags_lark(constraint, special_ids))
 
@@ -220,6 +221,15 @@ def _lark(text: str) -> str:
         raise GrammarError(f"grammar is not EBNF: {short_message(str(error))}") from None
 
 
+def _with_ids(lark: str, special_ids: dict[str, int]) -> str:
+    """With special tokens by their ids where the grammar names them, which is not within its texts."""
+
+    def written(part: re.Match[str]) -> str:
+        return f"<[{special_ids[part[0]]}]>" if part[0] in special_ids else part[0]
+
+    return _LARK_PARTS.sub(written, lark) if special_ids else lark
+
+
 def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
     tags = read_structural_tags(constraint.text)
     options = _json_options(constraint)
@@ -257,10 +267,9 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
             if tag.begin.startswith(trigger)
         ]
         names.append(f"tag_{number}")
-        if trigger in special_ids:
-            rules.append(f"begin_{number}: TEXT <[{special_ids[trigger]}]>")
-        else:
-            rules.append(f"begin_{number}[lazy]: TEXT {_quoted(trigger)}")
+        rules.append(f"spelled_{number}[lazy]: TEXT {_quoted(trigger)}")
+        by_id = f" | TEXT <[{special_ids[trigger]}]>" if trigger in special_ids else ""
+        rules.append(f"begin_{number}: spelled_{number}{by_id}")
         rules.append(f"tag_{number}: begin_{number} (" + " | ".join(alternatives) + ")")
     one = " | ".join(names)
     if tags.stop_after_first:

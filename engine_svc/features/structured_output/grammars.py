@@ -87,10 +87,10 @@ def _make_backend(name: str, vocabulary: Vocabulary, num_threads: int) -> Gramma
             return XGrammarBackend(vocabulary, num_threads, GrammarWorker(name, vocabulary, {}).check)
         from engine_svc.features.structured_output.backends.llguidance_backend import (
             LLGuidanceBackend,
-            special_ids,
+            marker_ids,
         )
 
-        worker = GrammarWorker(name, vocabulary, special_ids(vocabulary.tokenizer_json))
+        worker = GrammarWorker(name, vocabulary, marker_ids(vocabulary.tokenizer_json))
         return LLGuidanceBackend(vocabulary, num_threads, worker.check)
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
         raise RequestFailed(

@@ -41,6 +41,8 @@ _DATE = (
     f"(?:(?:{_D}{_D}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29|{_D}{{4}}-(?:"
     f"(?:0[13578]|1[02])-(?:0[1-9]|[12]{_D}|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]{_D}|30)|02-(?:0[1-9]|1{_D}|2[0-8])))"
 )
+# With leap seconds only where UTC has them, which the backend's own format takes in any minute.
+_TIME = f"(?:{_D}{_D}:{_D}{_D}:[0-5]{_D}|23:59:60(?:[.]{_D}+)?[Zz])"
 _VARIABLE = (
     rf"(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{{2}})(?:\.?(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{{2}}))*(?::[1-9]{_D}{{0,3}}|\*)?"
 )
@@ -50,7 +52,8 @@ _FORMAT_PATTERNS = {
         rf"\{{[+#./;?&=,!@|]?{_VARIABLE}(?:,{_VARIABLE})*\}})*$"
     ),
     "date": f"^{_DATE}$",
-    "date-time": f"^{_DATE}",
+    "date-time": f"^{_DATE}[Tt]{_TIME}",
+    "time": f"^{_TIME}",
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": rf"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }

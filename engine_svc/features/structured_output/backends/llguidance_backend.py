@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SMALL_CHARS = 4096  # of a constraint: fuel and other limits end the work after some 10 ms
+_UNUSED = "\ue000"  # a character of no text
 
 
 class LLGuidanceBackend:
@@ -38,10 +39,8 @@ class LLGuidanceBackend:
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
-        self._tokenizer = LLTokenizer(
-            vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids)
-        )
-        self._special_ids = special_ids(vocabulary.tokenizer_json)
+        text, self._marker_ids = _with_markers_apart(vocabulary.tokenizer_json)
+        self._tokenizer = LLTokenizer(text, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
         self._executor = LLExecutor(num_threads)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -49,7 +48,7 @@ class LLGuidanceBackend:
         if self._check_large is not None and size > MAX_SMALL_CHARS:
             grammar = self._check_large(constraint)
         else:
-            grammar = grammar_text(constraint, self._special_ids)
+            grammar = grammar_text(constraint, self._marker_ids)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             # The first mask is by far the longest, and copies keep what it took.
@@ -166,10 +165,35 @@ class LLGuidanceMatcher:
             raise MatcherError(short_message(self.inner.get_error()))
 
 
-def special_ids(tokenizer_json: str) -> dict[str, int]:
+def marker_ids(tokenizer_json: str) -> dict[str, int]:
+    """The ids of what grammars name by id, by their texts."""
+    return _with_markers_apart(tokenizer_json)[1]
+
+
+def _with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+    """The tokenizer's file for llguidance, and the ids of its markers by their texts.
+
+    Markers are special tokens and, to llguidance, all that look like <this>: no text contains them, grammars
+    name them by id. But where a text is forced, llguidance allows the tokens alone that the tokenizer writes
+    it with, markers among them, and refuses these then. So no text may be written with a marker.
+    """
     document = json.loads(tokenizer_json)
-    return {
-        entry["content"]: entry["id"]
-        for entry in document.get("added_tokens") or ()
-        if entry.get("special") and entry["content"]
-    }
+    vocab = document["model"].get("vocab")
+    marker_ids, added = {}, []
+    for token in document.get("added_tokens") or ():
+        text = token["content"]
+        is_marked = text.startswith("<") and text.endswith(">")
+        if not text or not (token.get("special") or is_marked):
+            added.append(token)
+            continue
+        marker_ids[text] = token["id"]
+        apart = text[:1] + _UNUSED + text[1:]
+        if isinstance(vocab, dict) and text in vocab:
+            if not token.get("special"):
+                continue  # as a piece it is a marker, too, and the tokenizer's merges may name it
+            vocab[apart] = vocab.pop(text)
+        elif isinstance(vocab, list):
+            vocab[:] = [[apart, score] if piece == text else [piece, score] for piece, score in vocab]
+        added.append(token | {"content": apart})
+    document["added_tokens"] = added
+    return json.dumps(document), marker_ids

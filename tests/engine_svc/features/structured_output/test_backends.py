@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import launcher.tiny_model
 from engine_svc.features.structured_output.backends.backend import (
@@ -156,6 +156,53 @@ def test_whitespace_by_a_pattern():
     assert accepts("llguidance", constraint, "[ 1, 2]")
     assert not accepts("llguidance", constraint, "[\n1]")
     assert not accepts("llguidance", constraint, "[  1]")
+
+
+def marked(*, is_special: bool) -> tuple[LLGuidanceBackend, int]:
+    """A vocabulary with a token <call>, and its id."""
+    tokenizer = Tokenizer.from_str(TOKENIZER_JSON)
+    tokenizer.add_tokens([AddedToken("<call>", special=is_special)])
+    vocabulary = Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,))
+    return LLGuidanceBackend(vocabulary), vocabulary.size - 1
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_text_like_that_of_a_marker_is_spelled(is_special):
+    """llguidance would allow the marker alone, and then refuse it."""
+    compiled, marker = marked(is_special=is_special)
+    matcher = compiled.compile(regex("x<call>y")).matcher()
+    text = ""
+    while not matcher.is_accepting:
+        token = allowed(matcher, marker + 1)[0]
+        assert matcher.accept([token]) == 1, text
+        text += TOKENIZER.decode([token])
+    assert text == "x<call>y"
+
+
+TAG = {"structures": [{"begin": "<call>", "schema": {"const": 1}, "end": "."}], "triggers": ["<call>"]}
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(TAG)),
+        Constraint(ConstraintKind.GRAMMAR, 'start: <call> "1." // by its name, unlike "<call>"\n'),
+    ],
+)
+def test_a_marker_stands_where_a_tag_or_a_grammar_names_it(constraint, is_special):
+    compiled, marker = marked(is_special=is_special)
+    tokens = [marker, *ids("1.")]
+    assert compiled.compile(constraint).matcher().accept(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_marker_that_is_spelled_begins_a_tag_too(is_special):
+    compiled, _ = marked(is_special=is_special)
+    grammar = compiled.compile(Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(TAG)))
+    for text, is_allowed in (("so <call>1.", True), ("so <call>2.", False)):
+        tokens = ids(text)
+        assert (grammar.matcher().accept(tokens) == len(tokens)) == is_allowed
 
 
 OLD_TAGS = {

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from engine_svc.features.structured_output.backends.backend import Vocabulary
-from engine_svc.features.structured_output.backends.llguidance_backend import special_ids
+from engine_svc.features.structured_output.backends.llguidance_backend import marker_ids
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
 from service_kit.grammars import llguidance_text
 from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError, GrammarTooComplex
@@ -23,7 +23,7 @@ def schema(document: object) -> Constraint:
 @pytest.fixture(scope="module")
 def worker():
     vocabulary = Vocabulary(TOKENIZER_JSON, SIZE, (EOS,))
-    made = GrammarWorker("llguidance", vocabulary, special_ids(TOKENIZER_JSON))
+    made = GrammarWorker("llguidance", vocabulary, marker_ids(TOKENIZER_JSON))
     yield made
     made._kill()
 

@@ -61,6 +61,8 @@ ENFORCED: list[tuple[str, Any, str, str]] = [
     ("pattern", {"pattern": r"^\cA?[^]\/$"}, '"x/"', '"x"'),
     ("format", {"format": "date"}, '"2024-02-29"', '"2023-02-29"'),
     ("format", {"format": "date-time"}, '"2024-02-29T00:00:00Z"', '"2023-02-29T00:00:00Z"'),
+    ("format", {"format": "date-time"}, '"1998-12-31T23:59:60Z"', '"1998-12-31T22:59:60Z"'),
+    ("format", {"format": "time"}, '"23:59:60Z"', '"23:10:60-22:46"'),
     ("format", {"format": "json-pointer"}, '"/a~0b/"', '"a"'),
     ("properties", {"properties": {"a": {"type": "string"}}}, '{"a": "x"}', '{"a": 1}'),
     ("properties", {"properties": {"a": {"type": "string"}}}, '{"b": 1}', '{"\\u0061": 1}'),
