@@ -203,7 +203,7 @@ def _special_tokens(vocabulary: Vocabulary) -> set[str]:
 
 
 def _texts(vocabulary: Vocabulary) -> list[str]:
-    """The tokens' texts by id, as the tokenizer's file spells them; "", which is never allowed, of special ones."""
+    """The tokens' texts by id, as the tokenizer's file spells them. Special ones have none: they are no text."""
     document = json.loads(vocabulary.tokenizer_json)
     vocab = document["model"]["vocab"]
     pairs = (
