@@ -6,9 +6,9 @@ Random JSON schemas of keywords that both enforce, regular expressions and gramm
 the embedded model's vocabulary and for one of single bytes, and walked at random over tokens that both allow.
 At each state every token that one of them alone allows is put into a class, by a check: the text with that
 token is rewritten as the class says, e.g. without white space between the parts of JSON. It is in the class
-if both backends say the same of the rewritten text, byte by byte, and did not before. Of an end token the same
-is asked of the whole text. Where both allow the text of a token, but one of them not the token, it is in the
-class of forced text, if nothing else may follow. In regular expressions classes like \\w are rewritten.
+if both backends say the same of the rewritten text, byte by byte, and did not before. Of an end token the
+same is asked of the whole text. Where both allow the text of a token, but one of them not the token, it is in
+the class of forced text, if nothing else may follow. In regular expressions classes like \\w are rewritten.
 
 Promised: no token remains without a class.
 """

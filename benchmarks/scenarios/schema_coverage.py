@@ -9,7 +9,9 @@ request would, the others compile the schema as it is. A schema is served correc
 - produces answers, drawn evenly from what it allows, that satisfy an independent validator, at least one of
   them or of the tests, so that a grammar without instances is not counted,
 - tells variants of tests and answers apart as the validator does: invalid ones are refused, valid ones in
-  which something was left out or a text was not changed are allowed. An ignored keyword shows here.
+  which something was left out or a text was not changed are allowed,
+- comes from a backend that enforces the schema's keywords: each is probed once alone. A backend that takes the
+  probe and allows its invalid instance ignores this keyword, wherever it stands.
 
 Promised: in each subset `auto` serves at least as many as the better of the others.
 """
@@ -27,7 +29,7 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,23 @@ _CLOSING = [0, *(_TOKENIZER.encode(text).ids[0] for text in ("}", "]", '"'))]
 _SUBSET_END = re.compile(r"(---|_\d|_java|_sql|_simple|_multiple|_parallel).*")
 _FORMAT_CHECKER = FormatChecker(FORMATS & FormatChecker.checkers.keys())
 _OTHERS: tuple[Any, ...] = (None, True, 0, -1, 1.5, 1_000_000, "", "x", [], [0], {}, {"zz": 0})
+
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+# Keywords that backends are known to leave out in silence: a schema, an instance that it does not have.
+_PROBES: dict[str, tuple[Any, Any]] = {
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, [0, 0]),
+    "contains": ({"type": "array", "contains": {"const": 1}}, [0]),
+    "not": ({"type": "integer", "not": {"const": 1}}, 1),
+    "if": ({"type": "integer", "if": {"minimum": 1}, "then": {"maximum": 2}}, 3),
+    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, {"a": 1}),
+    "dependencies": ({"type": "object", "dependencies": {"a": ["b"]}}, {"a": 1}),
+    "dependentSchemas": ({"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}),
+    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"b": 1}),
+    "minProperties": ({"type": "object", "minProperties": 1}, {}),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, {"a": 1, "b": 1}),
+    "multipleOf": ({"type": "integer", "multipleOf": 2}, 3),
+    "lookaround": ({"type": "string", "pattern": "^(?!a)[ab]+$"}, "ab"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +130,15 @@ def run(options: argparse.Namespace) -> Report:
     return Report("schema_coverage", settings, rows, shortfalls)
 
 
-_VERDICTS = ("correct", "refused", "refuses valid", "allows invalid", "no instance", "time limit")
+_VERDICTS = (
+    "correct",
+    "refused",
+    "ignores a keyword",
+    "refuses valid",
+    "allows invalid",
+    "no instance",
+    "time limit",
+)
 
 
 def _row(subset: str, compiler: str, counts: Counter[str]) -> Row:
@@ -132,8 +159,9 @@ def _totals(rows: list[Row]) -> list[Row]:
 
 def _verdicts(case: dict[str, Any]) -> dict[str, str]:
     variants = _isolated(partial(_judged_variants, case)) or []
+    words = set(_words(case["schema"]))
     return {
-        name: _isolated(partial(_verdict, compiler, case, variants)) or "time limit"
+        name: _isolated(partial(_verdict, compiler, case, variants, words & _ignored(name))) or "time limit"
         for name, compiler in _COMPILERS.items()
     }
 
@@ -154,16 +182,56 @@ def _alone(backend: str) -> Callable[[str], CompiledGrammar]:
 _COMPILERS = {"auto": _auto, "llguidance": _alone("llguidance"), "xgrammar": _alone("xgrammar")}
 
 
+@cache
+def _ignored(compiler: str) -> frozenset[str]:
+    return frozenset(
+        word for word, probe in _PROBES.items() if _isolated(partial(_ignores, compiler, *probe))
+    )
+
+
+def _ignores(compiler: str, schema: Any, invalid: Any) -> bool:
+    try:
+        return _allows(_COMPILERS[compiler](json.dumps(schema)), invalid)
+    except (GrammarError, ConstraintRefused):
+        return False
+
+
+def _words(schema: Any) -> Iterator[str]:
+    """Probed keywords that a schema has somewhere."""
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _words(entry)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name in ("properties", "definitions", "$defs", "patternProperties") and isinstance(
+                value, dict
+            ):
+                yield from _words(list(value.values()))
+                if name == "patternProperties" and any(map(_LOOKAROUND.search, value)):
+                    yield "lookaround"
+            elif name not in ("const", "enum", "default", "examples"):
+                if name in _PROBES and value is not False:
+                    yield name
+                if name == "pattern" and _LOOKAROUND.search(str(value)):
+                    yield "lookaround"
+                yield from _words(value)
+
+
 # Judgement of one schema
 
 
 def _verdict(
-    compile_schema: Callable[[str], CompiledGrammar], case: dict[str, Any], variants: list[Variant]
+    compile_schema: Callable[[str], CompiledGrammar],
+    case: dict[str, Any],
+    variants: list[Variant],
+    ignored: set[str],
 ) -> str:
     try:
         grammar = compile_schema(json.dumps(case["schema"]))
     except (GrammarError, ConstraintRefused):
         return "refused"
+    if ignored:
+        return "ignores a keyword"
     tests = case.get("tests", ())
     for test in tests:
         if _allows(grammar, test["data"]) != test["valid"]:
@@ -266,8 +334,8 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def _edited(instance: Any, path: tuple[Any, ...], noise: random.Random, names: list[str]) -> tuple[Any, bool]:
     """The instance with one part changed, and whether it must be allowed if it is valid.
 
-    Not with new keys, whose order backends fix, and not with new texts: the validator knows formats and classes
-    of patterns roughly.
+    Not with new keys, whose order backends fix, and not with new texts: the validator reads formats and
+    classes of patterns in another way.
     """
     edited = {"": copy.deepcopy(instance)}
     parent: Any = edited
