@@ -10,8 +10,8 @@ request would, the others compile the schema as it is. A schema is served correc
   them or of the tests, so that a grammar without instances is not counted,
 - tells variants of tests and answers apart as the validator does: invalid ones are refused, valid ones in
   which something was left out or a text was not changed are allowed,
-- comes from a backend that enforces the schema's keywords: each is probed once alone. A backend that takes the
-  probe and allows its invalid instance ignores this keyword, wherever it stands.
+- comes from a backend that enforces the schema's keywords: each is probed once alone. A backend that takes
+  the probe and allows its invalid instance ignores this keyword, wherever it stands.
 
 Promised: in each subset `auto` serves at least as many as the better of the others.
 """
