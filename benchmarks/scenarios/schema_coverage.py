@@ -56,7 +56,7 @@ from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarE
 TIME_LIMIT_S = 20  # of one judgement, in CPU time
 NUM_SAMPLES = 4
 NUM_VARIANTS = 80
-MAX_TOKENS = 1_500
+MAX_TOKENS = 600
 _FREE_TOKENS = 60  # from there on an answer ends as soon as it may
 
 _TOKENIZER_JSON = (Path(launcher.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
