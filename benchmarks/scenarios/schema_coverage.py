@@ -176,7 +176,11 @@ def _auto(text: str) -> CompiledGrammar:
 
 
 def _alone(backend: str) -> Callable[[str], CompiledGrammar]:
-    return lambda text: _BACKENDS[backend].compile(Constraint(ConstraintKind.JSON_SCHEMA, text))
+    # Of xgrammar as it is: what it ignores, and our backend refuses, is found by its probes.
+    is_lenient = backend == "xgrammar"
+    return lambda text: _BACKENDS[backend].compile(
+        Constraint(ConstraintKind.JSON_SCHEMA, text, is_lenient=is_lenient)
+    )
 
 
 _COMPILERS = {"auto": _auto, "llguidance": _alone("llguidance"), "xgrammar": _alone("xgrammar")}
