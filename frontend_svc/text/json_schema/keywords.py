@@ -25,8 +25,8 @@ CONDITIONAL_KEYWORDS = (
     "minContains", "maxContains", "$dynamicRef",
 )  # fmt: skip
 
-# What xgrammar was seen to enforce alone in a schema; beside each other many of them are ignored. With a limit
-# on its length a text may have control characters as they are, and no escapes.
+# What xgrammar was seen to enforce alone in a schema; beside each other many of them are ignored. A text with
+# a limit on its length may have control characters as they are, and no escapes.
 _XGRAMMAR_TYPES = {
     "string": set(),
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},

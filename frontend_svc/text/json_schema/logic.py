@@ -410,6 +410,8 @@ class Prover:
             case "properties":
                 wrong: list[Any] = []
                 for name, entry in value.items():
+                    if known.names is not None and name not in known.names:
+                        continue
                     inner = self.known(*known.properties[name]) if name in known.properties else _ANY_VALUE
                     negated = self.negation(entry, inner, depth + 1)
                     if negated is not False:

@@ -149,8 +149,11 @@ class _Rewriting:
         for schema in (root, *definitions.values()):
             visit(schema)
 
-    def _node(self, schema: Any, place: str, *, is_inlined: bool = False) -> Any:
-        """The schema in supported keywords. is_inlined: without references to what contains itself."""
+    def _node(self, schema: Any, place: str, *, is_inlined: bool = False, beside: Any = True) -> Any:
+        """The schema in supported keywords. is_inlined: without references to what contains itself.
+
+        beside: a schema that values satisfy, too; the result may say nothing of other values.
+        """
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -168,13 +171,13 @@ class _Rewriting:
         if is_inlined:
             self._inlining.add(id(schema))
         try:
-            return self._rewritten(schema, place, is_inlined)
+            return self._rewritten(schema, place, is_inlined, beside)
         finally:
             self._depth -= 1
             if is_inlined:
                 self._inlining.discard(id(schema))
 
-    def _rewritten(self, schema: dict[str, Any], place: str, is_inlined: bool) -> Any:
+    def _rewritten(self, schema: dict[str, Any], place: str, is_inlined: bool, beside: Any) -> Any:
         kinds = kinds_of_type(schema["type"]) if "type" in schema else KINDS
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
@@ -199,14 +202,27 @@ class _Rewriting:
         self._object(rest, place, out, more, closed)
         joined: list[tuple[Any, str]] = []  # what this schema joins, in the order of its text
         self._references(rest, joined, done, place, is_inlined)
-        for index, entry in enumerate(self._entries(rest.get("allOf", []), "allOf", place)):
-            joined.append((entry, pointer(place, "allOf", index)))
-        self._applicators(rest, place, kinds, more)
+        self._applicators(rest, place, kinds, more, beside)
         first = [*done, *(self._node(entry, where, is_inlined=is_inlined) for entry, where in joined)]
+        first += self._all_of(rest, place, is_inlined)
         done = [self._node(entry, where, is_inlined=is_inlined) for entry, where in more] + closed
         if "anyOf" in rest:
             done.append(self._any_of(rest, place, is_inlined))
         return self._conjunction(schema, out, first, done)
+
+    def _all_of(self, rest: dict[str, Any], place: str, is_inlined: bool) -> list[Any]:
+        """Each is rewritten for values that satisfy the others, so that fewer branches overlap."""
+        entries = self._entries(rest.get("allOf", []), "allOf", place)
+        own = self._without(rest, "allOf")
+        return [
+            self._node(
+                entry,
+                pointer(place, "allOf", index),
+                is_inlined=is_inlined,
+                beside={"allOf": [own, *entries[:index], *entries[index + 1 :]]},
+            )
+            for index, entry in enumerate(entries)
+        ]
 
     def _any_of(self, rest: dict[str, Any], place: str, is_inlined: bool) -> Any:
         branches = self._entries(rest["anyOf"], "anyOf", place)
@@ -297,21 +313,26 @@ class _Rewriting:
         )
 
     def _applicators(
-        self, rest: dict[str, Any], place: str, kinds: frozenset[str], more: list[tuple[Any, str]]
+        self,
+        rest: dict[str, Any],
+        place: str,
+        kinds: frozenset[str],
+        more: list[tuple[Any, str]],
+        beside: Any,
     ) -> None:
         if "oneOf" in rest:
-            self._one_of(rest, place, more)
-        base = self._without(rest, "not", "if", "then", "else")
+            self._one_of(rest, place, more, beside)
+        base = {"allOf": [self._without(rest, "not", "if", "then", "else"), beside]}
         if "not" in rest and not self._prover.is_unsatisfiable(base, rest["not"]):
             known = self._prover.known(base)
             self._try("not", place, more, lambda: self._prover.negation(rest["not"], known))
         if "if" in rest and ("then" in rest or "else" in rest):
             self._if(rest, base, place, more)
 
-    def _one_of(self, rest: dict[str, Any], place: str, more: list[tuple[Any, str]]) -> None:
+    def _one_of(self, rest: dict[str, Any], place: str, more: list[tuple[Any, str]], beside: Any) -> None:
         branches = self._entries(rest["oneOf"], "oneOf", place)
         where = pointer(place, "oneOf")
-        base = self._without(rest, "oneOf")
+        base = {"allOf": [self._without(rest, "oneOf"), beside]}
         possible = [entry for entry in branches if not self._prover.is_unsatisfiable(base, entry)]
         if len(possible) > MAX_DISJOINT:
             self._report("oneOf", place, f"it has {len(possible)} branches, {MAX_DISJOINT} are compared")

@@ -36,6 +36,15 @@ MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes
 MAX_NESTING = 128
 MAX_PARTS = 5_000  # of a text read as a regular expression, counts multiplied: each is unrolled
 MAX_COUNT = 2_000  # sum of the limits on lengths in a schema, for the same reason
+# Keywords of schemas that it ignores, or takes for others: frontends send none of them.
+_IGNORED = frozenset(
+    {
+        "oneOf", "not", "if", "contains", "uniqueItems", "dependencies", "dependentRequired",
+        "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+    }
+)  # fmt: skip
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")
 _COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
 _MAX_ERROR_CHARS = 300
 _ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
@@ -105,6 +114,8 @@ class XGrammarBackend:
         compiler = self._compiler
         match constraint.kind:
             case ConstraintKind.JSON_SCHEMA:
+                if not constraint.is_lenient:
+                    _check_keywords(json.loads(constraint.text))
                 return compiler.compile_json_schema(constraint.text, **_json_options(constraint))
             case ConstraintKind.JSON_OBJECT:
                 return compiler.compile_json_schema('{"type": "object"}', **_json_options(constraint))
@@ -126,6 +137,8 @@ class XGrammarBackend:
                         raise GrammarError(
                             f"structural_tag: the special token {text!r} is not supported by xgrammar"
                         )
+                for tag in tags.tags:
+                    _check_keywords(tag.schema)
                 return compiler.compile_structural_tag(tags.document())
 
 
@@ -214,13 +227,29 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
     }
 
 
+def _check_keywords(schema: Any) -> None:
+    """Raises GrammarError by name of a keyword that would be ignored."""
+    if isinstance(schema, list):
+        for entry in schema:
+            _check_keywords(entry)
+    if not isinstance(schema, dict):
+        return
+    for name, value in schema.items():
+        if name in _IGNORED and value is not False:
+            raise GrammarError(f"json_schema: {name} is not enforced by xgrammar")
+        if name in _MAPS and isinstance(value, dict):
+            _check_keywords(list(value.values()))
+        elif name not in _DATA:
+            _check_keywords(value)
+
+
 def _special_tokens(vocabulary: Vocabulary) -> set[str]:
     entries = json.loads(vocabulary.tokenizer_json).get("added_tokens") or ()
     return {entry["content"] for entry in entries if entry.get("special") and entry["content"]}
 
 
 def _texts(vocabulary: Vocabulary) -> list[str]:
-    """The tokens' texts by id, as the tokenizer's file spells them; special ones have "", never allowed."""
+    """Texts of tokens by id, as the tokenizer's file spells them. Special tokens have none."""
     document = json.loads(vocabulary.tokenizer_json)
     vocab = document["model"]["vocab"]
     pairs = (

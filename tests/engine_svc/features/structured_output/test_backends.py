@@ -7,6 +7,7 @@ import random
 import re
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -472,6 +473,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(constraint, words):
         (regex("[[:alpha:]]"), "classes by name"),
         (regex("[a-z]{0,9}(a{1000}){10}"), "repeats 10009 parts"),
         (schema({"type": "string", "maxLength": 100_000}), "counts to 100000"),
+        (schema({"properties": {"not": {"uniqueItems": True}}}), "uniqueItems is not enforced"),
+        (schema({"anyOf": [{"oneOf": [{"minimum": 1}, {"maximum": 2}]}]}), "oneOf is not enforced"),
         (schema({"type": "array"}, whitespace=Whitespace(pattern=" ?")), "whitespace_pattern"),
         (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a'), "Expect"),
     ],
@@ -558,16 +561,12 @@ def test_a_matcher_out_of_fuel_fails_alone(monkeypatch):
     assert healthy.accept(ids("a")) == 1
 
 
-def byte_vocabulary(alphabet: str) -> tuple[Vocabulary, list[str]]:
-    """All texts of one to three letters of an alphabet as tokens, and an end token."""
-    letters = list(alphabet)
-    texts = (
-        letters
-        + [a + b for a in letters for b in letters]
-        + [a + b + c for a in letters for b in letters for c in letters]
-    )
-    vocab = {"<end>": 0} | {text: index + 1 for index, text in enumerate(texts)}
-    merges = [(text[:-1], text[-1]) for text in texts if len(text) > 1]
+def byte_vocabulary(alphabet: str, longest: int) -> tuple[Vocabulary, list[str]]:
+    """All texts of a few letters of an alphabet as tokens, and an end token."""
+    texts = ["".join(text) for size in range(1, longest + 1) for text in product(alphabet, repeat=size)]
+    spelled = [text.replace(" ", "\u0120") for text in texts]
+    vocab = {"<end>": 0} | {text: index + 1 for index, text in enumerate(spelled)}
+    merges = [(text[:-1], text[-1]) for text in spelled if len(text) > 1]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -576,8 +575,8 @@ def byte_vocabulary(alphabet: str) -> tuple[Vocabulary, list[str]]:
 
 
 @cache
-def small_backend(name: str) -> tuple[GrammarBackend, list[str]]:
-    vocabulary, texts = byte_vocabulary("ab1")
+def small_backend(name: str, alphabet: str, longest: int) -> tuple[GrammarBackend, list[str]]:
+    vocabulary, texts = byte_vocabulary(alphabet, longest)
     return make_backend(name, vocabulary), texts
 
 
@@ -587,7 +586,7 @@ def small_backend(name: str) -> tuple[GrammarBackend, list[str]]:
 )
 def test_exactly_the_viable_tokens_are_allowed(name, pattern):
     """By brute force: those that lead to some text of at most 9 letters in the language."""
-    made, texts = small_backend(name)
+    made, texts = small_backend(name, "ab1", 3)
     words = [""]
     language = {word for word in words if re.fullmatch(pattern, word)}
     for _ in range(9):
@@ -608,6 +607,69 @@ def test_exactly_the_viable_tokens_are_allowed(name, pattern):
                 following = matcher.copy()
                 assert following.accept([index]) == 1
                 reached[prefix + texts[index]] = following
+
+
+A_OR_B = {"enum": ["a", "b"]}
+FINITE: list[tuple[object, list[object]]] = [
+    (A_OR_B, ["a", "b"]),
+    ({"enum": [1, 11, "1", None, [], {}]}, [1, 11, "1", None, [], {}]),
+    ({"type": ["boolean", "null"]}, [True, False, None]),
+    ({"type": "integer", "minimum": 0, "maximum": 2}, [0, 1, 2]),
+    ({"type": "integer", "minimum": -12, "maximum": -10}, [-12, -11, -10]),
+    ({"type": "array", "items": A_OR_B, "maxItems": 1}, [[], ["a"], ["b"]]),
+    (
+        {"type": "array", "prefixItems": [A_OR_B, {"const": 1}], "items": False},
+        [[], ["a"], ["b"], ["a", 1], ["b", 1]],
+    ),
+    ({"anyOf": [{"const": "ab"}, A_OR_B, {"type": "null"}]}, ["ab", "a", "b", None]),
+    (
+        {
+            "type": "object",
+            "properties": {"a": A_OR_B, "ab": {"const": 1}, "b": {"type": "null"}},
+            "required": ["ab"],
+            "additionalProperties": False,
+        },
+        [first | {"ab": 1} | last for first in ({}, {"a": "a"}, {"a": "b"}) for last in ({}, {"b": None})],
+    ),
+    (
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"const": [1]}, "maxItems": 2}}},
+        [[], [[1]], [[1], [1]]],
+    ),
+    ({"type": "string", "maxLength": 1, "pattern": "^[ab]*$"}, ["", "a", "b"]),
+    ({"type": "string", "pattern": "^a{1,2}(b|1)?$"}, ["a", "aa", "ab", "aab", "a1", "aa1"]),
+    ({"allOf": [{"enum": ["a", "b", 1]}, {"type": "string"}]}, ["a", "b"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("document", "instances"), FINITE)
+def test_a_finite_schema_allows_its_instances_token_by_token(name, document, instances):
+    """By brute force, over all tokens of one or two characters, in single spaces."""
+    if name == "xgrammar" and {"pattern", "allOf"} & set(document):  # frontends refuse them for it
+        return
+    made, texts = small_backend(name, '{}[]":, ab1-02eflnrstu', 2)
+    grammar = made.compile(schema(document, whitespace=Whitespace(is_any=False)))
+    language = {json.dumps(value) for value in instances}
+    prefixes = {text[:end] for text in language for end in range(len(text) + 1)}
+    reached = {"": grammar.matcher()}
+    done = set()
+    while reached:
+        prefix, matcher = reached.popitem()
+        done.add(prefix)
+        mask = set(allowed(matcher, made.vocabulary.size))
+        viable = {index for index, text in enumerate(texts) if index and prefix + text in prefixes}
+        expected = viable | {0} if prefix in language else viable
+        if mask != expected:
+            # Text that must follow may be left to its usual tokens.
+            longest = max((texts[index] for index in viable), key=len)
+            assert name == "llguidance" and mask and mask < expected, (prefix, mask ^ expected)
+            assert all(longest.startswith(texts[index]) for index in viable) and prefix not in language
+        for index in mask - {0}:
+            if prefix + texts[index] not in done:
+                following = matcher.copy()
+                assert following.accept([index]) == 1
+                reached[prefix + texts[index]] = following
+    assert language <= done
 
 
 def sentencepiece_vocabulary() -> tuple[Vocabulary, list[bytes]]:

@@ -285,6 +285,44 @@ def test_schemas_that_contain_each_other_are_joined_with_siblings():
     assert text.count('"$ref"') == text.count('{"$ref"')  # each stands alone
 
 
+KINDS = {
+    "oneOf": [
+        {"properties": {"kind": {"const": "a"}, "x": {"pattern": "a"}}},
+        {"properties": {"kind": {"const": "b"}}},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        # What stands beside says that the branches cannot both be satisfied.
+        ({"allOf": [{"type": "object", "required": ["kind"]}, KINDS]}, {"kind": "a", "x": "a"}, {"x": "b"}),
+        ({"type": "object", "required": ["kind"], "allOf": [KINDS]}, {"kind": "b", "x": "b"}, {}),
+        (
+            {
+                "properties": {
+                    "a": {
+                        "oneOf": [
+                            {"properties": {"x": {"type": "string"}}},
+                            {"properties": {"y": {"type": "integer"}}},
+                        ],
+                        "additionalProperties": False,
+                    }
+                }
+            },
+            {"b": 1},
+            {"a": {}},
+        ),
+    ],
+)
+def test_branches_are_told_apart_by_what_stands_beside(schema, valid, invalid):
+    rewritten = rewrite(json.dumps(schema))
+    assert not rewritten.unenforced
+    validator = Draft202012Validator(rewritten.schema)
+    assert validator.is_valid(valid) and not validator.is_valid(invalid)
+
+
 def test_a_pattern_that_takes_exponential_time_is_not_searched():
     schema = {"oneOf": [{"pattern": "^(a+)+$"}, {"const": "a" * 100 + "b"}]}
     assert [found.keyword for found in rewrite(json.dumps(schema)).unenforced] == ["oneOf"]
