@@ -316,7 +316,7 @@ KINDS = {
         ),
     ],
 )
-def test_branches_are_told_apart_by_what_stands_beside(schema, valid, invalid):
+def test_branches_are_distinguished_by_what_stands_beside(schema, valid, invalid):
     rewritten = rewrite(json.dumps(schema))
     assert not rewritten.unenforced
     validator = Draft202012Validator(rewritten.schema)
