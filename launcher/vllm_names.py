@@ -150,7 +150,7 @@ SENTENCES: dict[str, str] = {
 _FAMILIES: Sequence[tuple[str, str]] = (
     (r"lora", _NO_LORA),
     (r"(^|_)mm(_|$)|media|multimodal|video|image|audio", _NO_MEDIA),
-    (r"guided_|structured_output", _GRAMMAR),
+    (r"guided_|structured_outputs", _GRAMMAR),
     (r"speculative|lookahead|draft", _NO_DRAFTS),
     (r"worker_.*cls|logits_processor|io_processor", _NO_CODE),
     (r"^ssl_|_ssl_", _NO_TLS),
