@@ -19,6 +19,8 @@ export DEMO_PROMPT
 unexport PROMPT
 
 BIN := $(VENV)/bin
+# Two workers on any machine: most tests wait for their own processes, and some measure what these use.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNTIME_STAMP := $(VENV)/.runtime-stamp
 SETUP_STAMP := $(VENV)/.setup-stamp
@@ -91,7 +93,7 @@ check: setup $(BUF_STAMP)  ## formatting, lint, types, import contracts, archite
 	$(BUF) lint
 	$(BUF) breaking protos --against $(RELEASED)
 	$(MAKE) --no-print-directory check-stubs
-	$(BIN)/python -m pytest tests/architecture -q
+	$(PYTEST) -q tests/architecture
 
 .PHONY: check-stubs
 check-stubs: setup
@@ -109,19 +111,18 @@ $(BUF_STAMP): | $(SETUP_STAMP)
 house:  ## report on the shape of the code: large classes and folders, fragments, code lines
 	@$(PYTHON) tools/house.py
 
-# Two workers on any machine: most tests wait for their own processes, and some measure what these use.
-test: setup  ## the CPU suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup  ## the CPU suite, without what `make check` tests
+	$(PYTEST) --ignore=tests/architecture
 
 test-network: setup $(BUF_STAMP)  ## tests that need a package registry
-	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m network
+	BUF=$(abspath $(BUF)) $(PYTEST) -m network
 
 # REQUIRE: the languages whose absence is an error; by default all that have a program.
 test-polyglot: setup $(BUF_STAMP)  ## clients and a frontend in other languages: make test-polyglot REQUIRE="python node"
 	BUF=$(abspath $(BUF)) $(BIN)/python -m pytest -m polyglot -vv -rpsfE tests/polyglot tests/contract $(ARGS)
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
-	$(BIN)/python -m pytest -m chaos
+	$(PYTEST) -m chaos
 
 # CONTAINERS: docker, or a script with the verbs build, compose and podman where no Docker engine runs.
 CONTAINERS ?= docker

@@ -12,6 +12,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -36,12 +37,21 @@ class CheckpointShape:
     max_position_embeddings: int = 2_048
 
 
-def make_checkpoint(folder: Path, shape: CheckpointShape, *, dtype: torch.dtype, seed: int) -> int:
+def make_checkpoint(
+    folder: Path,
+    shape: CheckpointShape,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    is_varied: bool = False,
+) -> int:
     """Write weights drawn from the seed, and a tokenizer; returns the number of parameters.
 
     The tokenizer's vocabulary is smaller than the model's: the rest of the ids decode to nothing.
+    is_varied: what the model says depends on what was said before; else all tokens are nearly equally likely.
     """
-    tokenizer = _tokenizer(seed)
+    tokenizer = tokenizer or learned_tokenizer(seed)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocabulary_size,
@@ -52,11 +62,14 @@ def make_checkpoint(folder: Path, shape: CheckpointShape, *, dtype: torch.dtype,
         num_key_value_heads=shape.num_kv_heads,
         max_position_embeddings=shape.max_position_embeddings,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=token_id(tokenizer, END),
-        pad_token_id=token_id(tokenizer, PAD),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config)
+    if is_varied:
+        _widen(model)
+    model = model.to(dtype)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
@@ -67,7 +80,7 @@ def make_mixture(folder: Path, *, seed: int) -> int:
 
     Its weights are drawn so wide that what it says varies from place to place.
     """
-    tokenizer = _tokenizer(seed)
+    tokenizer = learned_tokenizer(seed)
     torch.manual_seed(seed)
     config = MixtralConfig(
         vocab_size=2_048,
@@ -84,16 +97,20 @@ def make_mixture(folder: Path, *, seed: int) -> int:
         pad_token_id=token_id(tokenizer, PAD),
     )
     model = MixtralForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                is_embedding = "embed" in name or "lm_head" in name
-                parameter.mul_(_EMBEDDING_GAIN if is_embedding else _LINEAR_GAIN)
+    _widen(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
 
 
-def _tokenizer(seed: int) -> PreTrainedTokenizerFast:
+def _widen(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                is_embedding = "embed" in name or "lm_head" in name
+                parameter.mul_(_EMBEDDING_GAIN if is_embedding else _LINEAR_GAIN)
+
+
+def learned_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     examples = itertools.islice(training_examples(seed), _NUM_TOKENIZER_EXAMPLES)
     return learn_tokenizer(turn.text for example in examples for turn in example.turns)

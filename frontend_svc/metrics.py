@@ -11,6 +11,7 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.generation.admission import Admission
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
+from frontend_svc.text.workers.verdicts import CHECK_BUCKETS
 from frontend_svc.text.workers.workers import TextWorkers
 from service_kit.loop_lag import LAG_BUCKETS, LoopLag
 from service_kit.metrics import Metrics, Reading
@@ -53,6 +54,25 @@ def register_frontend(metrics: Metrics, frontend: Frontend) -> None:
         "triptych_frontend_resumable_streams",
         "Streams that their clients can resume.",
         lambda: len(frontend.resumable),
+    )
+    verdicts = frontend.text_workers.verdicts
+    metrics.counter(
+        "triptych_frontend_constraint_checks_total",
+        "Checks of constraints in text workers, by outcome: too_complex exceeded a limit, failed says "
+        "nothing of the constraint.",
+        lambda: verdicts.outcomes.values,
+        labels=("outcome",),
+    )
+    metrics.counter(
+        "triptych_frontend_constraint_cache_hits_total",
+        "Constraints of requests that had been checked before, or were being checked.",
+        lambda: verdicts.num_known,
+    )
+    metrics.distribution(
+        "triptych_frontend_constraint_check_seconds",
+        "Time to check a constraint in a text worker, with the wait for one.",
+        CHECK_BUCKETS,
+        lambda: {(): verdicts.check_s},
     )
     metrics.counter(
         "triptych_frontend_requests_moved_total",

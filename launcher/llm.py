@@ -31,7 +31,7 @@ from launcher.offline.inputs import (
     read_tool_choice,
     read_tools,
 )
-from launcher.offline.params import SamplingParams, from_proto
+from launcher.offline.params import RepetitionDetection, SamplingParams, StructuredOutput, from_proto
 from launcher.offline.results import (
     ClassificationResult,
     EmbeddingResult,
@@ -47,7 +47,15 @@ from service_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, U
 from triptych.api.v1 import chat_message_pb2, chat_pb2, embedding_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
 
-__all__ = ["LLM", "EngineDead", "EngineKind", "RequestResult", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "EngineDead",
+    "EngineKind",
+    "RepetitionDetection",
+    "RequestResult",
+    "SamplingParams",
+    "StructuredOutput",
+]
 
 _T = TypeVar("_T")
 

@@ -192,6 +192,11 @@ _BY_NUMBER: dict[int, type[ServiceError]] = {
 }
 
 
+def to_number(name: str) -> int:
+    """The number of the status code with this name, as it is sent inside a message."""
+    return int(grpc.StatusCode[name].value[0])
+
+
 def to_parts(error: ServiceError) -> tuple[int, str, bytes]:
     """Code, message and serialized google.rpc.Status of `error`, to send it inside a message."""
     status = to_status(error)

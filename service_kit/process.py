@@ -151,6 +151,13 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit(f"the parent process {parent_pid} is gone")
 
 
+def release_memory() -> None:
+    """Give freed memory back to the system, after a task that took much of it."""
+    # Other C libraries do so by themselves.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def leave_process_group() -> None:
     """Move to an own process group, so that Ctrl-C in a terminal reaches the parent but not this process.
 

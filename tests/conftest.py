@@ -7,8 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,23 +62,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as people get it, built from a copy of the tree. Needs a package registry."""
-    folder = tmp_path_factory.mktemp("wheel")
-    left_out = shutil.ignore_patterns(".*", "*.egg-info", "*.so", "__pycache__", "node_modules")
-    tree = Path(__file__).resolve().parents[1]
-
-    def ignored(parent: str, names: list[str]) -> set[str]:
-        # Only at the root: a package may have a folder of this name.
-        built = {"build", "dist"} & set(names) if Path(parent) == tree else set()
-        return left_out(parent, names) | built
-
-    shutil.copytree(tree, folder / "source", ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--wheel-dir", str(folder), str(folder / "source")], check=True)
-    [built] = folder.glob("*.whl")
-    return built
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m MARKER`, leave out modules that do not name the marker: to import all takes half a minute."""
+    marker = config.option.markexpr
+    if not marker.isidentifier() or not collection_path.match("test_*.py"):
+        return None
+    return True if f"mark.{marker}" not in collection_path.read_text() else None
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,7 @@ class ChatOutput:
     stop_match: int | str | None
     cumulative_logprob: float | None
     error_message: str = ""
+    is_incomplete: bool = False  # of a constraint
 
     def as_message(self) -> ChatMessage:
         """The message to append to the conversation."""
@@ -142,6 +143,7 @@ def _output(output: chat_message_pb2.ChatOutput) -> ChatOutput:
         stop_match_of(output.stop_match),
         output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
         output.error_message,
+        output.is_incomplete,
     )
 
 

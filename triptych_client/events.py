@@ -54,7 +54,8 @@ class Finished:
 
     `stop_match` is the stop string or token id if `reason` is stop. `cumulative_logprob` is the sum over the
     tokens, None if no logprobs were requested or one of them is unknown.
-    `error_message` describes an error.
+    `error_message` describes an error. `is_incomplete`: whether a constrained output is only the beginning of
+    what its constraint asks for.
     """
 
     output_index: int
@@ -63,6 +64,7 @@ class Finished:
     usage: Usage
     cumulative_logprob: float | None = None
     error_message: str = ""
+    is_incomplete: bool = False
 
 
 Event = Started | Delta | Finished
@@ -88,6 +90,7 @@ class Output:
     stop_match: int | str | None
     cumulative_logprob: float | None = None
     error_message: str = ""
+    is_incomplete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
             stop_match_of(output.stop_match),
             output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
             output.error_message,
+            output.is_incomplete,
         )
         for output in response.outputs
     )
@@ -162,6 +166,7 @@ def read_finished(finished: generate_pb2.Finished) -> Finished:
         read_usage(finished.usage),
         finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
         finished.error_message,
+        finished.is_incomplete,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.contestants.jobs import Prompts, serve
+from benchmarks.contestants.jobs import Job, Prompts, serve
 
 
 def main() -> None:
@@ -18,12 +18,14 @@ def main() -> None:
         model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
     ).eval()
 
-    def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
+    def generate(prompts: Prompts, job: Job) -> list[int]:
+        if job.json_schema:
+            raise SystemExit("transformers has no constraints")
         longest = max(map(len, prompts))
         rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         config = GenerationConfig(
-            max_new_tokens=num_output_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            max_new_tokens=job.num_output_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         output = model.generate(rows, attention_mask=mask, generation_config=config)
         return [output.shape[1] - longest] * len(prompts)

@@ -17,11 +17,15 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Job:
-    """Requests that all come at once, greedy, each with exactly `num_output_tokens` of output."""
+    """Requests that all come at once, greedy, each with exactly `num_output_tokens` of output.
+
+    json_schema: what every output is constrained to; it has to have room for so many tokens.
+    """
 
     prompt_lengths: list[int]
     num_output_tokens: int
     seed: int
+    json_schema: str = ""
 
     def prompts(self) -> Prompts:
         """The prompts: the same for every contestant, and none that an earlier job had."""
@@ -31,17 +35,17 @@ class Job:
         ]
 
 
-def serve(name: str, generate: Callable[[Prompts, int], list[int]]) -> None:
+def serve(name: str, generate: Callable[[Prompts, Job], list[int]]) -> None:
     """Say that it is ready, then do jobs until the input ends.
 
-    `generate` takes prompts and a number of output tokens; it returns the number of tokens that each got.
+    `generate` takes the prompts and the job; it returns the number of tokens that each got.
     """
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         job = Job(**json.loads(line))
         prompts = job.prompts()
         started_at = time.perf_counter()
-        counts = generate(prompts, job.num_output_tokens)
+        counts = generate(prompts, job)
         seconds = time.perf_counter() - started_at
         if counts != [job.num_output_tokens] * len(prompts):
             raise SystemExit(f"{name} generated {counts} tokens instead of {job.num_output_tokens} each")

@@ -11,7 +11,7 @@ import sys
 import llama_cpp
 import numpy as np
 
-from benchmarks.contestants.jobs import Prompts, serve
+from benchmarks.contestants.jobs import Job, Prompts, serve
 
 _BATCH_TOKENS = 4096
 _CELLS_OF_SEQUENCE = 256
@@ -41,8 +41,10 @@ class Context:
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
-    def generate(self, prompts: Prompts, num_output_tokens: int) -> list[int]:
+    def generate(self, prompts: Prompts, job: Job) -> list[int]:
         """Greedy tokens of each prompt; returns how many each has."""
+        if job.json_schema:
+            raise SystemExit("llama.cpp is not measured with constraints")
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         newest: dict[int, int] = {}
         waiting = list(enumerate(prompts))
@@ -53,10 +55,10 @@ class Context:
                 taken.append(waiting.pop(0))
                 room -= len(taken[-1][1])
             newest |= self._step([(sequence, 0, prompt) for sequence, prompt in taken])
-        for step in range(num_output_tokens - 1):
+        for step in range(job.num_output_tokens - 1):
             rows = [(row, len(prompts[row]) + step, [token]) for row, token in newest.items()]
             newest = self._step(rows)
-        return [num_output_tokens for _ in prompts]
+        return [job.num_output_tokens for _ in prompts]
 
     def _step(self, rows: list[tuple[int, int, list[int]]]) -> dict[int, int]:
         """Compute (sequence, first position, tokens) rows; the next token of each sequence."""

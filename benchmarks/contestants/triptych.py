@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 
-from benchmarks.contestants.jobs import Prompts, serve
-from launcher.llm import LLM, SamplingParams
+from benchmarks.contestants.jobs import Job, Prompts, serve
+from launcher.llm import LLM, SamplingParams, StructuredOutput
 
 _KV_BYTES = 4 << 30
 
@@ -32,8 +32,13 @@ def main() -> None:
         if thread.name == "model" and thread.native_id is not None:
             os.sched_setaffinity(thread.native_id, {int(core)})
 
-    def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+    def generate(prompts: Prompts, job: Job) -> list[int]:
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=job.num_output_tokens,
+            ignore_eos=True,
+            structured_output=StructuredOutput(json_schema=job.json_schema) if job.json_schema else None,
+        )
         results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
         return [len(result.outputs[0].token_ids) for result in results]
 

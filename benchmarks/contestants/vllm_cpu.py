@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.contestants.jobs import Prompts, serve
+from benchmarks.contestants.jobs import Job, Prompts, serve
 
 
 def main() -> None:
     """Serve jobs with vLLM; the process's environment says how many threads and where."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import StructuredOutputsParams
 
     model, dtype, mode = sys.argv[1:4]
     llm = LLM(
@@ -24,10 +25,17 @@ def main() -> None:
         max_num_seqs=256,
         max_num_batched_tokens=4096,
         enable_prefix_caching=True,
+        # The grammar engine that ours has.
+        structured_outputs_config={"backend": "guidance"},
     )
 
-    def generate(prompts: Prompts, num_output_tokens: int) -> list[int]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+    def generate(prompts: Prompts, job: Job) -> list[int]:
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=job.num_output_tokens,
+            ignore_eos=True,
+            structured_outputs=StructuredOutputsParams(json=job.json_schema) if job.json_schema else None,
+        )
         inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]

@@ -25,6 +25,7 @@ class OutputSeen:
     stop_match: str = ""
     num_completion_tokens: int = 0
     num_finished: int = 0
+    is_incomplete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ def outputs_of(record: StreamRecord) -> list[OutputSeen]:
             output.reason = finished.reason
             output.stop_match = finished.stop_match.string
             output.num_completion_tokens = finished.usage.num_completion_tokens
+            output.is_incomplete = finished.is_incomplete
             output.num_finished += 1
     return outputs
 
@@ -143,12 +145,8 @@ def _difference(seen: OutputSeen, expected: OutputSeen) -> str:
         place = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
         lengths = f"{len(seen.token_ids)} ids for {len(expected.token_ids)}"
         return f"{lengths}, the first that differs at {place}"
-    for name in ("text", "reason", "stop_match", "logprobs", "top", "num_completion_tokens", "num_finished"):
-        ours, theirs = (vars_of(output)[name] for output in (seen, expected))
+    for name in OutputSeen.__slots__:
+        ours, theirs = getattr(seen, name), getattr(expected, name)
         if ours != theirs:
             return f"{name} is {str(ours)[-120:]!r} instead of {str(theirs)[-120:]!r}"
     return "nothing that is named here"
-
-
-def vars_of(output: OutputSeen) -> dict[str, object]:
-    return {name: getattr(output, name) for name in OutputSeen.__slots__}

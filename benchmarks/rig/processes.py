@@ -21,7 +21,7 @@ from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _ROOTS = (str(_REPOSITORY), str(_REPOSITORY / "protos"), str(_REPOSITORY / "kernels"))
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 30.0
 _STATUS_LIMIT_S = 60.0
 _POLL_S = 0.02

@@ -130,9 +130,10 @@ class StreamRecord:
 class Load:
     """Streams under way. `records` grows and is filled while they run."""
 
-    def __init__(self, *, label: str) -> None:
+    def __init__(self, *, label: str, limit_s: float = STREAM_LIMIT_S) -> None:
         self.records: list[StreamRecord] = []
         self._label = label
+        self._limit_s = limit_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def send(self, channel: grpc.aio.Channel, cases: Sequence[Case]) -> list[StreamRecord]:
@@ -156,6 +157,11 @@ class Load:
     def num_open(self) -> int:
         return sum(record.ended_at is None for record in self.records)
 
+    @property
+    def num_begun(self) -> int:
+        """Of the open ones, those with output."""
+        return sum(record.ended_at is None and record.num_tokens > 0 for record in self.records)
+
     async def finish(self) -> list[StreamRecord]:
         """Wait for every stream; all records."""
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -170,7 +176,7 @@ class Load:
             cache_salt=self._label,
         )
         try:
-            async for event in stub.Generate(request, timeout=STREAM_LIMIT_S):
+            async for event in stub.Generate(request, timeout=self._limit_s):
                 record.events.append((time.monotonic(), event))
             record.code = grpc.StatusCode.OK
         except grpc.aio.AioRpcError as error:

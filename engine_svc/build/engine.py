@@ -31,9 +31,11 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.artifacts import Artifact, check_artifacts, read_artifacts
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, StatsSnapshot
+from engine_svc.loop.mailbox import Fail, Inbox, KVEventLog, Prepared, StatsSnapshot
+from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler, NoLockstep
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import Membership
@@ -187,6 +189,9 @@ def build_engine(
 
     check_artifacts(served.artifacts)
 
+    def on_prepared(number: int, failure: RequestFailed | None) -> None:
+        served.inbox.put(Prepared(number, failure))
+
     def report_progress(phase: str, done: int, total: int) -> None:
         progress(LoadProgress(phase, done, total))
 
@@ -194,9 +199,14 @@ def build_engine(
         from engine_svc.build.ranks import build_ranks
 
         # An idle engine loop waits for nothing but its inbox.
-        side = build_ranks(config, report_progress, on_lost=lambda lost: served.inbox.put(Fail(lost))).side
+        side = build_ranks(
+            config,
+            report_progress,
+            on_lost=lambda lost: served.inbox.put(Fail(lost)),
+            on_prepared=on_prepared,
+        ).side
     else:
-        side = build_runner(config, report_progress)
+        side = build_runner(config, report_progress, on_prepared)
     try:
         return _put_together(config, served, side, defer)
     except BaseException:
@@ -233,7 +243,8 @@ def _put_together(
         None if kv_event_log is None else kv_event_log.publish,
     )
     watch = SchedulerWatch(served.clock)
-    features = [*scheduler_features(config, context), watch]
+    preparations = Preparations(side.preparing, served.clock)
+    features = [*scheduler_features(config, context), watch, preparations]
     core = build_core(
         scheduler_config,
         cache_config,
@@ -253,6 +264,7 @@ def _put_together(
         stats_snapshot=served.stats_snapshot,
         clock=served.clock,
         lockstep=lockstep or NoLockstep(),
+        preparations=preparations,
         max_in_flight=side.steps_in_flight,
         at_end=at_end,
         step_limit_s=config.step_limit_s,

@@ -28,8 +28,12 @@ def scheduler_features(config: EngineConfig, context: SchedulerContext) -> Seque
     return _make("scheduler", config, context)
 
 
-def runner_features(config: EngineConfig, context: RunnerContext) -> Sequence[RunnerFeature]:
-    return _make("runner", config, context)
+def runner_features(
+    config: EngineConfig, context: RunnerContext, *, samples: bool = True
+) -> Sequence[RunnerFeature]:
+    """samples: False for a rank that chooses no tokens; what is prepared is only for choosing them."""
+    made: list[RunnerFeature] = _make("runner", config, context)
+    return [feature for feature in made if samples or feature.prepares is None]
 
 
 def extra_types() -> list[type[Extra]]:

@@ -25,12 +25,13 @@ from engine_svc.build.runner import (
     make_runner,
 )
 from engine_svc.config import EngineConfig
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.extras import ExtraCodec
 from engine_svc.model.facts import KVShape, groups_of_stage
 from engine_svc.model.loading.loader import LoadedModel, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.process_parallel import ProcessParallel, RankPosition
-from engine_svc.ranks.control_pipe import RankConnection
+from engine_svc.ranks.control_pipe import RankConnection, write_prepared
 from engine_svc.ranks.loop import AfterStep, EarlyStage, RankLoop, Reporter, Silent
 from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter, reader_end, writer_end
 from engine_svc.ranks.plan_codec import PlanDecoder
@@ -142,7 +143,9 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
         max_model_len=sizes["max_model_len"],
         sizing=sizing,
         parallel=parallel,
+        samples=rank.position.is_last_stage,
         on_failed=None if rank.position.reports else partial(_send_failed_rows, rank),
+        on_prepared=partial(_send_prepared, rank),
     )
     runner.warm_up(rank.config.max_num_batched_tokens)
     return _make_loop(rank, runner, sizes, on_gpu=loaded.device.type == "cuda")
@@ -203,6 +206,8 @@ def _make_loop(rank: _Rank, runner: ModelRunner, sizes: Mapping[str, Any], *, on
         calls=_calls(decoder, runner, sizes["num_groups"]),
         answer=lambda answer: rank.connection.send({"answer": answer}),
         has_dealt=lambda: rank.heartbeats.finish_step(rank.position.rank),
+        preparer=runner.preparer if rank.position.is_last_stage else None,
+        extras=ExtraCodec(extra_types()),
     )
 
 
@@ -226,6 +231,12 @@ def _send_failed_rows(rank: _Rank, step_number: int, failed: Mapping[int, str]) 
     rank.connection.send({"failed_rows": [step_number, list(failed.items())]})
     # After the message, which the engine then waits for.
     rank.heartbeats.count_failure(rank.position.rank)
+
+
+def _send_prepared(rank: _Rank, number: int, failure: RequestFailed | None) -> None:
+    # The engine may have ended meanwhile.
+    with contextlib.suppress(EOFError):
+        rank.connection.send(write_prepared(number, failure))
 
 
 def _end_rank(connection: RankConnection, error: Exception) -> NoReturn:

@@ -19,6 +19,7 @@ from engine_svc.ranks.process_group import GroupLimits, ProcessGroup, RankLaunch
 from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import RunnerControl
 from engine_svc.runner.memory.kv_sizing import FreeMemory, warn_if_cut
+from engine_svc.runner.preparer import OnPrepared
 from service_kit.config import ConfigError
 from service_kit.process import importing_environment
 
@@ -51,10 +52,12 @@ def build_ranks(
     *,
     limits: GroupLimits | None = None,
     on_lost: Callable[[RankLost], object] = lambda lost: None,
+    on_prepared: OnPrepared = lambda number, failure: None,
 ) -> RankedSide:
     """Start the ranks, and size their caches by the one with the least room.
 
-    on_lost: called on another thread when a rank is lost, also between steps.
+    on_lost: called on another thread when a rank is lost, also between steps. on_prepared: likewise, with
+    the answers of ranks that prepare.
     Raises ValueError with a message for the operator, RankLost, or TimeoutError.
     """
     positions = _rank_positions(config)
@@ -66,6 +69,7 @@ def build_ranks(
         ),
         limits=limits or GroupLimits(),
         on_lost=on_lost,
+        on_prepared=on_prepared,
         on_progress=progress,
     )
     loaded_messages = starting.loaded()
@@ -100,6 +104,7 @@ def build_ranks(
     side = RunnerSide(
         executor=group,
         control=RunnerControl(group),
+        preparing=group,
         model=model,
         windows=tuple(group.window for group in model.groups),
         max_model_len=max_model_len,

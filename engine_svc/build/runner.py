@@ -13,6 +13,7 @@ from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lo
 from engine_svc.build.features import runner_features
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
+from engine_svc.loop.protocols import PreparingRanks
 from engine_svc.loop.steps import Executor
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import ModelFacts
@@ -33,6 +34,7 @@ from engine_svc.runner.memory.kv_sizing import (
 )
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
+from engine_svc.runner.preparer import OnPrepared
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sleep import WeightSource
 from service_kit.config import ConfigError
@@ -51,6 +53,7 @@ class RunnerSide:
 
     executor: Executor
     control: RunnerControl
+    preparing: PreparingRanks
     model: ModelFacts
     windows: tuple[int | None, ...]  # per group of layers
     max_model_len: int
@@ -61,7 +64,9 @@ class RunnerSide:
     rank_ids: tuple[int, ...] = ()  # process ids of the ranks, if there are any
 
 
-def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
+def build_runner(
+    config: EngineConfig, progress: Progress, on_prepared: OnPrepared = lambda number, failure: None
+) -> RunnerSide:
     """Load the model, size its cache, start its executor. Raises ValueError with a message for operators."""
     experts = build_experts(config)
     try:
@@ -78,7 +83,14 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
         if config.num_kv_blocks is None and config.kv_cache_memory is not None:
             warn_if_cut(config.kv_cache_memory, [sizing])
         progress("warm-up", 0, 1)
-        runner = make_runner(config, loaded, max_model_len=max_model_len, sizing=sizing, experts=experts)
+        runner = make_runner(
+            config,
+            loaded,
+            max_model_len=max_model_len,
+            sizing=sizing,
+            experts=experts,
+            on_prepared=on_prepared,
+        )
         runner.warm_up(config.max_num_batched_tokens)
         progress("warm-up", 1, 1)
     except torch.OutOfMemoryError as error:
@@ -90,6 +102,7 @@ def build_runner(config: EngineConfig, progress: Progress) -> RunnerSide:
     return RunnerSide(
         executor=executor,
         control=RunnerControl(executor),
+        preparing=runner.preparer,
         model=loaded.facts,
         windows=tuple(group.window for group in loaded.facts.groups),
         max_model_len=max_model_len,
@@ -129,9 +142,14 @@ def make_runner(
     sizing: KVSizing,
     parallel: Parallel | None = None,
     experts: HeldExperts | None = None,
+    samples: bool = True,
     on_failed: OnFailed | None = None,
+    on_prepared: OnPrepared = lambda number, failure: None,
 ) -> ModelRunner:
-    """The runner of this rank, with its cache. sizing: without the placeholder block."""
+    """The runner of this rank, with its cache. sizing: without the placeholder block.
+
+    samples: False for an early stage of a pipeline, which prepares nothing.
+    """
     sizing = KVSizing(sizing.num_blocks + 1, sizing.block_size, sizing.bytes_per_block)
     facts, ops = loaded.facts, loaded.ops
     # A configured cache size is allocated at once.
@@ -160,11 +178,12 @@ def make_runner(
             config.max_num_seqs, max_model_len, config.block_size, LogprobsMode(config.logprobs_mode)
         ),
         ops,
-        make_features=partial(runner_features, config),
+        make_features=partial(runner_features, config, samples=samples),
         graphs=record(loaded.model),
         source=WeightSource(Checkpoint(Path(config.model)), load, record),
         exchange=None if experts is None else experts.exchange,
         on_failed=on_failed,
+        on_prepared=on_prepared,
     )
 
 

@@ -14,11 +14,11 @@ from engine_svc.convert.feature import AddContext, WireFeatures, to_us
 from engine_svc.convert.logprobs import add_logprobs, pack
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
-from engine_svc.core.request import FinishReason, FirstOutput, PrefillStats, Request
+from engine_svc.core.request import NO_STOP_TOKEN, FinishReason, FirstOutput, PrefillStats, Request
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
-from service_kit.errors import InvalidArgument, ServiceError, to_parts
+from service_kit.errors import InvalidArgument, ServiceError, to_number, to_parts
 from service_kit.field_checks import check, check_id, to_token_ids
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
@@ -157,11 +157,13 @@ def to_step(
     ends = list(accumulate(output.num_tokens)) if stops else []
     for finished in output.finished:
         end = step.finished.add(row=finished.row, reason=_REASONS[finished.reason])
-        if finished.reason is FinishReason.STOP:
+        if finished.reason is FinishReason.STOP and finished.stop_token_id != NO_STOP_TOKEN:
             last_token = output.token_ids[ends[finished.row] - 1]
             _set_stop(end, finished, last_token, stop_token_ids[output.handles[finished.row]])
         elif finished.reason is FinishReason.ERROR:
             end.message = finished.message
+            if finished.code:
+                end.code = to_number(finished.code)
     if output.token_logprobs is not None:
         add_logprobs(step, output, output.token_logprobs)
     if output.extras:

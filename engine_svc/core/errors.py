@@ -1,8 +1,11 @@
-"""Errors of executors that are not a request's fault. Knows no device."""
+"""Errors of executors that are not a request's fault, and the one that is. Knows no device."""
 
 from __future__ import annotations
 
+import logging
 import traceback
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceLost(RuntimeError):
@@ -18,6 +21,21 @@ class PeersLost(RuntimeError):
 
     No request is the cause: all of them run again once the remaining ranks have formed a group.
     """
+
+
+class RequestFailed(Exception):
+    """One request cannot be served and ends alone, with this status. code: name of a gRPC status code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+def describe_failure(feature: str, error: Exception) -> str:
+    """Log what a feature raised; returns the message for the requests that end by it."""
+    logger.error("a feature failed, the requests that use it end", exc_info=error, extra={"feature": feature})
+    return f"{feature} failed: {type(error).__name__}: {error}"
 
 
 def clear_frames(error: BaseException) -> None:

@@ -15,12 +15,25 @@ Extras = dict[type, Any]
 
 
 class Extra(Protocol):
-    """A value with a fixed binary form, in which it reaches the ranks of a divided model and comes back."""
+    """A value with a fixed binary form, in which it reaches the ranks of a divided model and comes back.
+
+    One that may exclude tokens has `rules`: what clients call what it excludes them by.
+    """
 
     def encode(self) -> bytes: ...
 
     @classmethod
     def decode(cls, data: bytes) -> Self: ...
+
+
+class PreparedExtra(Extra, Protocol):
+    """An extra that every rank that samples prepares before its request may be admitted.
+
+    blocker: the name that blocks the request until then; "" if this one needs no preparation.
+    """
+
+    @property
+    def blocker(self) -> str: ...
 
 
 class OutputExtra(Protocol):
@@ -38,6 +51,16 @@ class OutputExtra(Protocol):
     def split(self, max_bytes: int) -> Sequence[Self]:
         """The same in parts of at most `max_bytes`, as far as it can be divided."""
         ...
+
+
+def blocker_of(extra: object) -> str:
+    """The name that blocks a request with this extra until it is prepared; "" if it need not be."""
+    return getattr(extra, "blocker", "")
+
+
+def rules_of(extra: object) -> tuple[str, ...]:
+    """What clients call the rules of this extra that may exclude tokens."""
+    return getattr(extra, "rules", ())
 
 
 def merge_extras(earlier: Extras, later: Extras) -> Extras:

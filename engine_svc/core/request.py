@@ -6,8 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extras, rules_of
 from engine_svc.core.sampling_params import SamplingParams
+
+# In the place of a stop token, where a verdict and no token ended a request with STOP.
+NO_STOP_TOKEN = -1
 
 
 class InvalidTransition(RuntimeError):
@@ -79,6 +82,20 @@ class BlockTable:
     num_released: int = 0  # leading blocks that were released while the request runs
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a feature ends a request, or its turn, in the step of its newest tokens.
+
+    num_tokens: how many of these count, the others are dropped; None: all.  code, message: with ERROR, which
+    ends the whole request.
+    """
+
+    reason: FinishReason
+    num_tokens: int | None = None
+    code: str = ""  # the name of a gRPC status code
+    message: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt to be continued once; a resumable request continues with each further input segment.
@@ -117,6 +134,8 @@ class Request:
     check_from: int = field(default=0, init=False)  # from this length on every new token is checked
     segments: deque[InputSegment] = field(default_factory=deque, init=False)  # that wait for their turn
     end_token_ids: frozenset[int] = field(init=False)  # every token that ends it
+    needs_verdict: bool = field(default=False, init=False)  # set by a feature that may end it
+    verdict: Verdict | None = field(default=None, init=False)  # the newest
     order_key: tuple[float, float, str] = field(default=(0.0, 0.0, ""), init=False)  # in the waiting queue
     num_uncached_tokens: int = field(default=0, init=False)  # estimated when it began to wait
 
@@ -144,6 +163,12 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def rules(self) -> list[str]:
+        """What clients call the rules that may exclude tokens from the next."""
+        core = ("min_tokens",) if self.num_output_tokens < self.sampling.min_tokens else ()
+        return sorted({*core, *(name for extra in self.extras.values() for name in rules_of(extra))})
 
     @property
     def is_finished(self) -> bool:
@@ -183,9 +208,10 @@ class RequestOutput:
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop token that ended it; None for the end-of-sequence token
+    stop_token_id: int | None = None  # the stop token that ended it, or NO_STOP_TOKEN; None: end of sequence
     first: FirstOutput | None = None  # in the first output of the request only
     message: str = ""  # for people, if it ended by an error
+    code: str = ""  # the name of its gRPC status code then, if it has one
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
 

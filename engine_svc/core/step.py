@@ -16,7 +16,7 @@ from engine_svc.core.sampling_params import SamplingParams
 
 _K = struct.Struct("<I")
 _NON_FINITE = "the model produced logits that are not finite"
-_BARRED = "the request's own rules leave no token to choose"
+BARRED = "the request's own rules leave no token to choose"
 
 
 @dataclass(slots=True)
@@ -146,13 +146,13 @@ class StepResult:
         """The rows that end with an error, in order, each with its message."""
         if not self.non_finite and not self.barred and not self.failed:
             return []
-        faults = dict.fromkeys(self.barred, _BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)
+        faults = dict.fromkeys(self.barred, BARRED) | dict.fromkeys(self.non_finite, _NON_FINITE)
         return sorted((faults | self.failed).items())
 
     def clear_faulty(self) -> None:
         """Remove all else that the step produced for rows that end with an error.
 
-        What explains the error stays: extras of a type with `stays_with_error`.
+        Extras of a type with `stays_with_error` stay.
         """
         for row, _ in self.faults():
             self.sampled[row] = []

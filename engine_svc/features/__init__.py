@@ -19,6 +19,7 @@ FEATURES = (
     "prompt_logprobs",
     "token_rules",
     "penalties",
+    "structured_output",
     "thinking_budget",
 )
 

@@ -6,7 +6,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine_svc.core.step import StepPlan
-from engine_svc.loop.mailbox import Abort, Add, Adopt, Call, Fail, GiveUp, Inbox, StatsSnapshot, Stop
+from engine_svc.loop.mailbox import (
+    Abort,
+    Add,
+    Adopt,
+    Call,
+    Fail,
+    GiveUp,
+    Inbox,
+    Prepared,
+    StatsSnapshot,
+    Stop,
+)
+from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler, Lockstep
 from engine_svc.loop.recovery import StepRecovery, log_failure
 from engine_svc.loop.requests import EngineRequests
@@ -23,6 +35,7 @@ DEFAULT_STEP_LIMIT_S = 5.0
 class Engine:
     """Runs steps while there is work, else waits. Its state belongs to the thread that calls `run`.
 
+    preparations: of the scheduler's features, if requests may have anything to prepare.
     at_end: called when the loop has ended, also after an error.
     """
 
@@ -35,6 +48,7 @@ class Engine:
         stats_snapshot: StatsSnapshot,
         clock: Clock,
         lockstep: Lockstep,
+        preparations: Preparations | None = None,
         max_in_flight: int = 1,
         at_end: Sequence[Callable[[], None]] = (),
         step_limit_s: float = DEFAULT_STEP_LIMIT_S,
@@ -55,7 +69,7 @@ class Engine:
             scheduler_stats=scheduler.stats,
         )
         self._calls = CallQueue(self._stats)
-        self._requests = EngineRequests(scheduler, self._stats, clock)
+        self._requests = EngineRequests(scheduler, self._stats, clock, preparations)
         self._recovery = StepRecovery(
             scheduler=scheduler,
             steps=self._steps,
@@ -86,6 +100,7 @@ class Engine:
         A thread that calls this instead of `run` owns the engine and calls `close` at the end.
         """
         self._read_inbox()
+        self._requests.settle_prepared()
         self._requests.expire()
         self._calls.run()
         self._recovery.review()
@@ -183,6 +198,8 @@ class Engine:
                     self._requests.adopt(command)
                 case GiveUp(request_id):
                     self._requests.give_up(request_id)
+                case Prepared():
+                    self._requests.note_prepared(command)
                 case Call(work):
                     self._calls.put(work)
                 case Stop():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from engine_svc.cache.observer import StoredBlocks
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
@@ -67,6 +68,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A rank has done the preparation with this number. failure: why the request cannot be served."""
+
+    number: int
+    failure: RequestFailed | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop, even while requests run."""
 
@@ -85,7 +94,7 @@ class Call:
     work: Callable[[], None]
 
 
-Command = Add | Abort | Adopt | GiveUp | Stop | Fail | Call
+Command = Add | Abort | Adopt | GiveUp | Prepared | Stop | Fail | Call
 
 
 class Inbox:

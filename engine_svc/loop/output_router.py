@@ -93,7 +93,7 @@ class OutputRouter:
 
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
-    return FinishedRow(row, reason, output.stop_token_id, output.message)
+    return FinishedRow(row, reason, output.stop_token_id, output.message, output.code)
 
 
 def _aborted(handle: int, step_number: int) -> StepOutput:

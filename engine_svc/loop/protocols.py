@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from engine_svc.core.extras import Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import PauseState
@@ -26,6 +27,10 @@ class EngineScheduler(Protocol):
     def waiting_ids(self) -> list[str]: ...
 
     def add(self, request: Request) -> None: ...
+
+    def unblock(self, request_id: str, name: str) -> None:
+        """Remove a blocker of a request; one that has ended is ignored."""
+        ...
 
     def abort(
         self,
@@ -100,6 +105,30 @@ class Lockstep(Protocol):
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
+
+
+class PreparingRanks(Protocol):
+    """All ranks that sample. Each prepares in the order of the calls, beside its steps.
+
+    Each answers with a `Prepared` command, unless the request was dropped before.
+    """
+
+    @property
+    def num_preparing(self) -> int:
+        """How many ranks answer."""
+        ...
+
+    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+        """Prepare the extras of a request that has been added; number: unique, returned with the answer."""
+        ...
+
+    def drop_prepared(self, request_id: str) -> None:
+        """The request has ended: forget what was prepared for it, or is being prepared."""
+        ...
+
+    def stop_preparing(self) -> None:
+        """The engine ends."""
+        ...
 
 
 class RankCalls(Protocol):

@@ -9,11 +9,13 @@ import heapq
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
+from engine_svc.core.errors import DeviceLost, RequestFailed
 from engine_svc.core.request import FinishReason, RequestOutput
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.loop.failure_bisection import UNREADY
-from engine_svc.loop.mailbox import Add, Adopt, Outbox
+from engine_svc.loop.mailbox import Add, Adopt, Outbox, Prepared
 from engine_svc.loop.output_router import OutputRouter
+from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.loop.statistics import StatsRecorder
 from engine_svc.loop.step_output import StepOutput
@@ -28,8 +30,15 @@ _MAX_WAIT_S = 3600.0
 class EngineRequests:
     """Applies commands to requests and publishes outputs, those of requests ended from outside first."""
 
-    def __init__(self, scheduler: EngineScheduler, stats: StatsRecorder, clock: Clock) -> None:
+    def __init__(
+        self,
+        scheduler: EngineScheduler,
+        stats: StatsRecorder,
+        clock: Clock,
+        preparations: Preparations | None = None,
+    ) -> None:
         self._scheduler = scheduler
+        self._preparations = preparations or Preparations(None, clock)
         self._stats = stats
         self._clock = clock
         self._router = OutputRouter()
@@ -49,6 +58,8 @@ class EngineRequests:
         self._stats.count_prompt(request.num_prompt_tokens)
         try:
             self._scheduler.add(request)
+        except DeviceLost:
+            raise
         except Exception as error:  # Every error is this request's: no other request was changed.
             logger.error("request cannot be added", exc_info=error, extra={"request_id": request.request_id})
             failed = RequestOutput(request.request_id, [], FinishReason.ERROR, message=UNREADY)
@@ -75,6 +86,18 @@ class EngineRequests:
         self.abort([request_id], "session_lost")
         self._router.forget(request_id)
 
+    def note_prepared(self, command: Prepared) -> None:
+        self._preparations.note(command.number, command.failure)
+
+    def settle_prepared(self) -> None:
+        """Let requests run that all ranks have prepared, and end those that cannot be."""
+        for preparation in self._preparations.take_settled():
+            if preparation.failure is not None:
+                self._fail(preparation.request_id, preparation.failure)
+                continue
+            for name in preparation.blockers:
+                self._scheduler.unblock(preparation.request_id, name)
+
     def expire(self) -> None:
         """End the requests whose deadlines have passed."""
         for request_id in self._deadlines.expired(self._clock.now()):
@@ -82,8 +105,8 @@ class EngineRequests:
 
     def until_deadline(self) -> float | None:
         """How long the loop may wait for the next deadline; None: there is none."""
-        left_s = self._deadlines.left_s(self._clock.now())
-        return None if left_s is None else min(left_s, _MAX_WAIT_S)
+        left = (self._deadlines.left_s(self._clock.now()), self._preparations.left_s())
+        return min((left_s for left_s in left if left_s is not None), default=None)
 
     def publish(self, plan: StepPlan, result: StepResult, outputs: list[RequestOutput], now: float) -> None:
         """Send each session its rows of a step that has just ended."""
@@ -95,6 +118,12 @@ class EngineRequests:
         """Send the final outputs of requests that were ended from outside."""
         if self._ended:
             self._publish([], {})
+
+    def _fail(self, request_id: str, failure: RequestFailed) -> None:
+        now = self._clock.now()
+        for output in self._scheduler.abort([request_id], now, "unprepared", FinishReason.ERROR):
+            output.code, output.message = failure.code, failure.message
+            self._ended.append(output)
 
     def _publish(
         self,
@@ -151,8 +180,8 @@ class Deadlines:
                 yield request_id
 
     def left_s(self, now: float) -> float | None:
-        """The time until the next deadline; None: there is none."""
-        return max(0.0, self._entries[0][0] - now) if self._entries else None
+        """The time until the next deadline, as far as one wait can last; None: there is none."""
+        return min(max(0.0, self._entries[0][0] - now), _MAX_WAIT_S) if self._entries else None
 
     def _is_due(self, deadline_at: float, request_id: str) -> bool:
         return request_id in self._running and self._deadline_of.get(request_id) == deadline_at

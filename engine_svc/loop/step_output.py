@@ -25,12 +25,16 @@ _MAX_UNMERGED_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """How the request of one row ended: `stop_token_id` if by a stop token, `message` if by an error."""
+    """How the request of one row ended: `stop_token_id` if by a stop token, `message` if by an error.
+
+    code: the name of the error's gRPC status code, if it has one.
+    """
 
     row: int
     reason: FinishReason
     stop_token_id: int | None = None
     message: str = ""
+    code: str = ""
 
 
 @dataclass(slots=True)

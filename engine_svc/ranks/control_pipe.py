@@ -11,6 +11,9 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping
+from typing import cast
+
+from engine_svc.core.errors import RequestFailed
 
 _RECEIVE_BYTES = 1 << 16
 
@@ -26,6 +29,7 @@ class RankConnection:
     def __init__(self, connection: socket.socket) -> None:
         self.is_open = True  # by the other end
         self._socket = connection
+        self._writing = threading.Lock()
         self._unread = b""
         self._messages: deque[RankMessage] = deque()
 
@@ -36,9 +40,11 @@ class RankConnection:
         self._socket.close()
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Raises EOFError if the other end has closed the connection."""
+        """For any thread. Raises EOFError if the other end has closed the connection."""
+        data = json.dumps(message).encode() + b"\n"
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            with self._writing:
+                self._socket.sendall(data)
         except OSError as error:
             raise EOFError("the other end of the connection to a rank is closed") from error
 
@@ -72,3 +78,13 @@ class RankConnection:
             os._exit(_EXIT_ALONE)
 
         threading.Thread(target=wait, name="parent-connection", daemon=True).start()
+
+
+def write_prepared(number: int, failure: RequestFailed | None) -> RankMessage:
+    """The message of a rank that has prepared what a request waits for, or cannot."""
+    return {"prepared": [number] if failure is None else [number, failure.code, failure.message]}
+
+
+def read_prepared(message: RankMessage) -> tuple[int, RequestFailed | None]:
+    number, *status = cast("tuple[int, str, str]", message["prepared"])
+    return number, RequestFailed(*status) if status else None

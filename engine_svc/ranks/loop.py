@@ -20,10 +20,11 @@ import torch
 from engine_svc.core.extras import NO_EXTRAS, ExtraCodec
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.ranks.plan_channel import ChannelReader, ChannelWriter
-from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder
+from engine_svc.ranks.plan_codec import CALL, DROP, PLAN, PREPARE, STOP, PlanDecoder, decode_preparation
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.runner.executor import Call, LaunchedStep, PlanRunner
 from engine_svc.runner.input_batch import InputBatch
+from engine_svc.runner.preparer import Preparer
 from engine_svc.runner.sampling.transfer import to_device
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,10 @@ class RankLoop:
         calls: Mapping[str, Call],
         answer: Callable[[Mapping[str, object]], None],
         has_dealt: Callable[[], None],
+        preparer: Preparer | None = None,
+        extras: ExtraCodec = NO_EXTRAS,
     ) -> None:
+        """preparer: None for a rank that does not sample. extras: the types of what is prepared."""
         self._messages = messages
         self._decoder = decoder
         self._runner = runner
@@ -67,6 +71,8 @@ class RankLoop:
         self._calls = calls
         self._answer = answer
         self._has_dealt = has_dealt  # called after each message
+        self._preparer = preparer
+        self._extras = extras
 
     def run(self) -> None:
         while True:
@@ -75,11 +81,17 @@ class RankLoop:
             kind, body = message[:1], message[1:]
             if kind == STOP:
                 self._part.settle()
+                if self._preparer is not None:
+                    self._preparer.stop_preparing()
                 return
             if kind == PLAN:
                 self._step(self._decoder.decode(body))
             elif kind == CALL:
                 self._call(**json.loads(body))
+            elif self._preparer is not None and kind == PREPARE:
+                self._preparer.prepare(*decode_preparation(body, self._extras))
+            elif self._preparer is not None and kind == DROP:
+                self._preparer.drop_prepared(body.decode())
             self._has_dealt()
 
     def _step(self, plan: StepPlan) -> None:

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
-from engine_svc.core.extras import Extra, ExtraCodec
+from engine_svc.core.extras import Extra, ExtraCodec, Extras
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan
 
 # First byte of a message to the ranks: its kind.
 PLAN, CALL, STOP = b"P", b"C", b"S"
+PREPARE, DROP = b"R", b"D"  # the second ends with the id of the request
 
 VERSION = 2
 MAX_ROWS = 1 << 16
@@ -41,6 +42,8 @@ _ONE_EACH = 1 << 21  # at most one block per group; bits from _FIRST_GROUP on ar
 _FIRST_GROUP = 24
 _MAX_GROUPS = 8
 _HANDLE = MAX_ROWS - 1
+
+_NUMBER = struct.Struct("<Q")  # of a preparation
 
 # JSON has only lists. Parameters that may be None have None as default, so None is never encoded.
 _FORMS: dict[str, Callable[[Any], object]] = {
@@ -234,6 +237,25 @@ class _Rows:
         handle = self.handle_of.pop(request_id)
         self._free.append(handle)
         return handle
+
+
+def encode_preparation(number: int, request_id: str, extras: Extras, codec: ExtraCodec) -> bytes:
+    """A preparation as bytes. Raises UnknownExtra for an extra that no rank knows."""
+    codec.check(extras)
+    writer = FieldWriter()
+    writer.fixed(_NUMBER, number)
+    writer.text(request_id)
+    codec.write(writer, extras)
+    return writer.message()
+
+
+def decode_preparation(message: bytes, codec: ExtraCodec) -> tuple[int, str, Extras]:
+    """The number, the request and the extras of a preparation. Raises MessageError."""
+    reader = FieldReader(message)
+    (number,) = reader.fixed(_NUMBER)
+    request_id, extras = reader.text(), codec.read(reader)
+    reader.finish()
+    return number, request_id, extras
 
 
 def sampling_text(sampling: SamplingParams) -> str:

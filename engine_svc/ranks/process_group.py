@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from engine_svc.core.extras import NO_EXTRAS, Extra, ExtraCodec
+from engine_svc.core.extras import NO_EXTRAS, Extra, ExtraCodec, Extras
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.ranks.control_pipe import RankMessage
@@ -26,10 +26,11 @@ from engine_svc.ranks.plan_channel import (
     ChannelWriter,
     create_channel,
 )
-from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanEncoder
+from engine_svc.ranks.plan_codec import CALL, DROP, PLAN, PREPARE, STOP, PlanEncoder, encode_preparation
 from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result
 from engine_svc.ranks.watch import RankLost, RankStart, RankWatch, WatchLimits
+from engine_svc.runner.preparer import OnPrepared
 
 _HEART_INTERVAL_S = 0.1
 _LOOK_S = 0.5
@@ -64,6 +65,7 @@ class RanksStarting:
         *,
         limits: GroupLimits,
         on_lost: Callable[[RankLost], object] = lambda lost: None,
+        on_prepared: OnPrepared = lambda number, failure: None,
         on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
     ) -> None:
         self._limits = limits
@@ -78,7 +80,9 @@ class RanksStarting:
         self._heartbeats = RankHeartbeats.create(len(positions))
         self._store_fd = os.memfd_create("triptych-store", os.MFD_CLOEXEC)
         starts = [self._start_of(position, early, launch) for position in positions]
-        self._watch = RankWatch(starts, self._heartbeats, limits=limits.watch, on_lost=on_lost)
+        self._watch = RankWatch(
+            starts, self._heartbeats, limits=limits.watch, on_lost=on_lost, on_prepared=on_prepared
+        )
 
     def loaded(self) -> list[RankMessage]:
         """What each rank reports of its part of the model, in order.
@@ -113,6 +117,7 @@ class RanksStarting:
             encoder,
             self._limits,
             ExtraCodec(extras),
+            num_preparing=sum(position.is_last_stage for position in self._positions),
         )
 
     def give_up(self) -> None:
@@ -178,7 +183,10 @@ class ProcessGroup:
         encoder: PlanEncoder,
         limits: GroupLimits,
         extras: ExtraCodec = NO_EXTRAS,
+        num_preparing: int = 1,
     ) -> None:
+        """num_preparing: ranks that sample."""
+        self.num_preparing = num_preparing
         self._watch = watch
         self._extras = extras
         self._heartbeats = heartbeats
@@ -215,6 +223,17 @@ class ProcessGroup:
             return self._answers_to(name, arguments or {})
         finally:
             self._watch.may_be_busy = False
+
+    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+        """Have every rank that samples prepare these; `on_prepared` is called with each answer."""
+        self._send(PREPARE + encode_preparation(number, request_id, extras, self._extras))
+
+    def drop_prepared(self, request_id: str) -> None:
+        """Have every rank forget what it prepared, or prepares, for a request that has ended."""
+        self._send(DROP + request_id.encode())
+
+    def stop_preparing(self) -> None:
+        """Ranks stop when they end."""
 
     def drop(self) -> None:
         """Not possible: ranks run plans on their own, and an error ends them."""

@@ -18,8 +18,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from engine_svc.core.errors import DeviceLost
-from engine_svc.ranks.control_pipe import RankConnection, RankMessage
+from engine_svc.ranks.control_pipe import RankConnection, RankMessage, read_prepared
 from engine_svc.ranks.progress_board import RankHeartbeats
+from engine_svc.runner.preparer import OnPrepared
 from service_kit.child import Child
 from service_kit.clock import StallTimer
 from service_kit.process import child_command
@@ -75,10 +76,12 @@ class RankWatch:
         *,
         limits: WatchLimits,
         on_lost: Callable[[RankLost], object] = lambda lost: None,
+        on_prepared: OnPrepared = lambda number, failure: None,
     ) -> None:
         self._starts = tuple(starts)
         self._heartbeats = heartbeats
         self._on_lost = on_lost
+        self._on_prepared = on_prepared
         self._messages: SimpleQueue[tuple[int, RankMessage] | RankLost] = SimpleQueue()
         self._ranks: list[_Rank] = []
         # Readable as soon as waits are to be interrupted.
@@ -205,7 +208,10 @@ class RankWatch:
         for message in rank.connection.receive_ready():
             if "failed" in message:
                 return RankLost(index, str(message["failed"]), str(message["details"]))
-            self._messages.put((index, message))
+            if "prepared" in message:
+                self._on_prepared(*read_prepared(message))
+            else:
+                self._messages.put((index, message))
         return None
 
     def _find_ended(self) -> tuple[RankLost | None, RankLost | None]:

@@ -5,17 +5,17 @@ The runner knows no feature. What a stage raises ends the rows that use the feat
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
-from engine_svc.core.extras import Extra, Extras
+from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost, describe_failure
+from engine_svc.core.extras import Extra, Extras, blocker_of
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
@@ -23,8 +23,6 @@ from engine_svc.runner.failures import translated
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from triptych_kernels import Ops
-
-logger = logging.getLogger(__name__)
 
 # What a stage adds to the step's result: extras by row of the batch. Called when the device is done.
 PendingPart = Callable[[], Mapping[int, Extra]]
@@ -35,6 +33,7 @@ class RunnerContext:
     """What features are made with. token_ids: [max_num_seqs, L] int32, of all rows, on the device.
 
     model: not to be kept, as that would hold the weights while the engine sleeps.
+    eos_token_ids: the ends of sequences that the model knows; none where it has no such token.
     """
 
     model: Model
@@ -44,6 +43,7 @@ class RunnerContext:
     max_num_seqs: int
     ops: Ops
     token_ids: Tensor
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,35 @@ class LogitRows:
     rows: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class HostTokens:
+    """What has become known of the rows with one feature since its last `on_tokens`, on the host.
+
+    rows, token_ids: [K] int64, tokens that were sampled for these rows of the batch; each is given once.
+    sampling_rows: [M] int64, rows that sample in this step.
+    """
+
+    rows: Ints
+    token_ids: Ints
+    sampling_rows: Ints
+
+
 class RunnerFeature:
     """One feature on the device, in every rank. Override the stages that it needs, which come in this order.
 
     State per row is a function of the request and its tokens, so that a request continues anywhere.
     """
+
+    prepares: type[Extra] | None = None  # the extra that `prepare` takes, one with a `blocker`
+
+    def prepare(self, extra: Any) -> Any:
+        """Slow work for a request that is blocked meanwhile, in a thread beside the steps.
+
+        What is returned stands in the place of the extra in what `uses` and `add_row` get. It is kept until
+        the request ends. RequestFailed ends the request with its status; other errors as internal ones. It
+        must be safe beside the stages, and beside another call, as a call that hangs is left behind.
+        """
+        raise NotImplementedError
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         """Whether the request uses the feature. Other rows cost it nothing."""
@@ -84,6 +108,15 @@ class RunnerFeature:
 
         Tensor-parallel ranks exchange these logits: where a stage so far has raised in one rank alone, that
         fails, and the engine loses its ranks.
+        """
+
+    def on_tokens(self, tokens: HostTokens) -> Mapping[int, str] | None:
+        """The tokens of the step before are on the host, and the forward of this step runs meanwhile.
+
+        For what `apply` needs and takes time. On a CPU in another thread: it must not use the step's tensors.
+        On a GPU, a step in which such rows sample waits for the tokens of the one before, once its forward is
+        launched. `add_row` has all tokens until then. Returns rows that cannot go on, with the reason for the
+        client.
         """
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
@@ -109,7 +142,20 @@ class FeaturePart:
     read: PendingPart
 
 
-_STAGES = ("before_forward", "extra_positions", "apply", "after_sampling")
+_NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
+_STAGES = ("before_forward", "extra_positions", "on_tokens", "apply", "after_sampling")
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Tokens of one step that a feature has not been given. read: waits until they are on the host.
+
+    entries, rows: [K], of the rows with the feature; -1 where the row has left the batch.
+    """
+
+    entries: Ints
+    rows: Ints
+    read: Callable[[], Ints]
 
 
 class RunnerFeatures:
@@ -130,6 +176,7 @@ class RunnerFeatures:
         # Of the last step: consecutive steps mostly have the same rows.
         self._latest_rows: Ints | None = None
         self._latest: dict[int, LogitRows] = {}
+        self._unread: dict[int, list[_Unread]] = {index: [] for index in self._with_stage["on_tokens"]}
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         for index, feature in enumerate(self._features):
@@ -139,6 +186,8 @@ class RunnerFeatures:
             self._num_rows[index] += 1
             self._latest_rows = None
             with self._errors_end(index, (row,)):
+                if feature.prepares is not None and blocker_of(admitted.extras.get(feature.prepares)):
+                    raise RuntimeError(f"{feature.prepares.__name__} was not prepared")
                 feature.add_row(row, admitted)
 
     def remove_row(self, row: int) -> None:
@@ -147,9 +196,12 @@ class RunnerFeatures:
             self._stop_using(index, row)
 
     def examples(self) -> Extras:
-        """Extras of a request that uses all features with kernels of their own."""
-        examples = [feature.example() for feature in self._features]
-        return {type(extra): extra for extra in examples if extra is not None}
+        """Extras of a request that uses all features with kernels of their own, prepared where needed."""
+        return {
+            type(extra): feature.prepare(extra) if feature.prepares is type(extra) else extra
+            for feature in self._features
+            if (extra := feature.example()) is not None
+        }
 
     def reads_logits(self, admitted: AdmittedRequest) -> bool:
         """Whether more than the largest logit of its row is needed.
@@ -178,6 +230,36 @@ class RunnerFeatures:
                 if positions is not None:
                     found.append((index, positions))
         return found
+
+    def reads_tokens(self, rows: Ints) -> bool:
+        """Whether `on_tokens` is to be called in a step in which these rows sample."""
+        return any(self._uses[index, rows].any() for index in self._used("on_tokens"))
+
+    def on_tokens(self, rows: Ints) -> None:
+        """rows: of the batch, that sample in this step."""
+        for index in self._used("on_tokens"):
+            sampling = rows[self._uses[index, rows]]
+            if not len(sampling):
+                continue
+            tokens = self._take_unread(index, sampling)
+            with self._errors_end(index, sorted({*tokens.rows.tolist(), *sampling.tolist()})):
+                for row, why in (self._features[index].on_tokens(tokens) or {}).items():
+                    self._failed[row] = why
+                    self._stop_using(index, row)
+
+    def keep_sampled(self, rows: Ints, read: Callable[[], Ints]) -> None:
+        """A step was launched in which these rows sample. read: [N], waits for their tokens."""
+        for index in self._used("on_tokens"):
+            entries = self._uses[index, rows].nonzero()[0]
+            if len(entries):
+                self._unread[index].append(_Unread(entries, rows[entries], read))
+
+    def _take_unread(self, index: int, sampling: Ints) -> HostTokens:
+        unread, self._unread[index] = self._unread[index], []
+        rows = np.concatenate([_NO_ROWS, *(one.rows for one in unread)])
+        token_ids = np.concatenate([_NO_ROWS, *(one.read()[one.entries] for one in unread)])
+        is_there = rows >= 0
+        return HostTokens(rows[is_there], token_ids[is_there], sampling)
 
     def before_sampling(
         self, inputs: StepInputs, logits: Tensor, extra: Sequence[tuple[int, Ints]]
@@ -249,14 +331,12 @@ class RunnerFeatures:
         self._uses[index, row] = False
         self._num_rows[index] -= 1
         self._latest_rows = None
+        for unread in self._unread.get(index, ()):
+            unread.rows[unread.rows == row] = -1
+        if index in self._unread and not self._num_rows[index]:
+            self._unread[index].clear()
         with self._errors_end(index, ()):
             self._features[index].remove_row(row)
-
-
-def describe_failure(feature: str, error: Exception) -> str:
-    """Log what a feature raised; returns the message for the requests that end by it."""
-    logger.error("a feature failed, the requests that use it end", exc_info=error, extra={"feature": feature})
-    return f"{feature} failed: {type(error).__name__}: {error}"
 
 
 def is_of_device(error: Exception) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.memory.kv_tensors import KVTensors
+from engine_svc.runner.preparer import OnPrepared, Preparer
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
-from engine_svc.runner.sampling.transfer import to_device
+from engine_svc.runner.sampling.transfer import Ints, to_device
 from engine_svc.runner.sleep import Resident, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
@@ -62,10 +64,12 @@ class ModelRunner:
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
         on_failed: OnFailed | None = None,
+        on_prepared: OnPrepared = lambda number, failure: None,
     ) -> None:
         """exchange: for a model whose experts are divided over engines, which run steps together.
 
         on_failed: for a rank whose results are not read; called before a step's forward.
+        on_prepared: called in the thread that prepares extras.
         """
         self._resident = Resident(model, facts, kv, graphs=graphs, source=source)
         self._kv = kv
@@ -92,10 +96,13 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             ops=ops,
             token_ids=self._batch.token_ids,
+            eos_token_ids=facts.eos_token_ids,
         )
         # First: what a feature forces is forced regardless of `min_tokens`.
         features = (MinTokens(facts.vocab_size, kv.device), *make_features(context))
         self._features = RunnerFeatures(features, config.max_num_seqs)
+        self._host_tokens = _HostTokens(self._features, kv.device)
+        self.preparer = Preparer(features, on_prepared)
         self._sampler = Sampler(
             ops,
             max_num_seqs=config.max_num_seqs,
@@ -148,7 +155,9 @@ class ModelRunner:
             self._on_failed(plan.step_number, failed)
         if extra:
             inputs = inputs.with_logits_of([positions for _, positions in extra])
-        with self._profiler.range("forward"):
+        reads_tokens = features.reads_tokens(inputs.sampling_rows)
+        beside = self._host_tokens.given(inputs.sampling_rows) if reads_tokens else nullcontext()
+        with self._profiler.range("forward"), beside:
             found = self._forward(model, inputs, context, needs_all=bool(extra))
         parts: list[FeaturePart] = []
         # An earlier stage of a pipeline has no logits.
@@ -160,9 +169,12 @@ class ModelRunner:
         if sampled is not None:
             parts += sampled.parts
         failed = features.failed(inputs.rows)
-        return RunningStep(
+        step = RunningStep(
             plan, sampled, self._kv.device, inputs.rows, parts=parts, failed=failed, check=self._check
         )
+        if reads_tokens and sampled is not None:
+            features.keep_sampled(inputs.sampling_rows, step.sampled_ids)
+        return step
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
         """A step without tokens of this engine; computes those of other engines, if experts are shared."""
@@ -244,6 +256,7 @@ class ModelRunner:
             self._features.remove_row(row)
         for admitted in plan.admitted:
             row = self._batch.enter(admitted)
+            admitted = self.preparer.with_prepared(admitted)
             self._features.add_row(row, admitted)
             self._sampler.enter(row, admitted)
         fresh = self._batch.extend(plan)
@@ -269,3 +282,34 @@ class ModelRunner:
                     inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept
                 )
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+
+
+class _HostTokens:
+    """Gives features the newest tokens while a forward runs.
+
+    On a CPU in a thread: the tokens are known, and the forward leaves the interpreter to others. On a GPU
+    once the forward is launched, as the tokens may be those of a step that still runs.
+    """
+
+    def __init__(self, features: RunnerFeatures, device: torch.device) -> None:
+        self._features = features
+        # Its thread starts when it is first used.
+        self._thread = ThreadPoolExecutor(1, "host-tokens") if device.type == "cpu" else None
+
+    @contextmanager
+    def given(self, rows: Ints) -> Iterator[None]:
+        """Around the launch of a forward. rows: of the batch, that sample in this step."""
+        if self._thread is None:
+            yield
+            self._features.on_tokens(rows)
+            return
+        given = self._thread.submit(self._give, rows)
+        try:
+            yield
+        finally:
+            # Also after an error: the rows of the features are released next.
+            given.result()
+
+    @torch.inference_mode()
+    def _give(self, rows: Ints) -> None:
+        self._features.on_tokens(rows)

@@ -8,9 +8,10 @@ from types import MappingProxyType
 
 import torch
 
+from engine_svc.core.errors import describe_failure
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
-from engine_svc.runner.feature import FeaturePart, describe_failure, is_of_device
+from engine_svc.runner.feature import FeaturePart, is_of_device
 from engine_svc.runner.sampler import Sampled
 from engine_svc.runner.sampling.transfer import Ints, to_host
 
@@ -47,6 +48,12 @@ class RunningStep:
         if device.type == "cuda" and plan.request_ids:
             self._done = torch.cuda.Event()
             self._done.record()
+
+    def sampled_ids(self) -> Ints:
+        """The tokens of the rows that sample, [N]; waits until they are on the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._token_ids.numpy()
 
     def result(self) -> StepResult:
         """The step's result; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""

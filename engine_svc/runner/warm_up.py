@@ -51,7 +51,9 @@ def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int,
     # Before requests enter, the rows hold no valid token ids.
     known = torch.zeros_like(token_ids[:1])
     logits = torch.zeros(1, vocab_size, device=token_ids.device)
-    sampler.choose(logits, np.zeros(1, np.int64), np.ones(1, np.int64), known)
+    rows = np.zeros(1, np.int64)
+    features.on_tokens(rows)
+    sampler.choose(logits, rows, np.ones(1, np.int64), known)
     sampler.leave(0)
     features.remove_row(0)
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.observer import CacheObserver
-from engine_svc.core.request import Request
+from engine_svc.core.errors import describe_failure
+from engine_svc.core.extras import Extras
+from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
 from service_kit.clock import Clock
@@ -53,6 +55,14 @@ class SchedulerFeature:
     def on_plan(self, plan: StepPlan) -> None:
         """A plan with rows is complete. May attach a part: `plan.extras[Type] = value`."""
 
+    def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+        """Whether its newest tokens end the request. Only for requests with `needs_verdict`, set by `on_add`.
+
+        output: without its extras; with a finish reason if the request ends anyway, which a verdict replaces.
+        extras: of its row, from the runner's half. The first feature with a verdict decides. What it raises
+        ends the request alone, as an internal error.
+        """
+
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         """The tokens of a step have been appended. May change its own part of `result.extras`.
 
@@ -64,3 +74,22 @@ class SchedulerFeature:
 
     def on_finish(self, request: Request) -> None:
         """A request ended; reason and times are set. Its blocks become free after this unless held now."""
+
+
+def verdict_of(
+    features: Sequence[SchedulerFeature], request: Request, output: RequestOutput, extras: Extras
+) -> Verdict | None:
+    """The first verdict of a feature."""
+    num_new = len(output.new_token_ids)
+    for feature in features:
+        try:
+            verdict = feature.verdict(request, output, extras)
+            if verdict is None:
+                continue
+            if verdict.num_tokens is not None and not 0 <= verdict.num_tokens <= num_new:
+                raise ValueError(f"a verdict keeps {verdict.num_tokens} tokens of {num_new}")
+        except Exception as error:  # noqa: BLE001  Every error is this request's.
+            message = describe_failure(type(feature).__name__, error)
+            return Verdict(FinishReason.ERROR, code="INTERNAL", message=message)
+        return verdict
+    return None

@@ -13,6 +13,7 @@ from engine_svc.core.request import (
     RequestOutput,
     RequestStatus,
 )
+from engine_svc.core.step import BARRED
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.turns import INPUT
@@ -127,7 +128,8 @@ class RequestQueues:
     def end_broken(self, request: Request, message: str, now: float) -> RequestOutput:
         """End a request that has no next token, with a message for the client."""
         output = self.end_early(request, FinishReason.ERROR, now)
-        output.message = message
+        named = f": {', '.join(request.rules)}" if message is BARRED and request.rules else ""
+        output.message = message + named
         return output
 
     def release_again(self, request_ids: Iterable[str]) -> None:

@@ -10,12 +10,19 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
-from engine_svc.core.request import FinishReason, InputSegment, Request, RequestOutput, RequestStatus
+from engine_svc.core.request import (
+    NO_STOP_TOKEN,
+    FinishReason,
+    InputSegment,
+    Request,
+    RequestOutput,
+    RequestStatus,
+)
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.feature import SchedulerFeature
+from engine_svc.scheduler.feature import SchedulerFeature, verdict_of
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
@@ -272,7 +279,8 @@ class Scheduler:
         broken = [(rows[row], why) for row, why in result.faults() if not rows[row].is_finished]
         outputs = [self._queues.end_broken(request, why, now) for request, why in broken]
         finished = RequestStatus.FINISHED
-        for request, tokens, drafts in zip(rows, result.sampled, plan.draft_token_ids, strict=True):
+        columns = zip(rows, result.sampled, plan.draft_token_ids, range(len(rows)), strict=True)
+        for request, tokens, drafts, row in columns:
             if not tokens or request.status is finished:
                 continue
             if drafts:
@@ -293,6 +301,8 @@ class Scheduler:
                     if stopped is not None:
                         output.new_token_ids = token_ids[num_before:]
                         break
+            if request.needs_verdict:
+                stopped = self._judge(request, output, stopped, result, row)
             if request.num_placeholders:
                 self._settle(request, len(output.new_token_ids))
             if stopped is not None:
@@ -421,6 +431,31 @@ class Scheduler:
         request.resumes_after_step = self._in_flight.newest_of(request)
         self._queues.preempt(request, now, num_withdrawn_tokens)
 
+    def _judge(
+        self,
+        request: Request,
+        output: RequestOutput,
+        stopped: tuple[FinishReason, int | None] | None,
+        result: StepResult,
+        row: int,
+    ) -> tuple[FinishReason, int | None] | None:
+        """What ends the request: a verdict, else its tokens. Drops the tokens that do not count."""
+        if stopped is not None:
+            output.finish_reason, output.stop_token_id = stopped
+        extras = {kind: of_rows[row] for kind, of_rows in result.extras.items() if row in of_rows}
+        verdict = request.verdict = verdict_of(self._features, request, output, extras)
+        if verdict is None:
+            return stopped
+        num_new = len(output.new_token_ids)
+        num_kept = num_new if verdict.num_tokens is None else verdict.num_tokens
+        if num_kept < num_new:
+            del request.token_ids[num_kept - num_new :]
+            output.new_token_ids = output.new_token_ids[:num_kept]
+            if (logprobs := result.logprobs.pop(row, None)) is not None and num_kept:
+                result.logprobs[row] = logprobs.part(0, num_kept)
+        output.code, output.message = verdict.code, verdict.message
+        return verdict.reason, NO_STOP_TOKEN if verdict.reason is FinishReason.STOP else None
+
     def _settle(self, request: Request, num_tokens: int) -> None:
         """Placeholders became tokens: register the blocks that these fill."""
         request.num_placeholders -= num_tokens
@@ -433,7 +468,8 @@ class Scheduler:
     ) -> None:
         """End a request, or its turn, whose newest token ends it."""
         output.finish_reason, output.stop_token_id = stopped
-        if not request.is_resumable and not request.segments:
+        continues = request.is_resumable or request.segments
+        if not continues or output.finish_reason is FinishReason.ERROR:
             self._queues.finish(request, output.finish_reason, now)
             return
         output.continues = True

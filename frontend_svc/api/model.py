@@ -8,6 +8,7 @@ import grpc.aio
 
 from frontend_svc.engines.connection.client import SCHEMA_REVISION, EngineState, FrontendIdentity
 from frontend_svc.engines.directory import Directory
+from frontend_svc.text.json_schema.keywords import ENFORCED_KEYWORDS
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from service_kit.clock import Clock
@@ -105,6 +106,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             fingerprint=model.fingerprint,
             has_chat_template=model.has_chat_template,
             default_sampling=_default_sampling(model.defaults),
+            structured_output_keywords=(ENFORCED_KEYWORDS if model.ready.structured_output_backends else ()),
         )
 
 

@@ -405,7 +405,7 @@ def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:
         # Token ids at positions of tensors do not show whether two prompts have a common prefix.
         prefix_hash=b"" if prepared.prompt.tensors else prefix_hash(prepared.prompt.token_ids),
         data_parallel_rank=request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
-        needs=needs_of(request),
+        needs=(*needs_of(request), *prepared.prompt.needs),
     )
 
 

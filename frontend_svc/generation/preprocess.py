@@ -77,7 +77,9 @@ async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel) -> Pr
     """Tokenize a checked request and complete it. Raises InvalidArgument if it cannot fit the model."""
     token_ids = await _tokenize(request, prompt, model)
     texts = model.tokenizer.token_texts if has_text(request.sampling) else None
-    prepared = PreparedPrompt(prompt.field, model, token_ids, token_ids, texts)
+    prepared = PreparedPrompt(
+        prompt.field, model, token_ids, token_ids, texts, opens_reasoning=prompt.opens_reasoning
+    )
     entry = _entry(request, token_ids)
     for option in OPTIONS:
         await option.prepare(request, prepared, entry)

@@ -11,6 +11,7 @@ from frontend_svc.options.penalties import Penalties
 from frontend_svc.options.prompt_embeddings import PromptEmbeddings
 from frontend_svc.options.prompt_logprobs import PromptLogprobs
 from frontend_svc.options.sampling_limits import SamplingLimits
+from frontend_svc.options.structured_output import StructuredOutput
 from frontend_svc.options.thinking_budget import ThinkingBudget
 from frontend_svc.options.token_rules import TokenRules
 
@@ -21,5 +22,6 @@ OPTIONS: tuple[RequestOption, ...] = (
     SampledLogprobs(),
     PromptLogprobs(),
     TokenRules(),
+    StructuredOutput(),
     ThinkingBudget(),
 )

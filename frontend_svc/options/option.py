@@ -9,10 +9,12 @@ from typing import Protocol, TypeAlias
 from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.output.logprobs import LogprobReader
 from frontend_svc.output.request_state import OutputReader
+from frontend_svc.parsers.registry import reasoning_parser
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.token_text import TokenTexts
+from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
@@ -31,6 +33,8 @@ class PreparedPrompt:
     texts: of tokens; None if the request wants no text.
     tensors: the ADDs refer to them by digest. No other frontend can continue a request that has some.
     first: is merged into the ADD of the first output of a sampling group, and of no other.
+    opens_reasoning: whether the prompt ends within the model's reasoning.
+    needs: what an engine must have beside what the request alone says.
     """
 
     field_name: str
@@ -40,6 +44,8 @@ class PreparedPrompt:
     texts: TokenTexts | None
     tensors: list[WireTensor] = field(default_factory=list)
     first: add_pb2.AddEntry = field(default_factory=add_pb2.AddEntry)
+    opens_reasoning: bool = False
+    needs: list[EngineNeed] = field(default_factory=list)
 
 
 class RequestOption(Protocol):
@@ -78,3 +84,18 @@ def check_set(
     """Add a violation for a parameter that is set, unless `is_fine`."""
     if sampling.HasField(name):
         violations.need(is_fine, f"sampling.{name}", getattr(sampling, name), rule)
+
+
+async def add_reasoning_markers(field: str, model: ServedModel, entry: add_pb2.AddEntry) -> None:
+    """Add the tokens around the model's reasoning, which `field` needs. Raises Unimplemented."""
+    reasoning = reasoning_parser(model.parsers.reasoning)
+    if reasoning is None:
+        raise Unimplemented(
+            f"{field}: no reasoning parser is known for model {model.name!r}",
+            reason="PARAMETER_NOT_SERVED",
+            metadata={"fields": field},
+        )
+    opening, closing = reasoning.block
+    encode, markers = model.tokenizer.encode, entry.reasoning_options
+    markers.start_token_ids[:] = await encode(opening, add_special_tokens=False)
+    markers.end_token_ids[:] = await encode(closing, add_special_tokens=False)

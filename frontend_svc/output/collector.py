@@ -36,13 +36,17 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an output ended. For STOP, at most one of the three matches is set; `message` is for ERROR."""
+    """How an output ended. For STOP, at most one of the three matches is set; `message` is for ERROR.
+
+    failure: the status with which the engine ended it; it is the whole request's.
+    """
 
     reason: EndReason
     stop_token_id: int | None = None
     eos_token_id: int | None = None
     stop_string: str | None = None
     message: str = ""  # for people
+    failure: ServiceError | None = None
 
     @property
     def is_by_token(self) -> bool:

@@ -146,6 +146,9 @@ class OutputProcessor:
             if state is None:
                 continue
             engine_ending = endings.get(row)
+            if engine_ending is not None and engine_ending.failure is not None:
+                self.fail(handle, engine_ending.failure)
+                continue
             columns = logprobs.part(start, end) if logprobs is not None and state.wants_logprobs else None
             if not count and engine_ending is None:
                 continue

@@ -6,6 +6,7 @@ import re
 
 from frontend_svc.parsers.call_object import read_arguments
 from frontend_svc.parsers.grammar_parser import ToolGrammar, calls_behind
+from frontend_svc.parsers.parser import CallForm
 from frontend_svc.parsers.reader import Reader, Waits, read_one_of, read_run, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
@@ -75,6 +76,7 @@ DEEPSEEK = ToolGrammar(
     markers=_MARKERS,
     named_prefix=f"{_CALLS_BEGIN}{_CALL_BEGIN}function{_SEPARATOR}{{name}}\n{_FENCE}json\n",
     any_prefix=f"{_CALLS_BEGIN}{_CALL_BEGIN}function{_SEPARATOR}",
+    form=CallForm(_CALLS_BEGIN, f"\n{_FENCE}{_CALL_END}{_CALLS_END}"),
 )
 DEEPSEEK_V31 = ToolGrammar(
     name="deepseek_v31",
@@ -82,4 +84,5 @@ DEEPSEEK_V31 = ToolGrammar(
     markers=_MARKERS,
     named_prefix=f"{_CALLS_BEGIN}{_CALL_BEGIN}{{name}}{_SEPARATOR}",
     any_prefix=f"{_CALLS_BEGIN}{_CALL_BEGIN}",
+    form=CallForm(_CALLS_BEGIN, f"{_CALL_END}{_CALLS_END}"),
 )

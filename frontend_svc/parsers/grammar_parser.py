@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from frontend_svc.parsers.parser import CallRules, Piece, ToolParser, new_call_id
+from frontend_svc.parsers.parser import CallForm, CallRules, Piece, ToolParser, new_call_id
 from frontend_svc.parsers.reader import Markers, Reader, Waits, read_one_of, read_until, skip_space
 from frontend_svc.parsers.writer import CallWriter, PieceWriter
 
@@ -119,6 +119,7 @@ class ToolGrammar:
     markers: frozenset[str]
     named_prefix: str
     any_prefix: str
+    form: CallForm | None = None
     new_id: Callable[[], str] = new_call_id
     trims_space: bool = True
     includes_reasoning: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from frontend_svc.parsers.call_object import read_calls
 from frontend_svc.parsers.grammar_parser import ToolGrammar, calls_behind
+from frontend_svc.parsers.parser import CallForm
 from frontend_svc.parsers.reader import Reader, Waits, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
@@ -26,4 +27,5 @@ HERMES = ToolGrammar(
     markers=frozenset({_START, _END}),
     named_prefix='<tool_call>\n{"name": "{name}", "arguments": ',
     any_prefix='<tool_call>\n{"name": "',
+    form=CallForm(_START, f"}}\n{_END}", "\n"),
 )

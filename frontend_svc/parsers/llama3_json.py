@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from frontend_svc.parsers.call_object import read_calls
 from frontend_svc.parsers.grammar_parser import ToolGrammar, calls_behind
+from frontend_svc.parsers.parser import CallForm
 from frontend_svc.parsers.reader import Reader, Waits, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
@@ -23,4 +24,5 @@ LLAMA3_JSON = ToolGrammar(
     markers=frozenset({_TAG}),
     named_prefix='{"name": "{name}", "parameters": ',
     any_prefix='{"name": "',
+    form=CallForm('{"name": "', "}", "; "),
 )

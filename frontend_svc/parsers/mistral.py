@@ -6,7 +6,7 @@ import re
 
 from frontend_svc.parsers.call_object import read_arguments, read_calls
 from frontend_svc.parsers.grammar_parser import ToolGrammar, calls_behind
-from frontend_svc.parsers.parser import new_short_call_id
+from frontend_svc.parsers.parser import CallForm, new_short_call_id
 from frontend_svc.parsers.reader import Reader, Waits, read_one_of, read_run, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
@@ -47,6 +47,7 @@ MISTRAL = ToolGrammar(
     markers=frozenset({_CALLS, _ARGS, _CALL_ID}),
     named_prefix='[TOOL_CALLS] [{"name": "{name}", "arguments": ',
     any_prefix='[TOOL_CALLS] [{"name": "',
+    form=CallForm(_CALLS, "}]"),
     new_id=new_short_call_id,
 )
 MISTRAL_ARGS = ToolGrammar(
@@ -55,5 +56,6 @@ MISTRAL_ARGS = ToolGrammar(
     markers=frozenset({_CALLS, _ARGS, _CALL_ID}),
     named_prefix="[TOOL_CALLS]{name}[ARGS]",
     any_prefix="[TOOL_CALLS]",
+    form=CallForm(_CALLS, ""),
     new_id=new_short_call_id,
 )

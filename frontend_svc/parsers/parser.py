@@ -56,12 +56,16 @@ class CallRules:
     emitted once it is complete, and a malformed one is content from its first character.
 
     `is_continued`: the message began in the prompt, so that no call stands at its beginning.
+
+    `opening`: text that every call begins with, as a grammar holds to their schemas only calls that do; what
+    else looks like a call is text.
     """
 
     tool_names: frozenset[str]
     is_parallel: bool = True
     streams_arguments: bool = True
     is_continued: bool = False
+    opening: str = ""
     new_id: Callable[[], str] | None = None
 
 
@@ -107,9 +111,22 @@ class Format(Protocol):
     def needs_special_tokens(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What grammars need to know of a format: a call is its `forced_prefix`, arguments in JSON, and `end`.
+
+    trigger: the beginning of each call, and of nothing else. separator: between two calls.
+    """
+
+    trigger: str
+    end: str
+    separator: str = ""
+
+
 class ToolParserFormat(Format, Protocol):
     """The format in which one family of models writes tool calls.
 
+    form: None where the arguments are not JSON, or no trigger separates calls from other text.
     includes_reasoning: whether its parser also finds the reasoning, so that no reasoning parser is used.
     forced_prefix: text at the end of the prompt that opens a call of this tool, or of any tool.
     open: a parser for one message; its `forced_prefix` is the one at the end of the prompt.
@@ -117,6 +134,9 @@ class ToolParserFormat(Format, Protocol):
 
     @property
     def includes_reasoning(self) -> bool: ...
+
+    @property
+    def form(self) -> CallForm | None: ...
 
     def forced_prefix(self, tool_name: str | None) -> str: ...
 

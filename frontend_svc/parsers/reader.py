@@ -82,13 +82,18 @@ class Reader:
             self.on_take(taken)
         return taken
 
+    @property
+    def recorded(self) -> str:
+        """The text taken since the record began."""
+        return "".join(self._record or ())
+
     def begin_record(self) -> None:
         """Start a new record of the text taken from now on."""
         self._record = []
 
     def end_record(self) -> str:
         """Stop recording; returns the text taken since the record began."""
-        recorded = "".join(self._record or ())
+        recorded = self.recorded
         self._record = None
         return recorded
 

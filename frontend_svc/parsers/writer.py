@@ -133,8 +133,9 @@ class CallWriter:
         return name in self._rules.tool_names
 
     def name(self, name: str) -> bool:
-        """Set the candidate's name. False if it has one already, or there is no such tool."""
-        if self._name is not None or not self.knows(name):
+        """Set the candidate's name. False if it has one already, there is no such tool, or it is no call."""
+        is_held = self._rules.opening in self._reader.recorded
+        if self._name is not None or not self.knows(name) or not is_held:
             return False
         self._name = name
         return True

@@ -176,7 +176,7 @@ class Ops:
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     greedy_linear: Callable[[Linear, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Tensor]
-    apply_token_mask: Callable[[Tensor, Tensor], None]
+    apply_token_mask: Callable[..., None]
     penalise: Callable[[Tensor, Tensor, Penalised, Tensor], None]
     lora_shrink: Callable[..., Tensor]
     lora_expand: Callable[..., None]

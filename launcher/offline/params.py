@@ -57,6 +57,7 @@ class StructuredOutput:
     whitespace_pattern: str = ""
     disable_additional_properties: bool = False
     backend: str = ""
+    lenient: bool = False
 
 
 @with_checked_arguments

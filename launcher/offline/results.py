@@ -73,6 +73,7 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     error_message: str = ""  # set if the reason is `error`
+    is_incomplete: bool = False  # whether it is only the beginning of what its constraint asks for
     # Equal outputs need not take equal times.
     stats: OutputStats = field(default=OutputStats(), compare=False)
 
@@ -177,6 +178,7 @@ def _completion(
         reasoning=reasoning,
         tool_calls=tuple(ToolCall(call.id, call.name, call.arguments_json) for call in tool_calls),
         error_message=output.error_message,
+        is_incomplete=output.is_incomplete,
         stats=OutputStats(
             queue_ms=output.stats.queue_ms,
             prefill_ms=output.stats.prefill_ms,

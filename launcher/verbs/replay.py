@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine_svc.build.engine import Core, build_core
 from engine_svc.features.sched_trace.recorded_case import SUFFIX, read_case
 from engine_svc.features.sched_trace.records import Record, Setup
 from engine_svc.features.sched_trace.replay import BadTrace, Run, read_lines, replay
+from engine_svc.scheduler.feature import SchedulerFeature
 
 # More than any record has: of a file of something else that is large, not all is read as one line.
 _MAX_LINE_BYTES = 1 << 28
@@ -56,7 +57,11 @@ def _records(path: Path) -> Iterator[Record | None]:
         yield from read_lines(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
 
 
-def _build(setup: Setup) -> Core:
+def _build(setup: Setup, features: Sequence[SchedulerFeature]) -> Core:
     return build_core(
-        setup.scheduler, setup.cache, policy=setup.policy, scheduler_class=setup.scheduler_class
+        setup.scheduler,
+        setup.cache,
+        policy=setup.policy,
+        scheduler_class=setup.scheduler_class,
+        features=features,
     )

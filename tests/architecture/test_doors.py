@@ -25,6 +25,8 @@ MAY_CATCH_EVERYTHING = {
     "engine_svc/runner/executor.py",
     # What a feature raises ends the requests that use it.
     "engine_svc/runner/feature.py",
+    "engine_svc/scheduler/feature.py",
+    "engine_svc/runner/preparer.py",
     "engine_svc/runner/running_step.py",
     "engine_svc/ranks/loop.py",
     "engine_svc/ranks/watch.py",

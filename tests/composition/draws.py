@@ -24,6 +24,24 @@ _OUTPUT_LENGTHS = (1, 2, *range(8, 32))
 _NUM_PREFIXES = 3
 _PREFIX_TOKENS = 24
 _EMBEDDING_DEVIATION = 0.05
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_TAGS = {
+    "structures": [{"begin": "<f>", "schema": {"type": "integer", "minimum": 0}, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+_CONSTRAINTS = (
+    sampling_pb2.StructuredOutput(json_schema=json.dumps(_SCHEMA)),
+    sampling_pb2.StructuredOutput(json_object=True),
+    sampling_pb2.StructuredOutput(regex="[a-z ]{4,40}"),
+    sampling_pb2.StructuredOutput(choice=sampling_pb2.StructuredChoice(choices=["yes", "no", "not yet"])),
+    sampling_pb2.StructuredOutput(grammar='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/\n'),
+    sampling_pb2.StructuredOutput(structural_tag=json.dumps(_TAGS)),
+)
 
 # Returns a value for the field of the option's name, or None where it has changed the request itself.
 Choose = Callable[["Draw"], Any]
@@ -156,7 +174,11 @@ def embeds_prompt(draw: Draw) -> None:
 
 
 def structured_output(draw: Draw) -> None:
-    draw.sampling.structured_output.regex = "[a-z]+"
+    """A constraint of any kind, from the first token or after a reasoning that mostly does not end."""
+    asked = draw.sampling.structured_output
+    asked.CopyFrom(draw.rng.choice(_CONSTRAINTS))
+    if draw.rng.random() < 0.25:
+        asked.start = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -98,7 +98,7 @@ OPTIONS = (
     Option("output_kind CUMULATIVE", 0.15, among(OUTPUT_KIND_CUMULATIVE), "output_kind"),
     Option("output_kind FINAL_ONLY", 0.15, among(OUTPUT_KIND_FINAL_ONLY), "output_kind"),
     Option("orphan_grace_ms", 0.2, among(5000)),
-    Option("structured_output", 0.01, draws.structured_output),
+    Option("structured_output", 0.2, draws.structured_output),
     Option("adapter", 0.01, among("none")),
     Option("media", 0.01, among([generate_pb2.Media(mime_type="image/png")])),
 )
@@ -138,7 +138,6 @@ REFUSALS = (
     _refused("embeds", "prompt_logprobs", field="sampling.prompt_logprobs", reason=_NEEDS_TOKENS),
     _refused("embeds", "return_prompt_token_ids", field="return_prompt_token_ids", reason=_NEEDS_TOKENS),
     _refused("embeds", "truncate_prompt_tokens", field="truncate_prompt_tokens", reason=_NEEDS_TOKENS),
-    _refused("structured_output", field="sampling.structured_output", **_SERVED_LATER),
     _refused("adapter", field="adapter", **_SERVED_LATER),
     _refused("media", field="media", **_SERVED_LATER),
 )  # fmt: skip

@@ -12,10 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import Request, RequestOutput
+from engine_svc.core.request import FinishReason, Request, RequestOutput
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from tests.conformance.grammars import BLOCKER, Grammars
 
 KINDS = {
     "full": lambda group: FullAttention(group["block_size"]),
@@ -26,6 +27,7 @@ KINDS = {
 # What a case may need besides a scheduler, one feature a line: its cases are replayed from then on.
 CAPABILITIES = (
     "chunked_local",
+    "grammar",
     "pipeline",
     "reset",
 )
@@ -44,10 +46,16 @@ class ReplayEngine:
 
     def __init__(self, config: dict[str, Any]) -> None:
         groups = tuple(KINDS[group["kind"]](group) for group in config["kv_groups"])
+        self._grammars = Grammars(is_async=config["async_scheduling"])
+        self._reached: list[str] = []
+        self._is_paused = False
+        self._failed: set[str] = set()  # whose grammars failed, and which are still waiting
+        self._limits = (config["max_num_seqs"], config["max_num_batched_tokens"])
         core = build_core(
             SchedulerConfig(**_of(SchedulerConfig, config)),
             CacheConfig(config["num_gpu_blocks"], groups, **_of(CacheConfig, config)),
             policy=config["policy"],
+            features=[self._grammars],
         )
         self._scheduler, self._kv_cache = core.scheduler, core.kv_cache
         self._plans: list[StepPlan] = []
@@ -59,20 +67,34 @@ class ReplayEngine:
         sampling = SamplingParams(**options, skip_reading_prefix_cache=request["skip_prefix_lookup"])
         prompt, salt = request["prompt"].copy(), request["cache_salt"] or ""
         order = {"priority": request["priority"], "arrival_at": request["arrival_time"]}
-        self._scheduler.add(Request(request["id"], prompt, len(prompt), sampling, cache_salt=salt, **order))
+        added = Request(request["id"], prompt, len(prompt), sampling, cache_salt=salt, **order)
+        self._grammars.note(added, request.get("grammar"))
+        self._scheduler.add(added)
+
+    def grammar_ready(self, request_id: str) -> None:
+        self._scheduler.unblock(request_id, BLOCKER)
+
+    def grammar_failed(self, request_id: str) -> None:
+        self._failed.add(request_id)
+
+    def late_drafts(self, model: dict[str, Any]) -> dict[str, Any]:
+        return self._grammars.late(self._plans[model["for_step"]], model["drafts"])
 
     def abort(self, request_ids: list[str]) -> None:
         self._note_finished(self._scheduler.abort(request_ids, now=0.0))
 
     def set_pause(self, state: str) -> None:
         self._scheduler.set_pause(PauseState(state))
+        self._is_paused = PauseState(state) is not PauseState.NONE
 
     def reset_prefix_cache(self, running: bool) -> bool:
         return self._scheduler.reset_prefix_cache(now=0.0, reset_running=running)
 
     def schedule(self) -> dict[str, Any]:
+        waiting = self._scheduler.waiting_ids
         plan = self._scheduler.schedule(now=0.0)
         self._plans.append(plan)
+        self._note_reached(plan, waiting)
         taken = {admitted.request_id: admitted.block_ids for admitted in plan.admitted}
         finished, self._finished = self._finished, set()
         seen = self._seen.copy()
@@ -95,13 +117,22 @@ class ReplayEngine:
                 for name, new in blocks
             },
             "free_blocks": self.free_blocks(),
+            **({"masked": self._grammars.masked(plan)} if self._grammars.is_used else {}),
         }
 
     def update(self, model: dict[str, Any]) -> dict[str, Any]:
         plan = self._plans[model["for_step"]]
         sampled = [model["sampled"].get(request_id, []) for request_id in plan.request_ids]
-        result = StepResult(plan.step_number, sampled, model.get("drafts") or {})
+        drafts = self._grammars.cut(model.get("drafts") or {}, model["sampled"])
+        result = StepResult(plan.step_number, sampled, drafts)
+        self._grammars.end_step(plan)
         outputs = self._scheduler.update(plan, result, now=0.0)
+        # An engine ends them at once: here at the time at which the reference does.
+        failed, self._reached = self._reached, []
+        ended = self._scheduler.abort(failed, now=0.0, reason=FinishReason.ERROR)
+        for output in ended:
+            output.first = None
+        outputs += ended
         freed = self._note_finished(outputs)
         return {"outputs": [_as_recorded(output) for output in outputs], "freed": freed}
 
@@ -113,6 +144,27 @@ class ReplayEngine:
 
     def queue_ids(self) -> dict[str, list[str]]:
         return {"waiting": self._scheduler.waiting_ids, "running": self._scheduler.running_ids}
+
+    def _note_reached(self, plan: StepPlan, waiting: list[str]) -> None:
+        """Note the failed requests that the admission has come to: they end with the next update."""
+        max_num_seqs, max_num_tokens = self._limits
+        admitted = {entry.request_id for entry in plan.admitted}
+        tokens = dict(zip(plan.request_ids, plan.num_tokens, strict=True))
+        num_running = len(self._scheduler.running_ids) - len(admitted)
+        num_tokens = sum(count for name, count in tokens.items() if name not in admitted)
+        for name in () if plan.preempted or self._is_paused else waiting:
+            if num_running >= max_num_seqs or num_tokens >= max_num_tokens:
+                return
+            if name in admitted:
+                num_running, num_tokens = num_running + 1, num_tokens + tokens[name]
+            elif name in self._failed:
+                self._failed.remove(name)
+                self._reached.append(name)
+            elif not self._is_blocked(name):
+                return
+
+    def _is_blocked(self, name: str) -> bool:
+        return self._scheduler._queues.waiting.blocked(name) is not None
 
     def _note_finished(self, outputs: list[RequestOutput]) -> list[str]:
         finished = [output.request_id for output in outputs if output.finish_reason is not None]

@@ -28,7 +28,7 @@ def first_difference(case: dict[str, Any]) -> str | None:
                 return f"step {index}, {event['op']}: not {event['result']}"
         got = {"after_events": _state(engine), "decision": engine.schedule()}
         for name, value in got.items():
-            if _plain(value) != step[name]:
+            if {key: one for key, one in _plain(value).items() if key in step[name]} != step[name]:
                 return f"step {index}, {name}: {_plain(value)}\ninstead of {step[name]}"
         for update in step["updates"]:
             outcome = engine.update(_plain(update["model"]) | {"for_step": update["for_step"]})
@@ -36,6 +36,10 @@ def first_difference(case: dict[str, Any]) -> str | None:
             expected = update["expected"] | {"freed": sorted(update["expected"]["freed"])}
             if _plain(outcome | _state(engine)) != expected:
                 return f"step {index}, after update: {_plain(outcome | _state(engine))} instead of {expected}"
+            if (late := update.get("late")) is not None:
+                found = engine.late_drafts(_plain(late))
+                if _plain(found) != late["expected"]:
+                    return f"step {index}, late drafts: {found} instead of {late['expected']}"
     return None
 
 
@@ -48,6 +52,10 @@ def _apply(engine: ReplayEngine, event: dict[str, Any]) -> bool:
             engine.abort(event["ids"])
         case "pause":
             engine.set_pause(event["state"])
+        case "grammar_ready":
+            engine.grammar_ready(event["id"])
+        case "grammar_failed":
+            engine.grammar_failed(event["id"])
         case "reset_prefix_cache":
             return engine.reset_prefix_cache(event["running"]) is event["result"]
         case unknown:

@@ -288,10 +288,12 @@ class EngineLink {
       request.digest = this.digest;
       request.client.onTokens(news);
     });
-    for (const { row, reason } of step.finished) {
+    for (const { row, reason, code, message } of step.finished) {
       const request = this.requests.get(handles[row]);
       this.requests.delete(handles[row]);
-      if (request && !request.isAborted) request.client.onEnd(reason);
+      if (!request || request.isAborted) continue;
+      if (code) request.client.onError(code, message);
+      else request.client.onEnd(reason);
     }
   }
 

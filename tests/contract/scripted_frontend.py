@@ -375,7 +375,8 @@ class EngineLink:
         for finished in step.finished:
             request = self.requests.pop(handles[finished.row], None)
             if request is not None and not request.is_aborted:
-                request.events.put_nowait(finished.reason)
+                refused = _Refused.of(finished.code, finished.message) if finished.code else None
+                request.events.put_nowait(refused or finished.reason)
 
     def _lose_requests(self) -> None:
         lost, self.requests = self.requests, {}
@@ -495,8 +496,7 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
 
     def on_rejected(self, request: Request, rejected: engine_pb2.AddRejected, link: EngineLink) -> None:
         if rejected.status.code in _FINAL_REJECTIONS:
-            code = next(one for one in grpc.StatusCode if one.value[0] == rejected.status.code)
-            request.events.put_nowait(_Refused(code, rejected.status.message))
+            request.events.put_nowait(_Refused.of(rejected.status.code, rejected.status.message))
         else:
             self.move(request, link)
 
@@ -535,6 +535,10 @@ class _Refused(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code, self.message = code, message
+
+    @classmethod
+    def of(cls, number: int, message: str) -> _Refused:
+        return cls(next(one for one in grpc.StatusCode if one.value[0] == number), message)
 
 
 def rows_without_token(prompt: generate_pb2.PromptEmbeds) -> tensor_pb2.Tensor:

@@ -17,9 +17,9 @@ TESTS = ["tests/fake_gpu/refusals.py", "tests/fake_gpu/benchmark.py", "tests/gpu
 # In Triton's interpreter the others take an hour.
 CHOSEN = (
     "refusals or benchmark or memory or sampler or (sleeping and 2-native) or new_numbers or one_stream"
-    " or without_waiting or by_number"
+    " or without_waiting or by_number or chains"
 )
-NUM_CHOSEN = 29
+NUM_CHOSEN = 30
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -115,7 +115,9 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         min_peer_revision: int = 0,
         features: Sequence[str] = ("adopt",),
         feature_set: session_pb2.FeatureSet | None = None,
+        structured_output_backends: Sequence[str] = (),
     ) -> None:
+        self.structured_output_backends = structured_output_backends
         self.features = features
         self.feature_set = feature_set
         self.num_asked_adoptions = 0
@@ -364,6 +366,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS_ID],
             supported_tasks=self.supported_tasks,
+            structured_output_backends=self.structured_output_backends,
         )
 
     def _artifacts(self) -> list[session_pb2.Artifact]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_svc.core.step import StepPlan
+from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.runner.cuda_graphs import CudaRecorder
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
 from tests.engine_svc.features.prompt_embeds.test_runner import add_embedded
+from tests.engine_svc.runner.chains import Chain, ChainRows
 from tests.engine_svc.runner.fakes import LogitsOfAllRows
 from tests.engine_svc.runner.test_model_runner import prompt_of, run_in_random_steps
 
@@ -148,3 +149,36 @@ def test_requests_are_admitted_without_waiting_for_the_device(gpu_model):
         assert all(len(tokens) == 1 for tokens in result.sampled)
         for name in list(driver.requests):
             driver.finish(name)
+
+
+class LateRunner:
+    """A runner whose results are read when all steps have been launched. Until then a token is 0."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._num_sampling = 0
+        self.steps: list[RunningStep] = []
+
+    def execute(self, plan: StepPlan) -> LateRunner:
+        self.steps.append(self._runner.execute(plan))
+        self._num_sampling = len(plan.request_ids)
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(0, [[0]] * self._num_sampling)
+
+
+def test_chains_hold_where_no_result_is_read_before_the_next_step(gpu_model):
+    model = gpu_model("llama", "native", False)
+    feature, chain = ChainRows(model.ours.facts.vocab_size), Chain(3, blocker="")
+    runner = LateRunner(model.runner(features=(feature,), has_graphs=True))
+    driver = model.driver(runner)
+    driver.add("free", prompt_of(5, seed=1))
+    prompt = driver.add("chained", prompt_of(7, seed=2)).token_ids.copy()
+    driver.requests["chained"].extras[Chain] = chain
+    driver.step({"free": 5, "chained": 7})
+    for _ in range(3):
+        driver.step({"free": 1, "chained": 1})
+    tokens = [step.result().sampled[1][0] for step in runner.steps]
+    assert len(tokens) == 4
+    assert chain.keeps([*prompt, *tokens], len(prompt), feature.vocab_size)

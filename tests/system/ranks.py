@@ -35,6 +35,7 @@ from engine_svc.core.step import StepPlan
 from engine_svc.loop.steps import PendingStep
 from engine_svc.ranks.process_group import GroupLimits
 from engine_svc.ranks.watch import RankLost
+from engine_svc.runner.preparer import OnPrepared
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.request_options import split_options
 
@@ -99,10 +100,13 @@ def ranks_of(
     config: EngineConfig,
     limits: GroupLimits | None = None,
     on_lost: Callable[[RankLost], object] = lambda lost: None,
+    on_prepared: OnPrepared = lambda number, failure: None,
 ) -> Iterator[RankedSide]:
     """Ranks that are shut down in the end; afterwards nothing is left of them."""
     files = open_files()
-    ranked = build_ranks(config, lambda phase, done, total: None, limits=limits, on_lost=on_lost)
+    ranked = build_ranks(
+        config, lambda phase, done, total: None, limits=limits, on_lost=on_lost, on_prepared=on_prepared
+    )
     process_ids = ranked.group.process_ids
     segments = named_segments(process_ids)
     try:

@@ -19,17 +19,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_svc.build.ranks import build_ranks
+from engine_svc.build.engine import Core, build_core
+from engine_svc.build.ranks import RankedSide, build_ranks
 from engine_svc.build.runner import build_runner
+from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.config import CacheConfig
 from engine_svc.core.control import Refused, WeightsLost
+from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
+from engine_svc.loop.engine import Engine
+from engine_svc.loop.mailbox import Abort, Add, Fail, Inbox, Outbox, Prepared, StatsSnapshot
+from engine_svc.loop.preparation import Preparations
+from engine_svc.loop.protocols import NoLockstep
+from engine_svc.loop.step_output import FinishedRow
 from engine_svc.model.process_parallel import RankPosition
 from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
 from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStarting
 from engine_svc.ranks.watch import RankLost
+from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.tensors.host_tensor import HostTensor
+from service_kit.clock import MonotonicClock
 from tests.engine_svc.request_options import split_options
+from tests.engine_svc.runner.chains import Chain
 from tests.processes import running, source_environment
 from tests.service_kit.plugin_folder import write_feature
 from tests.system.checkpoints import Reference
@@ -229,6 +241,148 @@ def test_a_feature_that_raises_in_ranks_ends_its_rows_alone(
         assert division == PP_2 or len({answer["sampler"] for answer in answers}) == 1
 
 
+CHAINS = """
+from tests.engine_svc.runner.chains import Chain
+
+EXTRAS = (Chain,)
+"""
+CHAIN_ROWS = """
+import torch.distributed as dist
+
+from engine_svc.core.errors import RequestFailed
+from tests.engine_svc.runner.chains import ChainRows
+
+def make(config, context):
+    return ChainsOfRank(context.vocab_size)
+
+class ChainsOfRank(ChainRows):
+    def prepare(self, extra):
+        if extra.how == f"bad in {dist.get_rank()}":
+            raise RequestFailed("INVALID_ARGUMENT", "the chain is bad")
+        if extra.how == f"hangs in {dist.get_rank()}":
+            self.gate.wait()
+        return super().prepare(extra)
+"""
+
+
+def engine_over(ranked: RankedSide, inbox: Inbox) -> tuple[Core, Engine]:
+    """The scheduler and the loop of these ranks, whose requests wait until they are prepared."""
+    side, clock = ranked.side, MonotonicClock()
+    preparations = Preparations(side.preparing, clock)
+    in_flight = side.steps_in_flight
+    core = build_core(
+        SchedulerConfig(
+            max_model_len=side.max_model_len,
+            max_num_seqs=8,
+            max_num_batched_tokens=48,
+            async_scheduling=in_flight > 1,
+            max_steps_in_flight=in_flight,
+        ),
+        CacheConfig(side.num_kv_blocks + 1, (FullAttention(4),)),
+        features=[preparations],
+    )
+    engine = Engine(
+        scheduler=core.scheduler,
+        executor=side.executor,
+        inbox=inbox,
+        stats_snapshot=StatsSnapshot(),
+        clock=clock,
+        lockstep=NoLockstep(),
+        preparations=preparations,
+        max_in_flight=in_flight,
+    )
+    return core, engine
+
+
+@pytest.mark.parametrize(
+    ("division", "depth"), [(TP_2, 1), (TP_2, 2), (PP_2, 2)], ids=["tp2", "tp2-in-flight", "pp2"]
+)
+def test_every_rank_that_samples_prepares_and_follows_its_rows(
+    division: dict[str, int], depth: int, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "chains", extras=CHAINS, runner=CHAIN_ROWS))
+    inbox, outbox = Inbox(100), Outbox(max_bytes=1 << 24, wake=lambda: None)
+    config = config_of(folders["llama"], steps_in_flight=depth, num_kv_blocks=20, **division)
+    with ranks_of(config, on_prepared=lambda *answer: inbox.put(Prepared(*answer))) as ranked:
+        core, engine = engine_over(ranked, inbox)
+        requests: dict[int, Request] = {}
+        ends: dict[int, FinishedRow] = {}
+
+        def add(handle: int, *chains: Chain) -> None:
+            sampling, extras = split_options(**greedy(30), temperature=1.0, seed=handle)
+            rng = random.Random(handle)
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(5 + 4 * handle)]
+            requests[handle] = Request(
+                f"r{handle}",
+                prompt,
+                len(prompt),
+                sampling,
+                extras=extras | {type(one): one for one in chains},
+            )
+            inbox.put(Add(requests[handle], outbox, handle))
+
+        def run(num_ends: int) -> None:
+            while len(ends) < num_ends:
+                if not engine.turn():
+                    inbox.wait(0.1)
+                while (step := outbox.take()) is not None:
+                    ends.update({step.handles[end.row]: end for end in step.finished})
+
+        # Of two stages the last one samples.
+        late = 1
+        add(0, Chain(3, f"bad in {late}"))
+        add(1, Chain(3))
+        add(2)
+        add(3, Chain(5))
+        add(4, Chain(4, f"hangs in {late}"))
+        run(4)
+        inbox.put(Abort("r4"))
+        # What was answered by one rank alone is dropped by both, and those behind it are prepared.
+        add(5, Chain(2))
+        add(6, Chain(2, "bad in 0"))
+        run(7)
+        engine.settle()
+        assert (ends[0].code, ends[0].message) == ("INVALID_ARGUMENT", "the chain is bad")
+        assert ends[4].reason is FinishReason.ABORT
+        # The first stage is not asked.
+        is_divided = division == TP_2
+        assert ends[6].reason is (FinishReason.ERROR if is_divided else FinishReason.LENGTH)
+        assert [requests[handle].num_output_tokens for handle in (0, 1, 2, 3, 4, 5)] == [0, 30, 30, 30, 0, 30]
+        for handle in (1, 3, 5):
+            request = requests[handle]
+            chain = request.extras[Chain]
+            assert chain.keeps(request.token_ids, request.num_prompt_tokens, VOCAB_SIZE)
+        assert sum(request.num_preemptions for request in requests.values()) > 0
+        assert core.kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.chaos
+def test_a_rank_that_is_lost_while_it_prepares_ends_the_engine_and_not_the_request(
+    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "chains", extras=CHAINS, runner=CHAIN_ROWS))
+    inbox, outbox = Inbox(100), Outbox(max_bytes=1 << 24, wake=lambda: None)
+    with ranks_of(
+        config_of(folders["llama"], **TP_2),
+        on_lost=lambda lost: inbox.put(Fail(lost)),
+        on_prepared=lambda *answer: inbox.put(Prepared(*answer)),
+    ) as ranked:
+        core, engine = engine_over(ranked, inbox)
+        sampling, extras = split_options(**greedy(3))
+        blocked = Request("r0", [1, 2, 3], 3, sampling, extras=extras | {Chain: Chain(3, "hangs in 1")})
+        inbox.put(Add(blocked, outbox, 0))
+        inbox.put(Add(Request("r1", [1, 2, 3], 3, sampling), outbox, 1))
+        while core.scheduler.num_unfinished != 1:
+            engine.turn()
+        os.kill(ranked.group.process_ids[1], signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):
+            engine.run()
+    ends = []
+    while (step := outbox.take()) is not None:
+        ends += [step.handles[end.row] for end in step.finished]
+    assert (ends, core.scheduler.waiting_ids) == ([1], ["r0"])
+
+
 def test_embeddings_of_tokens_are_answered_by_stages_as_the_tokens_are(folders) -> None:
     weights = load_file(folders["llama"] / "model.safetensors")["model.embed_tokens.weight"]
     rng = random.Random(5)
@@ -398,7 +552,7 @@ def test_what_ranks_cannot_do_is_refused_in_words(changes, message: str, folders
 PARENT = """
 import sys
 from pathlib import Path
-from engine_svc.build.ranks import build_ranks
+from engine_svc.build.ranks import RankedSide, build_ranks
 from tests.system.ranks import config_of
 config = config_of(Path(sys.argv[1]), tensor_parallel_size=2)
 ranked = build_ranks(config, lambda phase, done, total: None)

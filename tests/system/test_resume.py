@@ -343,7 +343,6 @@ async def test_a_refused_connection_is_a_death_at_once():
         takers = rig.add(range(4))
         await rig.until_held(takers)
         rig.proxy.refuse()
-        rig.proxy.cut()
         await rig.until(lambda: all(taker.is_over for taker in takers))
         assert {taker.losses[0].kind for taker in takers} == {LossKind.DEATH}
         assert "refused" in takers[0].losses[0].reason

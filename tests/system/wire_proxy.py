@@ -24,10 +24,6 @@ class WireProxy(Wire):
     def num_open(self) -> int:
         return len(self._connections)
 
-    def refuse(self) -> None:
-        """Listen no more: connections from now on are refused."""
-        self._server.close()
-
     def cut_after(self, num_bytes: int | None, *, is_up: bool) -> None:
         """Break the connection when more bytes than these are sent to the target or from it; None: do not."""
         self._num_bytes_left[is_up] = num_bytes

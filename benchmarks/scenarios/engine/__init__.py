@@ -11,9 +11,11 @@ a model it makes the Llama of 14 million parameters with random weights.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +29,20 @@ _PROMPT_TOKENS = 128
 _MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
 # Far from the seeds of whole jobs, so that no prompt is known already.
 _OTHER_PROMPTS = 1_000_000
+# Records with a text and a number, longer than any output here.
+_RECORDS = {
+    "type": "array",
+    "minItems": 300,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "count": {"type": "integer", "minimum": 0},
+        },
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    },
+}
 _WARM_UP = Job([16, 16], 8, seed=1)
 
 
@@ -37,6 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--mixed", type=int, default=0, help="requests at once with prompts of 32 to 2,048 tokens"
     )
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of a request")
+    parser.add_argument(
+        "--constrained", action="store_true", help="each concurrency also with every output in a language"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--core", type=int, default=1, help="the core that computes")
@@ -61,8 +80,8 @@ def run(options: argparse.Namespace) -> Report:
             with start_contestants(model, options) as contestants:
                 for contestant in contestants:
                     contestant.do(_WARM_UP)
-                for name, lengths in _workloads(options):
-                    rows += _run_cell(model.name, name, lengths, contestants, options)
+                for name, job in _workloads(options):
+                    rows += _run_cell(model.name, name, job, contestants, options)
     settings: dict[str, Value] = {name: getattr(options, name) for name in ("dtype", "rounds", "core")}
     settings |= {
         "output_tokens": options.tokens,
@@ -71,32 +90,38 @@ def run(options: argparse.Namespace) -> Report:
     return Report("engine", settings, rows)
 
 
-def _workloads(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
-    cells = [(f"{count}", [_PROMPT_TOKENS] * int(count)) for count in options.concurrency.split(",") if count]
+def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
+    counts = [int(count) for count in options.concurrency.split(",") if count]
+    cells = [(f"{count}", Job([_PROMPT_TOKENS] * count, options.tokens, seed=count)) for count in counts]
+    if options.constrained:
+        cells += [
+            (f"{name} constrained", replace(job, json_schema=json.dumps(_RECORDS))) for name, job in cells
+        ]
     if options.mixed:
         choose = random.Random(options.mixed)
         lengths = [choose.randint(_MIXED_SHORTEST, _MIXED_LONGEST) for _ in range(options.mixed)]
-        cells.append((f"{options.mixed} mixed", lengths))
+        cells.append((f"{options.mixed} mixed", Job(lengths, options.tokens, seed=options.mixed)))
     return cells
 
 
 def _run_cell(
     model: str,
     name: str,
-    lengths: list[int],
+    job: Job,
     contestants: list[Contestant],
     options: argparse.Namespace,
 ) -> list[Row]:
     """One row a contestant: they take turns, so that what else runs on the machine slows all of them."""
     whole: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     first: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    seed = len(lengths)
+    seed = job.seed
     # The first round is not counted: it touches memory for the first time.
     for round_number in range(options.rounds + 1):
         for contestant in contestants:
             seed += 1
-            seconds = contestant.do(Job(lengths, options.tokens, seed=seed))
-            until_first = contestant.do(Job(lengths, 1, seed=seed + _OTHER_PROMPTS))
+            seconds = contestant.do(replace(job, seed=seed))
+            other = replace(job, num_output_tokens=1, seed=seed + _OTHER_PROMPTS)
+            until_first = contestant.do(other)
             if round_number:
                 whole[contestant.name].append(seconds)
                 first[contestant.name].append(until_first)
@@ -109,7 +134,7 @@ def _run_cell(
                 "model": model,
                 "contestant": contestant.name,
                 "concurrency": name,
-                "output_tokens_per_s": len(lengths) * options.tokens / total,
+                "output_tokens_per_s": len(job.prompt_lengths) * options.tokens / total,
                 "ttft_ms": 1e3 * prefill,
                 "decode_step_ms": 1e3 * (total - prefill) / (options.tokens - 1),
                 "our_ratio": total / ours,

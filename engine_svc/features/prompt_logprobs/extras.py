@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine_svc.core.byte_fields import FieldReader, FieldWriter
 from engine_svc.core.step import TokenLogprobs
@@ -66,6 +67,8 @@ class PromptLogprobs:
     """Logprobs of a prompt's positions that steps computed, in runs; an output extra."""
 
     runs: tuple[PromptRun, ...]
+    # Otherwise how much a client gets would depend on how the prompt was divided.
+    stays_with_error: ClassVar[bool] = True
 
     @property
     def size_bytes(self) -> int:

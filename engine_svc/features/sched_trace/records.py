@@ -13,7 +13,7 @@ from typing import Any
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import ContentSpan, Request, RequestOutput
+from engine_svc.core.request import ContentSpan, FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.config import SchedulerConfig
@@ -190,6 +190,14 @@ def read_request(record: Record) -> Request:
         num_encoder_tokens=record.get("num_encoder_tokens", 0),
         blockers=set(record.get("blockers", ())),
     )
+
+
+def verdict_record(verdict: Verdict) -> Record:
+    return {"reason": verdict.reason.value, "num_tokens": verdict.num_tokens}
+
+
+def read_verdict(record: Record) -> Verdict:
+    return Verdict(FinishReason(record["reason"]), record["num_tokens"])
 
 
 def output_records(outputs: Sequence[RequestOutput]) -> list[Record]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.core.request import FinishReason, InvalidTransition, RequestOutput
+from engine_svc.core.extras import Extras
+from engine_svc.core.request import FinishReason, InvalidTransition, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import (
     DECISION,
@@ -24,9 +25,11 @@ from engine_svc.features.sched_trace.records import (
     encode,
     output_records,
     read_request,
+    read_verdict,
 )
 from engine_svc.features.sched_trace.scheduler import TracedScheduler
 from engine_svc.scheduler.config import PauseState
+from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.scheduler import Scheduler
 
 # What a replay takes from a record and does not compare. A killed run may end with a snapshot whose step is
@@ -82,7 +85,10 @@ def read_lines(lines: Iterable[bytes]) -> Iterator[Record | None]:
         raise BadTrace("line 1 is not JSON")
 
 
-def replay(records: Iterable[Record | None], build: Callable[[Setup], Core]) -> Iterator[Run]:
+BuildCore = Callable[[Setup, Sequence[SchedulerFeature]], Core]
+
+
+def replay(records: Iterable[Record | None], build: BuildCore) -> Iterator[Run]:
     """Replay each run of a trace up to its first difference. Raises BadTrace."""
     playback: Playback | None = None
     for number, record in enumerate(records, start=1):
@@ -111,11 +117,12 @@ def replay(records: Iterable[Record | None], build: Callable[[Setup], Core]) -> 
 class Playback:
     """Gives the calls of one run to a new scheduler, and compares what that records."""
 
-    def __init__(self, header: Record, build: Callable[[Setup], Core]) -> None:
+    def __init__(self, header: Record, build: BuildCore) -> None:
         if header.get("format") != FORMAT:
             raise BadTrace(f"the format of the trace is {header.get('format')}, this version reads {FORMAT}")
         setup = Setup.read(header["config"])
-        core = build(setup)
+        self._verdicts = _RecordedVerdicts()
+        core = build(setup, [self._verdicts])
         self.run = Run(setup, str(header.get("version", "")))
         self._recorded: deque[Record] = deque()  # of the file, not compared yet
         self._collector = _Collector()
@@ -167,6 +174,8 @@ class Playback:
             case "add":
                 self.run.num_requests += 1
                 scheduler.add(read_request(event["request"]))
+            case "unblock":
+                scheduler.unblock(event["id"], event["name"])
             case "abort":
                 reason = FinishReason(event.get("reason", "abort"))
                 self._check(event, scheduler.abort(event["ids"], at, event.get("cause", ""), reason))
@@ -182,6 +191,7 @@ class Playback:
                 scheduler.restrict(event["only"], at, event["max_num_tokens"])
             case "update":
                 plan = self._plans.pop(event["for_step"])
+                self._verdicts.by_id = event.get("verdicts", {})
                 self._check(event, scheduler.update(plan, _as_result(event, plan), at))
             case op:
                 raise BadTrace(f"an event is {op}, which is not known here")
@@ -207,6 +217,20 @@ class Playback:
         if self.run.difference is None and encode(recorded) != encode(replayed):
             step = self._recorded[0]["step"]
             self.run.difference = f"step {step}: {what} is {encode(replayed)} instead of {encode(recorded)}"
+
+
+class _RecordedVerdicts(SchedulerFeature):
+    """Decides as the features of the engine did. by_id: of the present update."""
+
+    def __init__(self) -> None:
+        self.by_id: Record = {}
+
+    def on_add(self, request: Request) -> None:
+        request.needs_verdict = True
+
+    def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+        record = self.by_id.get(request.request_id)
+        return None if record is None else read_verdict(record)
 
 
 class _Collector:

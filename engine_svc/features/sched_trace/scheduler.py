@@ -24,6 +24,7 @@ from engine_svc.features.sched_trace.records import (
     prefix_cache_events,
     request_record,
     snapshot,
+    verdict_record,
 )
 from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.scheduler.config import PauseState
@@ -99,6 +100,7 @@ class TracedScheduler:
         self._events: list[Record] = []  # since the last decision
         self._num_items = 0  # ids and tokens in them
         self._admitted: set[str] = set()  # requests that have been admitted before
+        self._judged: dict[str, Request] = {}  # those that a feature may end
         self._step = 0  # of the last decision
         self._now = 0.0
 
@@ -122,6 +124,12 @@ class TracedScheduler:
         # Recorded afterwards: features may have added blockers.
         if self._sink.is_open:
             self._note({"op": "add", "request": request_record(request)}, request.num_tokens)
+            if request.needs_verdict:
+                self._judged[request.request_id] = request
+
+    def unblock(self, request_id: str, name: str) -> None:
+        self._scheduler.unblock(request_id, name)
+        self._note({"op": "unblock", "id": request_id, "name": name}, 1)
 
     def abort(
         self,
@@ -180,6 +188,8 @@ class TracedScheduler:
         if faults := result.faults():
             event["faults"] = {plan.request_ids[row]: message for row, message in faults}
         outputs = self._scheduler.update(plan, result, now)
+        if self._judged and (verdicts := self._verdicts(event["sampled"])):
+            event["verdicts"] = verdicts
         self._note_outputs(event, outputs, 2 * len(plan.request_ids))
         return outputs
 
@@ -187,6 +197,11 @@ class TracedScheduler:
         """Record the last calls, and the state after them."""
         if self._sink.is_open:
             self._put_snapshot()
+
+    def _verdicts(self, request_ids: Iterable[str]) -> dict[str, Record]:
+        """How features ended those of these requests that they did end."""
+        judged = (self._judged[request_id] for request_id in request_ids if request_id in self._judged)
+        return {one.request_id: verdict_record(one.verdict) for one in judged if one.verdict is not None}
 
     def _state(self) -> State:
         return State(
@@ -201,6 +216,7 @@ class TracedScheduler:
         for output in event["outputs"]:
             if output["finish"] is not None:
                 self._admitted.discard(output["id"])
+                self._judged.pop(output["id"], None)
         self._note(event, num_items)
 
     def _note(self, event: Record, num_items: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class ThinkingBudget:
     num_tokens: int
     start_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
+    rules: ClassVar[tuple[str, ...]] = ("thinking_token_budget",)
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:

@@ -16,6 +16,11 @@ class TokenRules:
     bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        found = {"allowed_token_ids": self.allowed is not None, "bad_words": bool(self.bad_words)}
+        return tuple(name for name, is_set in found.items() if is_set)
+
     def encode(self) -> bytes:
         allowed = None if self.allowed is None else sorted(self.allowed)
         return json.dumps([allowed, self.bias, self.bad_words], separators=(",", ":")).encode()

@@ -10,6 +10,7 @@ from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.engine_times import EventKind, Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
+from service_kit.errors import from_status
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
 
@@ -144,4 +145,5 @@ def _ending(finished: step_pb2.StepFinished) -> Ending:
         stop_token_id=finished.stop_token_id if kind == "stop_token_id" else None,
         eos_token_id=finished.eos_token_id if kind == "eos_token_id" else None,
         message=message,
+        failure=from_status(finished.code, message, b"") if finished.code else None,
     )

@@ -199,12 +199,6 @@ async def _check_tools(
         violations.need(tool.name not in seen, f"tools[{index}].name", tool.name, "must not be given twice")
         seen.add(tool.name)
         _check_json_object(f"tools[{index}].parameters_json_schema", tool.parameters_json_schema, violations)
-        if tool.strict:
-            raise Unimplemented(
-                f"not served yet: tools[{index}].strict",
-                reason="PARAMETER_NOT_SERVED",
-                metadata={"fields": f"tools[{index}].strict"},
-            )
 
 
 def _check_json_object(field: str, text: str, violations: Violations) -> None:

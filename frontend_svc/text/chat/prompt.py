@@ -5,6 +5,7 @@ from __future__ import annotations
 from frontend_svc.parsers.message import MessageParser, open_message
 from frontend_svc.parsers.parser import CallRules
 from frontend_svc.parsers.registry import reasoning_parser, tool_parser
+from frontend_svc.text.chat.call_tags import call_trigger, demands_call, forbids_calls
 from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
@@ -29,15 +30,20 @@ class ChatPrompt:
         self._tools = tool_parser(model.parsers.tool)
         self._reasoning = reasoning_parser(model.parsers.reasoning)
         self._forced_prefix = ""
+        self._opening = call_trigger(request, model)
         self._text = ""
-        self._shows_tools = not _forbids_calls(request.tool_choice)
-        self._is_demanded = _demands_call(request.tool_choice)
+        self._shows_tools = not forbids_calls(request.tool_choice)
+        self._is_demanded = demands_call(request.tool_choice)
         if self._is_demanded and self._tools is None:
             raise Unimplemented(
                 f"tool_choice demands a call, but no tool parser is known for model {model.name!r}",
                 reason="PARAMETER_NOT_SERVED",
                 metadata={"fields": "tool_choice"},
             )
+
+    @property
+    def opens_reasoning(self) -> bool:
+        return self._reasoning is not None and bool(self._reasoning.closing(self._text))
 
     @property
     def markers(self) -> frozenset[str]:
@@ -55,7 +61,7 @@ class ChatPrompt:
         self._text, token_ids = await model.tokenizer.render_and_encode(
             conversation, max_chars=model.max_text_chars
         )
-        suffix = self._suffix()
+        suffix = self._suffix(model)
         if not suffix:
             return token_ids
         self._text += suffix
@@ -72,32 +78,26 @@ class ChatPrompt:
             is_parallel=is_parallel,
             streams_arguments=streams,
             is_continued=request.template_options.continue_final_message,
+            opening=self._opening,
         )
         return open_message(
             self._tools,
-            self._reasoning,
+            None if self._is_demanded else self._reasoning,
             prompt=self._text,
             rules=rules,
             forced_prefix=self._forced_prefix,
         )
 
-    def _suffix(self) -> str:
-        """What to append to the rendered text: the opening of a forced call, behind the end of reasoning."""
+    def _suffix(self, model: ServedModel) -> str:
+        """What to append to the rendered text: the opening of a forced call, behind the end of reasoning.
+
+        A grammar has the model write that opening, so that its tokens are those that the model knows.
+        """
         if not self._is_demanded or self._tools is None:
             return ""
         choice = self._request.tool_choice
         named = choice.name if choice.WhichOneof("choice") == "name" else None
-        self._forced_prefix = self._tools.forced_prefix(named)
+        if not self._opening:
+            self._forced_prefix = self._tools.forced_prefix(named)
         closing = "" if self._reasoning is None else self._reasoning.closing(self._text)
         return closing + self._forced_prefix
-
-
-def _demands_call(choice: chat_message_pb2.ToolChoice) -> bool:
-    if choice.WhichOneof("choice") == "name":
-        return True
-    return choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
-
-
-def _forbids_calls(choice: chat_message_pb2.ToolChoice) -> bool:
-    is_mode = choice.WhichOneof("choice") == "mode"
-    return is_mode and choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_NONE

@@ -38,6 +38,10 @@ class ModelTokenizer:
     def files(self) -> TextFiles:
         return self._files
 
+    @property
+    def workers(self) -> TextWorkers:
+        return self._workers
+
     def has_token(self, text: str) -> bool:
         """Whether `text` is a single token."""
         return self._tokenizer.token_to_id(text) is not None

@@ -19,20 +19,24 @@ _MAX_SHORT_IN_A_ROW = 16
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One task: the request to a worker, and the future of its answer. `files`: what it needs loaded."""
+    """One task: the request to a worker, and the future of its answer.
+
+    files: what it needs loaded. is_slow: whether it may take long whatever its size.
+    """
 
     files: TextFiles | None
     header: Mapping[str, object]
     body: bytes
     field: str
     answer: asyncio.Future[Frame]
+    is_slow: bool = False
     num_attempts: int = 0
     is_queued: bool = False
     expiry: asyncio.TimerHandle | None = None
 
     @property
     def is_long(self) -> bool:
-        return len(self.body) > LONG_BYTES
+        return self.is_slow or len(self.body) > LONG_BYTES
 
     def fail(self, error: ServiceError) -> None:
         """Answer with `error`, unless the answer is set or cancelled."""

@@ -1,5 +1,5 @@
-"""Tokenizes, renders chat templates and checks large messages in child processes, off the event loop.
-Knows no requests.
+"""Tokenizes, renders chat templates and checks constraints and large messages in child processes, off the
+event loop. Knows no requests.
 
 Processes and not threads: a hang in a tokenizer's regular expression or in a template's loop can be killed at
 its time limit. It then costs one failed request and a new process, and never blocks the event loop.
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor
 
+from frontend_svc.text.constraint import TOO_COMPLEX, AskedConstraint, CheckedConstraint
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, unpack_numbers
 from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
+from frontend_svc.text.workers.verdicts import Verdicts
 from frontend_svc.text.workers.work_queue import Work, WorkQueue
 from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from service_kit.wire_check import MessageLimits
@@ -75,6 +77,7 @@ class TextWorkers:
             WorkerSlot(command, time_limit_s, on_free=self._dispatch, on_lost=self._lost)
             for _ in range(num_processes or num_cores())
         ]
+        self.verdicts = Verdicts(self._check_constraint)
         self._is_closed = False
 
     @property
@@ -167,6 +170,12 @@ class TextWorkers:
         }
         await self._run(None, header, data, "the request")
 
+    async def check_constraint(
+        self, asked: AskedConstraint, field: str, *, tenant: str = ""
+    ) -> CheckedConstraint:
+        """See `frontend_svc.text.constraint.check`; the same constraint of a tenant is checked once."""
+        return await self.verdicts.find(tenant, asked, field)
+
     async def close(self) -> None:
         """End all workers; queued and running tasks fail with Unavailable."""
         self._is_closed = True
@@ -176,10 +185,28 @@ class TextWorkers:
             slot.close(Unavailable("the frontend is stopping"))
         await asyncio.gather(*(slot.wait_closed(_CLOSE_WAIT_S) for slot in self._slots))
 
+    async def _check_constraint(self, asked: AskedConstraint, field: str) -> CheckedConstraint:
+        header = {"verb": "check_constraint"}
+        try:
+            # A short text may take as long as any.
+            frame = await self._run(None, header, asked.to_json(), field, is_slow=True)
+        except Internal as error:
+            # As far as can be known from here.
+            message = f"{field} ended the processes that checked it, it needs too much memory"
+            raise InvalidArgument(message, field=field, reason=TOO_COMPLEX) from error
+        return CheckedConstraint(frame.text("backend"), frame.body.decode())
+
     async def _run(
-        self, files: TextFiles | None, header: Mapping[str, object], body: bytes, field: str
+        self,
+        files: TextFiles | None,
+        header: Mapping[str, object],
+        body: bytes,
+        field: str,
+        *,
+        is_slow: bool = False,
     ) -> Frame:
-        work = Work(files, header, body, field, asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        work = Work(files, header, body, field, answer, is_slow=is_slow)
         if self._is_closed:
             raise Unavailable("the frontend is stopping")
         if all(slot.is_failing for slot in self._slots):
@@ -273,7 +300,8 @@ def num_cores() -> int:
 def _refused(refusal: str, frame: Frame, field: str) -> InvalidArgument:
     found = frame.header.get("violations")
     if not isinstance(found, list):
-        return InvalidArgument(refusal, field=str(frame.header.get("field") or field), reason="TEXT_REFUSED")
+        reason = str(frame.header.get("reason", "TEXT_REFUSED"))
+        return InvalidArgument(refusal, field=str(frame.header.get("field") or field), reason=reason)
     violations = [(str(name), str(description)) for name, description in found]
     return InvalidArgument(refusal, violations=violations, reason=frame.text("reason"))
 

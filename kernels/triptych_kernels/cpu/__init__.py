@@ -24,7 +24,15 @@ def native_ops(widest: str = "amx") -> Ops | None:
     if isa is None:
         return None
     # Imported here: without the compiled module not all of these can be imported.
-    from triptych_kernels.cpu import attention, elementwise, experts, fused_layers, linear, penalties
+    from triptych_kernels.cpu import (
+        attention,
+        elementwise,
+        experts,
+        fused_layers,
+        linear,
+        penalties,
+        token_mask,
+    )
 
     return dataclasses.replace(
         REFERENCE,
@@ -44,6 +52,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         greedy=functools.partial(elementwise.greedy, isa),
         greedy_linear=linear.greedy_linear,
         penalise=penalties.penalise,
+        apply_token_mask=token_mask.apply_token_mask,
     )
 
 

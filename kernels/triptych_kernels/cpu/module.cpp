@@ -21,7 +21,7 @@ extern PyMethodDef linear_avx512_methods[], linear_avx2_methods[];
 extern PyMethodDef experts_avx512_methods[], experts_avx2_methods[];
 extern PyMethodDef attention_avx512_methods[], attention_avx2_methods[];
 extern PyMethodDef elementwise_avx512_methods[], elementwise_avx2_methods[];
-extern PyMethodDef penalties_methods[], program_methods[];
+extern PyMethodDef penalties_methods[], program_methods[], token_mask_methods[];
 extern const triptych::Kernel* const linear_avx512_kernels[];
 extern const triptych::Kernel* const linear_avx2_kernels[];
 extern const triptych::Kernel* const experts_avx512_kernels[];
@@ -255,7 +255,8 @@ PyMODINIT_FUNC PyInit__native() {
         return nullptr;
     }
     bool is_complete = PyModule_AddFunctions(module, penalties_methods) == 0 &&
-                       PyModule_AddFunctions(module, program_methods) == 0;
+                       PyModule_AddFunctions(module, program_methods) == 0 &&
+                       PyModule_AddFunctions(module, token_mask_methods) == 0;
     for (const triptych::Kernels& kernels : triptych::kKernels) {
         is_complete = is_complete && triptych::add_kernels(module, kernels);
     }

@@ -7,7 +7,14 @@ from typing import Any
 from launcher.conformance.cases import Cases, NotApplicable, Section, expect
 from launcher.conformance.engine_stream import EngineStream
 from launcher.conformance.engine_under_test import EngineUnderTest, column
-from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, Unimplemented
+from service_kit.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unimplemented,
+    to_number,
+)
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2
 
@@ -87,6 +94,21 @@ async def fields_not_served(engine: EngineUnderTest) -> None:
     await _must_refuse(engine, engine.entry(1, pooling=sampling_pb2.PoolingParams()), names="pooling")
     embeds = tensor_pb2.Tensor(shape=[1, 1])
     await _must_refuse(engine, engine.entry(1, prompt_embeds=embeds), names="prompt_embeds")
+
+
+@CASES.must("A constraint that cannot be compiled, or is not served, ends its request alone, by its status.")
+async def constraint_not_compiled(engine: EngineUnderTest) -> None:
+    sampling = {"structured_output": {"regex": "[0-9"}}
+    if not engine.facts.ready.structured_output_backends:
+        await _must_refuse(engine, engine.entry(1, sampling=sampling), names="structured_output")
+        return
+    stream = await engine.open()
+    await stream.add(engine.entry(1, sampling=sampling), engine.entry(2))
+    await stream.until_finished(1, 2)
+    end, tokens = stream.record.finished[1], stream.record.tokens
+    expect(end.code == to_number("INVALID_ARGUMENT"), "an end with the code INVALID_ARGUMENT", end)
+    expect(not tokens[1], "no tokens", tokens[1])
+    expect(tokens[2] == await engine.reference(), "the other request's tokens", tokens[2])
 
 
 @CASES.must("A parameter that is set to its plain default is accepted as if it were unset.")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import struct
 
+import grpc
+
 from launcher.conformance.cases import Cases, Section, expect
 from launcher.conformance.frontend_under_test import FrontendUnderTest
+from service_kit.errors import InvalidArgument
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
 
@@ -48,3 +51,14 @@ async def columns_that_do_not_fit(frontend: FrontendUnderTest) -> None:
     expect(later.output == [5], "an ADD with the tokens before that message", later.output)
     later.send([6, 7], is_first=True, ends=True)
     await frontend.must_finish(call, [5, 6, 7])
+
+
+@CASES.should("An end with reason ERROR and a code is the status of the client's call.")
+async def end_with_status(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate(3)
+    attempt = await frontend.attempt_of(call)
+    code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    error = {"row": 0, "reason": output_pb2.FINISH_REASON_ERROR, "code": code, "message": "conformance"}
+    attempt.send([], finished=[error])
+    await frontend.until(lambda: call.is_over, "the end of the client's call")
+    expect(isinstance(call.error, InvalidArgument), "INVALID_ARGUMENT at the client", repr(call.error))

@@ -6,8 +6,10 @@ import fcntl
 import logging
 import random
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from engine_svc.admin.served_engine import LoadedCore
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.config import EngineConfig
+from engine_svc.core.extras import Extra
 from engine_svc.core.facts import LoadProgress
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
@@ -27,7 +30,10 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Add, Outbox, Stop
 from engine_svc.membership.departure import Departure
 from engine_svc.session.servicer import EngineCoreServicer
+from launcher.verbs.replay import run_replay
 from service_kit.config import ConfigError
+from tests.engine_svc.runner.chains import Chain
+from tests.service_kit.plugin_folder import write_feature
 
 _PACKAGED = Path(launcher.tiny_model.__file__).parent / "weights"
 
@@ -73,13 +79,17 @@ class Built:
             config, served, progress=self.progress.append, defer=self.deferred.append
         )
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy continuations of `prompts`, all at once."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, extras: Mapping[int, Extra] = MappingProxyType({})
+    ) -> list[list[int]]:
+        """Greedy continuations of `prompts`, all at once. extras: of some of them, by index."""
         woken = threading.Event()
         outbox = Outbox(max_bytes=1_000_000, wake=woken.set)
         for handle, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
             request = Request(f"r{handle}", list(prompt), len(prompt), sampling)
+            if (extra := extras.get(handle)) is not None:
+                request.extras[type(extra)] = extra
             assert self.core.refusal(request) is None
             self.core.prepare(request)
             self.inbox.put(Add(request, outbox, handle))
@@ -166,6 +176,36 @@ def test_ids_do_not_depend_on_how_the_engine_is_run(llama, choices):
     stats = built.stats_snapshot.read().scheduler
     assert (stats.num_preemptions > 0) == (choices["num_kv_blocks"] < 100)
     assert stats.num_used_blocks == 0
+
+
+CHAINS = """
+from tests.engine_svc.runner.chains import Chain, ChainRows
+
+EXTRAS = (Chain,)
+
+def make(config, context):
+    return ChainRows(context.vocab_size)
+"""
+
+
+def test_requests_wait_for_what_a_feature_of_another_package_prepares(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "chains", extras=CHAINS, runner=CHAINS))
+    trace = tmp_path / "trace.jsonl"
+    built = Built(
+        EngineConfig(model=str(llama), max_model_len=128, num_threads=1, sched_trace_path=str(trace))
+    )
+    prompts = [list(range(10 * row, 10 * row + 7)) for row in range(4)]
+    chains = {0: Chain(3, "bad"), 1: Chain(3), 3: Chain(5)}
+    answers = built.generate(prompts, 24, chains)
+    assert answers[0] == []
+    assert answers[2] == transformers_greedy(llama, prompts[2], 24)
+    for row in (1, 3):
+        assert len(answers[row]) == 24
+        assert chains[row].keeps([*prompts[row], *answers[row]], 7, vocab_size=256)
+    assert '"op":"unblock","id":"r1","name":"chain"' in trace.read_text()
+    assert run_replay(trace) == 0
 
 
 def test_ids_of_the_packaged_model_equal_those_of_transformers():

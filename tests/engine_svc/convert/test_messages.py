@@ -10,7 +10,7 @@ import pytest
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason, FirstOutput, PrefillStats
+from engine_svc.core.request import NO_STOP_TOKEN, FinishReason, FirstOutput, PrefillStats
 from engine_svc.core.sampling_params import RepetitionLimits
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
@@ -298,6 +298,23 @@ def test_a_step_becomes_packed_columns():
         (1, output_pb2.FINISH_REASON_LENGTH, None)
     ]
     assert [(one.row, one.num_cached_tokens) for one in step.first] == [(0, 16)]
+
+
+def test_a_stop_at_no_token_names_none():
+    finished = [FinishedRow(0, FinishReason.STOP, NO_STOP_TOKEN), FinishedRow(1, FinishReason.STOP, 11)]
+    output = StepOutput(4, [9, 10], [0, 1], [11], finished=finished)
+    first, second = messages.to_step(output, {9: frozenset(), 10: frozenset({11})}, FEATURES, 0.0).finished
+    assert first.WhichOneof("stop") is None
+    assert second.stop_token_id == 11
+
+
+def test_an_error_has_its_status():
+    finished = [
+        FinishedRow(0, FinishReason.ERROR, message="no such thing", code="INVALID_ARGUMENT"),
+        FinishedRow(1, FinishReason.ERROR, message="no luck"),
+    ]
+    step = messages.to_step(StepOutput(4, [9, 10], [0, 0], [], finished=finished), {}, FEATURES, 0.0)
+    assert [(end.code, end.message) for end in step.finished] == [(3, "no such thing"), (0, "no luck")]
 
 
 def test_the_first_record_says_how_the_prompt_was_computed():

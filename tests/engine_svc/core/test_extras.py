@@ -17,11 +17,13 @@ from engine_svc.features.nan_counts.extras import NanCount
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
+from engine_svc.features.structured_output.extras import BACKENDS, GrammarTimes, StructuredOutput
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.features.token_rules.extras import TokenRules
 from engine_svc.ranks.plan_codec import PlanDecoder, PlanEncoder
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.tensors.host_tensor import ITEM_SIZES, HostTensor
+from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 from tests.engine_svc.request_options import split_options
 
 ids = st.integers(0, (1 << 31) - 1)
@@ -66,6 +68,22 @@ VALUES: dict[type, st.SearchStrategy[Any]] = {
     PromptLogprobSpec: st.builds(
         PromptLogprobSpec, num_top=st.integers(-1, 1 << 30), token_ids=some_ids.map(tuple)
     ),
+    StructuredOutput: st.builds(
+        StructuredOutput,
+        constraint=st.builds(
+            Constraint,
+            kind=st.sampled_from(ConstraintKind),
+            text=st.text(),
+            choices=st.lists(st.text(), max_size=3).map(tuple),
+            whitespace=st.builds(Whitespace, is_any=st.booleans(), pattern=st.text()),
+            has_additional_properties=st.booleans(),
+            is_lenient=st.booleans(),
+        ),
+        backend=st.sampled_from(BACKENDS),
+        reasoning_end=some_ids.map(tuple),
+        eos_token_ids=some_ids.map(tuple),
+    ),
+    GrammarTimes: st.builds(GrammarTimes, compile_us=ids, masks_us=ids),
     PromptLogprobs: st.builds(
         PromptLogprobs,
         runs=st.lists(

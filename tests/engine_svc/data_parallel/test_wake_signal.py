@@ -122,10 +122,13 @@ def test_words_reach_other_ranks_through_the_store_of_rank_0():
     one, other = connect_signal_store(meeting, 5.0), connect_signal_store(meeting, 5.0)
     assert not other.is_signaled(5)
     one.signal(5)
+    # The store answers nothing to a word; on one connection what is asked next comes after it.
+    assert one.is_signaled(5)
     assert other.is_signaled(5)
     assert not other.is_signaled(6)
     assert not connect_signal_store(Meeting(4, 0, 2, "127.0.0.1", store.port), 5.0).is_signaled(5)
     one.signal(12)
+    assert one.is_signaled(12)
     assert other.is_signaled(12)
     assert not other.is_signaled(5)
     assert len([key for key in store.list_keys() if "wake-signal" in key]) == 1

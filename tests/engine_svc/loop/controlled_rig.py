@@ -121,7 +121,7 @@ class Controlled:
 
 @contextlib.asynccontextmanager
 async def controlled(
-    *, profile_dir: Path | None = None, lockstep: Lockstep | None = None
+    *, profile_dir: Path | None = None, lockstep: Lockstep | None = None, **options: Any
 ) -> AsyncIterator[Controlled]:
     """A loaded engine with one frontend, ready for both."""
     runners, weights = FakeRunners(), list[tuple[Path, str]]()
@@ -139,7 +139,7 @@ async def controlled(
             on_weights=lambda folder, digest: weights.append((folder, digest)),
         )
 
-    rig = ServiceRig(controls=controls)
+    rig = ServiceRig(controls=controls, **options)
     async with serving(rig) as stub:
         frontend = StreamClient(stub, "operator-test")
         await frontend.open()

@@ -17,19 +17,33 @@ from typing import cast
 
 import pytest
 
+from engine_svc.core.errors import RequestFailed
+from engine_svc.core.extras import ExtraCodec, UnknownExtra
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.ranks import process_group
 from engine_svc.ranks import watch as rank_watch
-from engine_svc.ranks.control_pipe import RankMessage
+from engine_svc.ranks.control_pipe import RankMessage, read_prepared, write_prepared
 from engine_svc.ranks.loop import EarlyStage, RankLoop, Reporter, Silent, UnknownCall
 from engine_svc.ranks.plan_channel import Channel, ChannelReader, ChannelWriter, create_channel
-from engine_svc.ranks.plan_codec import CALL, PLAN, STOP, PlanDecoder, PlanEncoder
+from engine_svc.ranks.plan_codec import (
+    CALL,
+    DROP,
+    PLAN,
+    PREPARE,
+    STOP,
+    PlanDecoder,
+    PlanEncoder,
+    decode_preparation,
+    encode_preparation,
+)
 from engine_svc.ranks.process_group import GroupLimits, ProcessGroup
 from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.ranks.watch import RankLost, RankStart, RankWatch, WatchLimits
+from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.input_batch import InputBatch
+from engine_svc.runner.preparer import Preparer
 from service_kit import stacks
 from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.session.unread import exit_code_unread
@@ -496,3 +510,97 @@ def test_a_result_waits_for_the_rows_that_were_counted_before_it(
     watch.lost = RankLost(1, "was killed by SIGKILL")
     with pytest.raises(RankLost, match="was killed"):
         group.take_result()
+
+
+# What a rank prepares beside its steps.
+
+
+@dataclass(frozen=True)
+class Text:
+    """An extra to prepare."""
+
+    text: str
+    blocker: str = "text"
+
+    def encode(self) -> bytes:
+        return self.text.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Text:
+        return cls(data.decode())
+
+
+class UpperText(RunnerFeature):
+    prepares = Text
+
+    def prepare(self, extra: Text) -> str:
+        if extra.text == "bad":
+            raise RequestFailed("INVALID_ARGUMENT", "the text is bad")
+        return extra.text.upper()
+
+
+CODEC = ExtraCodec([Text])
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_rank_that_samples_prepares_and_answers(samples: bool, channel: Channel) -> None:
+    answers: SimpleQueue[RankMessage] = SimpleQueue()
+    preparer = Preparer([UpperText()], lambda *answer: answers.put(write_prepared(*answer)))
+    writer = ChannelWriter(channel.writer)
+    for number, text in enumerate(("good", "bad", "gone")):
+        body = encode_preparation(number, text, {Text: Text(text)}, CODEC)
+        writer.send(PREPARE + body, timeout_s=1)
+    writer.send(DROP + b"gone", timeout_s=1)
+    writer.send(STOP, timeout_s=1)
+    RankLoop(
+        ChannelReader(channel.readers[0]),
+        PlanDecoder(**SIZES),
+        FakeRunner(),
+        Silent(),
+        calls={},
+        answer=print,
+        has_dealt=lambda: None,
+        preparer=preparer if samples else None,
+        extras=CODEC,
+    ).run()
+    found = {}
+    while not answers.empty():
+        number, failure = read_prepared(answers.get())
+        found[number] = failure and (failure.code, failure.message)
+    # The last was dropped while it waited, or while it was prepared, or when it was done.
+    found.pop(2, None)
+    assert found == ({0: None, 1: ("INVALID_ARGUMENT", "the text is bad")} if samples else {})
+    kept = {
+        name: preparer.with_prepared(
+            AdmittedRequest(name, [1], 1, SamplingParams(max_tokens=1), [[]], {Text: Text("raw")})
+        ).extras[Text]
+        for name in ("good", "gone")
+    }
+    assert kept == {"good": "GOOD" if samples else Text("raw"), "gone": Text("raw")}
+
+
+def test_a_group_sends_every_rank_what_to_prepare(
+    watch: FakeWatch, results: Channel, heartbeats: RankHeartbeats
+) -> None:
+    plans = create_channel(2)
+    readers = [ChannelReader(end) for end in plans.readers]
+    group = ProcessGroup(
+        cast(RankWatch, watch),
+        heartbeats,
+        plans,
+        results,
+        PlanEncoder(max_num_seqs=1, num_groups=1),
+        GroupLimits(),
+        CODEC,
+        num_preparing=2,
+    )
+    group.prepare(3, "a", {Text: Text("long" * 9)})
+    with pytest.raises(UnknownExtra, match="int"):
+        group.prepare(4, "b", {int: 4})
+    group.drop_prepared("a")
+    for reader in readers:
+        message = reader.receive(timeout_s=0.0) or b""
+        assert message[:1] == PREPARE
+        assert decode_preparation(message[1:], CODEC) == (3, "a", {Text: Text("long" * 9)})
+        assert reader.receive(timeout_s=0.0) == DROP + b"a"
+    group.shutdown()

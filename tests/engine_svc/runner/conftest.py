@@ -14,6 +14,7 @@ from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
+from engine_svc.runner.preparer import OnPrepared
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
 from tests.engine_svc.request_options import make_runner_features
 from tests.engine_svc.runner.fakes import PlanDriver
@@ -36,6 +37,7 @@ class TinyModel:
         takes_embeds: bool = False,
         model: Model | None = None,
         on_failed: OnFailed | None = None,
+        on_prepared: OnPrepared = lambda number, failure: None,
     ) -> ModelRunner:
         """A runner with all features of an engine, then `features`; of `model` if it is not the own one."""
         sizing = KVSizing(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, bytes_per_block=0)
@@ -55,6 +57,7 @@ class TinyModel:
                 *features,
             ],
             on_failed=on_failed,
+            on_prepared=on_prepared,
         )
 
     def driver(

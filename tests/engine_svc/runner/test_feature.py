@@ -218,7 +218,7 @@ def test_a_stage_that_raises_ends_its_rows_and_no_others(tiny_model, stage, mode
     assert [len(tokens) for tokens in result.sampled] == [1, 0, 1, 1]
     # Nothing of a row that failed is left, be it of the other stages.
     assert not result.extras.get(Count)
-    (record,) = [record for record in caplog.records if record.name == "engine_svc.runner.feature"]
+    (record,) = [record for record in caplog.records if record.name == "engine_svc.core.errors"]
     assert (record.levelno, record.feature) == (logging.ERROR, "Staged")
     assert record.exc_info is not None
     disturbed.finish("marked")

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from engine_svc.core.request import FinishReason, FirstOutput, PrefillStats, Request
-from engine_svc.core.step import StepPlan, StepResult
+from dataclasses import dataclass
+
+import pytest
+
+from engine_svc.core.extras import Extras
+from engine_svc.core.request import (
+    NO_STOP_TOKEN,
+    FinishReason,
+    FirstOutput,
+    PrefillStats,
+    Request,
+    RequestOutput,
+    Verdict,
+)
+from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import DraftStats, SchedulerStats
 from tests.engine_svc.scheduler.doubles import BlockHolder
@@ -28,13 +41,20 @@ def test_a_row_without_finite_logits_ends_its_request_and_no_other():
     assert stage.scheduler.stats().num_non_finite_rows == 1
 
 
-def test_a_row_whose_rules_leave_no_token_ends_its_request_and_says_so():
+def test_a_row_whose_rules_leave_no_token_ends_its_request_and_names_them():
+    @dataclass(frozen=True)
+    class Rule:
+        rules: tuple[str, ...] = ("only_these",)
+
     stage = Stage()
-    stage.add(*(request(name, 8) for name in "abc"))
-    outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1])
+    ruled = request("d", 8, min_tokens=2)
+    ruled.extras = {Rule: Rule(), str: "no rule"}
+    stage.add(*(request(name, 8) for name in "abc"), ruled)
+    outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1, 3])
     assert [(output.request_id, output.message) for output in outputs] == [
         ("b", "the request's own rules leave no token to choose"),
         ("c", "the model produced logits that are not finite"),
+        ("d", "the request's own rules leave no token to choose: min_tokens, only_these"),
         ("a", ""),
     ]
 
@@ -250,3 +270,103 @@ def test_a_request_without_a_first_token_has_no_times_of_its_prompt():
     stage.step()
     (output,) = stage.scheduler.abort(["a"], now=2.0)
     assert output.first == FirstOutput(0)
+
+
+class _Judge(SchedulerFeature):
+    """Has a verdict on requests whose names begin with "judged", and notes what it was asked."""
+
+    def __init__(self, verdict: Verdict | None = None, *, at: int = 1) -> None:
+        self._verdict = verdict
+        self._at = at
+        self.asked: list[tuple[str, list[int], FinishReason | None, Extras]] = []
+
+    def on_add(self, request: Request) -> None:
+        request.needs_verdict = request.request_id.startswith("judged")
+
+    def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+        self.asked.append((request.request_id, output.new_token_ids, output.finish_reason, extras))
+        return self._verdict if request.num_output_tokens == self._at else None
+
+
+def run_until_idle(stage: Stage) -> list[RequestOutput]:
+    outputs = []
+    while stage.scheduler.has_work:
+        outputs += stage.update(stage.schedule())
+    return outputs
+
+
+def test_only_requests_that_need_a_verdict_are_judged():
+    judge = _Judge()
+    stage = Stage(features=[judge])
+    stage.add(request("a", 8, max_tokens=2), request("judged", 8, max_tokens=2))
+    outputs = run_until_idle(stage)
+    assert [output.finish_reason for output in outputs if output.finish_reason] == [FinishReason.LENGTH] * 2
+    assert judge.asked == [
+        ("judged", [NEW_TOKEN], None, {}),
+        ("judged", [NEW_TOKEN], FinishReason.LENGTH, {}),
+    ]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ERROR, FinishReason.LENGTH])
+@pytest.mark.parametrize("num_tokens", [None, 0])
+@pytest.mark.parametrize("max_tokens", [2, 9])
+def test_a_verdict_ends_its_request_with_or_without_the_token(reason, num_tokens, max_tokens):
+    verdict = Verdict(reason, num_tokens, "INTERNAL", "it cannot go on")
+    stage = Stage(features=[_Judge(verdict, at=2)])
+    judged = request("judged", 8, max_tokens=max_tokens)
+    stage.add(judged, request("other", 8, max_tokens=3))
+    outputs = run_until_idle(stage)
+    ends = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    end = ends["judged"]
+    kept = [NEW_TOKEN] if num_tokens is None else []
+    assert (end.new_token_ids, end.finish_reason, end.code, end.message) == (
+        kept,
+        reason,
+        "INTERNAL",
+        "it cannot go on",
+    )
+    assert end.stop_token_id == (NO_STOP_TOKEN if reason is FinishReason.STOP else None)
+    assert judged.output_token_ids == [NEW_TOKEN, *kept]
+    assert ends["other"].finish_reason is FinishReason.LENGTH
+    assert stage.scheduler.stats().num_used_blocks == 0
+
+
+def test_a_verdict_is_given_the_extras_of_its_row_and_cuts_logprobs():
+    judge = _Judge(Verdict(FinishReason.STOP, 1))
+    stage = Stage(features=[judge], num_speculative_tokens=2)
+    stage.add(request("other", 8), request("judged", 8))
+    plan = stage.schedule()
+    result = StepResult(plan.step_number, [[7], [8]], extras={int: {1: 5}, str: {0: "x"}})
+    result.logprobs[1] = TokenLogprobs([-0.5], [1])
+    outputs = stage.scheduler.update(plan, result, 1.0)
+    assert judge.asked == [("judged", [8], None, {int: 5})]
+    assert [output.new_token_ids for output in outputs] == [[7], [8]]
+    assert result.logprobs[1].logprobs == [-0.5]
+
+
+def test_a_verdict_without_a_token_has_no_logprobs():
+    stage = Stage(features=[_Judge(Verdict(FinishReason.STOP, 0))])
+    stage.add(request("judged", 8))
+    plan = stage.schedule()
+    result = StepResult(plan.step_number, [[8]], logprobs={0: TokenLogprobs([-0.5], [1])})
+    (output,) = stage.scheduler.update(plan, result, 1.0)
+    assert (output.new_token_ids, result.logprobs) == ([], {})
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("no such state"), Verdict(FinishReason.STOP, 2)])
+def test_a_verdict_that_fails_ends_its_request_alone(fault, caplog):
+    class Failing(_Judge):
+        def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+
+    stage = Stage(features=[Failing()])
+    stage.add(request("judged", 8), request("other", 8, max_tokens=3))
+    outputs = run_until_idle(stage)
+    ends = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    end = ends["judged"]
+    assert (end.finish_reason, end.code, end.new_token_ids) == (FinishReason.ERROR, "INTERNAL", [NEW_TOKEN])
+    assert end.message.startswith("Failing failed: ")
+    assert ends["other"].finish_reason is FinishReason.LENGTH
+    assert [record.feature for record in caplog.records] == ["Failing"]

@@ -15,11 +15,13 @@ from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.convert import messages
+from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, ModelFingerprint
 from engine_svc.core.request import Request
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Inbox, KVEventLog, StatsSnapshot
+from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.process.engine_thread import EngineThread
 from engine_svc.scheduler.scheduler import Scheduler
@@ -72,6 +74,8 @@ class ServiceRig:
         max_replay_bytes: int = 1_000_000,
         kv_event_log: KVEventLog | None = None,
         controls: Callable[[Engine, Scheduler], EngineControls] | None = None,
+        preparations: Preparations | None = None,
+        features: WireFeatures | None = None,
         facts: EngineFacts | None = None,
         tensors: TensorReceiver | None = None,
         watch: SchedulerWatch | None = None,
@@ -82,7 +86,8 @@ class ServiceRig:
         self.executor = FakeExecutor()
         self._make_controls = controls
         self._watch = watch
-        self.scheduler = scheduler or make_scheduler()
+        self._preparations = preparations
+        self.scheduler = scheduler or make_scheduler(features=[preparations] if preparations else ())
         self.load_error: Exception | None = None
         self.engine = ServedEngine(
             identity=EngineIdentity("engine-a", epoch, "test"),
@@ -93,7 +98,7 @@ class ServiceRig:
             clock=MonotonicClock(),
             drain_deadline_s=5.0,
             kv_event_log=kv_event_log,
-            features=make_wire_features(enable_prompt_embeds=tensors is not None),
+            features=features or make_wire_features(enable_prompt_embeds=tensors is not None),
             tensors=tensors or TensorReceiver(),
             utilities=registered(ENGINE_CALLS),
         )
@@ -138,6 +143,8 @@ class ServiceRig:
             stats_snapshot=self.engine.stats_snapshot,
             clock=self.engine.clock,
             lockstep=NoLockstep(),
+            preparations=self._preparations,
+            at_end=[self._preparations.close] if self._preparations else (),
         )
         controls = None if self._make_controls is None else self._make_controls(engine, self.scheduler)
         return engine, LoadedCore(

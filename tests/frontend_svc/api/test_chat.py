@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import grpc
@@ -9,17 +10,20 @@ import pytest
 
 from tests.frontend_svc.fakes import (
     AT_EOS,
+    AT_LENGTH,
     EOS_ID,
     TOKENIZER,
     WAIT_S,
     FakeEngine,
     FakeRequest,
+    Script,
     answer,
     details_of,
     serving,
 )
 from triptych.api.v1 import chat_message_pb2, chat_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import step_pb2
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }}\n{% endfor %}"
@@ -171,6 +175,177 @@ async def test_a_call_that_is_demanded_is_opened_for_the_model(choice, suffix):
     assert prompt_of(engine.requests[0]).endswith("[assistant] " + suffix)
     (call,) = whole.tool_calls
     assert (call.name, call.arguments_json, whole.content) == ("add", '{"a": 1, "b": [2, "}"]}', "")
+
+
+def tool(name: str = "add", *, strict: bool = True, **schema) -> chat_message_pb2.Tool:
+    text = json.dumps({"type": "object", **schema})
+    return chat_message_pb2.Tool(name=name, parameters_json_schema=text, strict=strict)
+
+
+def with_grammars(script: Script | None = None) -> FakeEngine:
+    return FakeEngine(script, chat_template=TEMPLATE, structured_output_backends=["llguidance"])
+
+
+def form_of(request: FakeRequest) -> dict:
+    return json.loads(request.entry.sampling.structured_output.structural_tag)["format"]
+
+
+NUMBER = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+async def test_calls_of_strict_tools_are_held_to_their_schemas_wherever_they_stand():
+    engine = with_grammars(answer("I add. " + CALL))
+    request = ask(tools=[tool(**NUMBER), tool("sub", strict=False)])
+    async with serving(engine) as (client, _):
+        whole, _ = await read(client.chat.Chat(request, timeout=WAIT_S))
+        await read(client.chat.Chat(ask(tools=[ADD]), timeout=WAIT_S))
+    form = form_of(engine.requests[0])
+    assert (form["type"], form["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    assert [tag["begin"] for tag in form["tags"]] == [
+        f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("add", "sub")
+    ]
+    assert {tag["end"] for tag in form["tags"]} == {"}\n</tool_call>"}
+    assert form["tags"][0]["content"]["json_schema"]["required"] == ["a"]
+    assert not form["stop_after_first"]
+    assert engine.requests[0].entry.sampling.structured_output.backend == "llguidance"
+    assert [call.name for call in whole.tool_calls] == ["add"]
+    assert not engine.requests[1].entry.sampling.HasField("structured_output")
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "is_one"),
+    [
+        ({"tool_choice": {"name": "add"}}, ["add"], True),
+        ({"tool_choice": {"mode": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED}}, ["add", "sub"], False),
+        (
+            {
+                "tool_choice": {"mode": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED},
+                "parallel_tool_calls": False,
+            },
+            ["add", "sub"],
+            True,
+        ),
+    ],
+)
+async def test_an_answer_that_must_be_calls_is_nothing_else_behind_the_reasoning(fields, names, is_one):
+    engine = with_grammars(answer(CALL))
+    thinks = {"enable_thinking": True}
+    request = ask(tools=[tool(strict=False), tool("sub")], template_options=thinks, **fields)
+    async with serving(engine) as (client, _):
+        whole, _ = await read(client.chat.Chat(request, timeout=WAIT_S))
+    form = form_of(engine.requests[0])
+    assert (form["type"], form["separator"], form["at_least_one"]) == ("tags_with_separator", "\n", True)
+    assert form["stop_after_first"] is is_one
+    assert [tag["begin"].split('"')[3] for tag in form["tags"]] == names
+    assert prompt_of(engine.requests[0]).endswith("[assistant] <think>\n\n</think>\n\n")
+    assert not engine.requests[0].entry.sampling.structured_output.start
+    assert [call.name for call in whole.tool_calls] == ["add"]
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_if_strict_else_followed_in_part():
+    engine = with_grammars(answer(CALL))
+    choice = {"mode": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED}
+    async with serving(engine) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(client.chat.Chat(ask(tools=[tool(minProperties=3)]), timeout=WAIT_S))
+        loose = ask(tools=[tool(minProperties=3, strict=False)], tool_choice=choice)
+        await read(client.chat.Chat(loose, timeout=WAIT_S))
+        none = ask(tools=[tool(properties=7, strict=False)], tool_choice=choice)
+        await read(client.chat.Chat(none, timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "minProperties at #" in (caught.value.details() or "")
+    assert "<tool_call>" in (caught.value.details() or "")
+    details = details_of(caught.value)
+    assert 'field: "tools"' in details and "CONSTRAINT_NOT_ENFORCED" in details
+    for request in engine.requests:
+        assert form_of(request)["tags"][0]["content"]["json_schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("backends", "options", "words"),
+    [
+        ([], {}, "have no grammar backend"),
+        (
+            ["llguidance"],
+            {"tool_parser": "pythonic"},
+            "no grammar is known for the calls of tool parser 'pythonic'",
+        ),
+        (["llguidance"], {"tool_parser": "none"}, "tool parser 'none'"),
+    ],
+)
+async def test_a_strict_tool_is_refused_by_name_where_no_grammar_is_known(backends, options, words):
+    engine = FakeEngine(answer("x"), chat_template=TEMPLATE, structured_output_backends=backends)
+    none = {"mode": chat_message_pb2.TOOL_CHOICE_MODE_NONE}
+    async with serving(engine, **options) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(client.chat.Chat(ask(tools=[tool()]), timeout=WAIT_S))
+        await read(client.chat.Chat(ask(tools=[tool()], tool_choice=none), timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "tools[0].strict" in (caught.value.details() or "")
+    assert words in (caught.value.details() or "")
+
+
+async def test_a_structured_answer_has_no_calls_beside_it():
+    sampling = {"structured_output": {"json_object": True}}
+    engine = with_grammars()
+    async with serving(engine) as (client, _):
+        for fields in ({"tools": [tool()]}, {"tools": [ADD], "tool_choice": {"name": "add"}}):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read(client.chat.Chat(ask(sampling=sampling, **fields), timeout=WAIT_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "sampling.structured_output is 'json_object', must be unset" in (
+                caught.value.details() or ""
+            )
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_124_a_structured_answer_begins_behind_a_reasoning_that_the_prompt_opens(thinks):
+    engine = with_grammars(answer(thinking("{}") if thinks else "{}"))
+    request = ask(
+        template_options={"enable_thinking": thinks}, sampling={"structured_output": {"json_object": True}}
+    )
+    async with serving(engine) as (client, _):
+        whole, _ = await read(client.chat.Chat(request, timeout=WAIT_S))
+    entry = engine.requests[0].entry
+    after = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+    assert entry.sampling.structured_output.start == (after if thinks else 0)
+    assert (entry.HasField("reasoning_ended"), entry.reasoning_ended) == (thinks, False)
+    expected = TOKENIZER.encode("</think>").ids if thinks else []
+    assert list(entry.reasoning_options.end_token_ids) == expected
+    assert whole.content == "{}"
+
+
+async def test_a_structured_answer_that_ends_by_length_is_marked():
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: TOKENIZER.encode("{").ids}, finished={request: AT_LENGTH})
+
+    engine = with_grammars(script)
+    limited = ask(sampling={"max_tokens": 1, "structured_output": {"json_object": True}})
+    async with serving(engine) as (client, _):
+        _, messages = await read(client.chat.Chat(limited, timeout=WAIT_S))
+        unary = await client.chat.ChatOnce(limited, timeout=WAIT_S)
+        free = await client.chat.ChatOnce(ask(sampling={"max_tokens": 1}), timeout=WAIT_S)
+    assert messages[-1].finished.is_incomplete
+    assert unary.outputs[0].is_incomplete
+    assert not free.outputs[0].is_incomplete
+
+
+async def test_a_constraint_that_an_engine_cannot_compile_is_the_status_of_the_call():
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        failed = step_pb2.StepFinished(
+            reason=output_pb2.FINISH_REASON_ERROR,
+            message="structured_output: too large",
+            code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+        )
+        engine.step({request: []}, finished={request: failed})
+
+    request = ask(sampling={"structured_output": {"json_object": True}})
+    async with serving(with_grammars(script)) as (client, _):
+        for call in (read(client.chat.Chat(request, timeout=WAIT_S)), client.chat.ChatOnce(request)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.details() == "structured_output: too large"
 
 
 async def test_without_tools_or_with_none_chosen_a_call_is_text():

@@ -16,7 +16,15 @@ async def test_models_are_listed_with_what_a_client_needs():
     assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", MAX_MODEL_LEN, VOCAB_SIZE)
     assert (list(model.eos_token_ids), model.num_engines, model.has_chat_template) == ([EOS_ID], 1, True)
     assert list(model.supported_tasks) == ["generate"]
+    assert not model.structured_output_keywords
     assert same == model
+
+
+async def test_a_model_with_a_grammar_backend_lists_the_keywords_that_are_enforced():
+    async with serving(FakeEngine(structured_output_backends=["llguidance"])) as (client, _):
+        (model,) = (await client.model.ListModels(model_pb2.ListModelsRequest())).models
+    assert {"type", "properties", "pattern", "$ref"} <= set(model.structured_output_keywords)
+    assert "oneOf" not in model.structured_output_keywords
 
 
 async def test_engines_of_one_name_with_different_weights_are_listed_apart():

@@ -305,6 +305,38 @@ async def test_a_request_is_sent_to_each_engine_once_and_only_where_that_may_hel
     assert num_sent == ([1, 1, 1] if code is grpc.StatusCode.UNAVAILABLE else [0, 0, 1])
 
 
+def end_with(engine: FakeEngine, request: FakeRequest, code: grpc.StatusCode) -> None:
+    error = step_pb2.StepFinished(
+        reason=output_pb2.FINISH_REASON_ERROR, message="not this one", code=code.value[0]
+    )
+    engine.step({request: []}, finished={request: error})
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED])
+async def test_an_end_with_a_status_is_the_status_of_the_call_and_ends_its_other_outputs(code):
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        call = client.generate(n=2)
+        first, second = await engine.wait_for_requests(2)
+        engine.step({first: [5]})
+        end_with(engine, second, code)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        await engine.wait(lambda: first.abort_reason is not None)
+    assert (caught.value.code(), caught.value.details()) == (code, "not this one")
+    assert second.abort_reason is None
+
+
+async def test_a_request_that_an_engine_ends_as_unavailable_continues_at_another():
+    engines = [FakeEngine(answer(TEXT), dp_rank=0), FakeEngine(answer(TEXT), dp_rank=1)]
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        engines[0].script = functools.partial(end_with, code=grpc.StatusCode.UNAVAILABLE)
+        for _ in range(4):
+            assert (await read_all(client.generate(seed=3)))[1] == TEXT
+    assert engines[0].requests
+
+
 async def test_spans_join_the_clients_trace_and_ids_come_back():
     setup_telemetry("frontend", instance="0", log_level="error")
     trace_id, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from frontend_svc.parsers.llama3_json import LLAMA3_JSON
 from frontend_svc.parsers.parser import ToolCallPiece, new_call_id
 from frontend_svc.parsers.registry import (
     REASONING_PARSERS,
@@ -14,7 +15,7 @@ from frontend_svc.parsers.registry import (
     reasoning_parser,
     tool_parser,
 )
-from tests.frontend_svc.parsers.transcripts import rules
+from tests.frontend_svc.parsers.transcripts import calls, parse, rules
 
 HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 
@@ -92,3 +93,57 @@ def test_markers_of_a_forced_prefix_are_shown(name):
     specials = re.findall(r"<\|\w+\|>|<｜[^｜]+｜>|\[[A-Z_]+\]|</?tool_call>", format_.forced_prefix("f"))
     assert set(specials) <= format_.markers
     assert format_.needs_special_tokens
+
+
+FORMS = {name: format_ for name, format_ in TOOL_PARSERS.items() if format_.form is not None}
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_what_a_grammar_makes_of_a_form_are_calls(name):
+    format_, form = FORMS[name], FORMS[name].form
+    one, two = (
+        f"{format_.forced_prefix(tool)}{arguments}{form.end}"
+        for tool, arguments in (("get_time", '{"zone": "a]}"}'), ("get_weather", "{}"))
+    )
+    expected = calls(("get_time", '{"zone": "a]}"}'), ("get_weather", "{}"))
+    assert parse(format_, one).calls == expected[:1]
+    for text in (one + form.separator + two, f"Well: {one}{form.separator}{two}"):
+        found = parse(format_, text)
+        # A bare object behind prose is content by design: a grammar holds it to the schema all the same.
+        if name != "llama3_json" or text.startswith(one):
+            assert (found.calls, found.content.strip()) == (expected, "Well:" if text[0] == "W" else "")
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_beside_a_grammar_a_call_is_one_that_the_grammar_has_held(name):
+    format_, form = FORMS[name], FORMS[name].form
+    call = f'{format_.forced_prefix("get_time")}{{"zone": "x"}}{form.end}'
+    held = parse(format_, call + form.separator + call, opening=form.trigger)
+    assert held == parse(format_, call + form.separator + call)
+    assert len(held.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name":"get_time","parameters":{"zone": 5}}',
+        '{"parameters": {"zone": 5}, "name": "get_time"}',
+        '<|python_tag|>{"type": "function", "name": "get_time", "parameters": {"zone": 5}}',
+    ],
+)
+def test_a_call_that_a_trigger_does_not_begin_is_content_beside_a_grammar(text):
+    form = LLAMA3_JSON.form
+    assert parse(LLAMA3_JSON, text).calls == calls(("get_time", '{"zone": 5}'))
+    assert parse(LLAMA3_JSON, text, opening=form.trigger).calls == []
+    held = '[{"name": "get_time", "parameters": {}}'
+    found = parse(LLAMA3_JSON, f"{held}, {text}]", opening=form.trigger)
+    assert found.calls == calls(("get_time", "{}"))
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_a_trigger_begins_each_call_of_its_format(name):
+    assert FORMS[name].forced_prefix("f").startswith(FORMS[name].form.trigger)
+
+
+def test_calls_that_are_not_json_or_have_no_trigger_have_no_form():
+    assert set(TOOL_PARSERS) - set(FORMS) == {"pythonic", "gpt_oss"}

@@ -46,6 +46,15 @@ def test_rows_may_lie_apart_and_nothing_between_them_is_touched(device):
     assert not room[:, :10].any() and not room[:, 80:].any()
 
 
+def test_a_mask_of_some_rows_leaves_the_others(device):
+    logits, mask = logits_and_mask((6, 2100), device)
+    rows = torch.tensor([5, 0, 2], device=device)
+    expected = logits.clone()
+    REFERENCE.apply_token_mask(expected, mask[:3], rows)
+    apply_token_mask(logits, mask[:3], rows)
+    assert torch.equal(logits, expected)
+
+
 def test_an_empty_batch_changes_nothing(device):
     apply_token_mask(torch.zeros(0, 40, device=device), torch.zeros(0, 2, dtype=torch.int32, device=device))
 

@@ -170,7 +170,7 @@ def test_rules_that_leave_no_token_end_their_request_alone_however_often(llms: d
     barred = SamplingParams(
         n=2, temperature=1.0, seed=1, max_tokens=8, min_tokens=4, allowed_token_ids=[9], stop_token_ids=[9]
     )
-    end = ("error", (), "the request's own rules leave no token to choose")
+    end = ("error", (), "the request's own rules leave no token to choose: allowed_token_ids, min_tokens")
     for _ in range(4):
         for result in llm.generate([[5, 6, 7, 8]] * 3, barred, progress=False):
             ends = [(each.finish_reason, each.token_ids, each.error_message) for each in result.outputs]

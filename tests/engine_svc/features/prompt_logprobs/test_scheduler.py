@@ -153,3 +153,24 @@ def test_positions_of_a_step_that_was_rolled_back_are_still_to_come():
     for _ in range(4):
         outputs += stage.update(stage.schedule())
     assert positions_of(outputs, "a") == [*range(1, 10)]
+
+
+def test_a_request_that_ends_with_an_error_has_its_whole_prompt_however_it_was_divided():
+    ends = []
+    for chunks in ([8], [5, 3]):
+        stage = Stage(max_num_batched_tokens=max(chunks), features=[EachPositionOnce()])
+        stage.add(asking("a"))
+        found, first = [], 1
+        for num_tokens in chunks:
+            plan = stage.schedule()
+            is_last = num_tokens == chunks[-1]
+            result = StepResult(plan.step_number, [[7] if is_last else []], barred=[0] if is_last else [])
+            num_positions = num_tokens - is_last
+            result.extras[PromptLogprobs] = {0: PromptLogprobs((run(first, num_positions),))}
+            first += num_positions
+            result.clear_faulty()
+            (output,) = stage.scheduler.update(plan, result, 1.0)
+            for each in output.extras[PromptLogprobs].runs:
+                found += each.token_logprobs.ranks
+        ends.append((output.finish_reason, found))
+    assert ends == [(FinishReason.ERROR, [*range(1, 8)])] * 2

@@ -117,7 +117,11 @@ def test_a_policy_that_is_not_installed_is_refused_by_name():
         replayed(records)
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path.name.removesuffix(SUFFIX) in CASES][::7])
+# Those whose requests wait for a grammar need more than a scheduler.
+WHOLE = {name for name, case in CASES.items() if "grammar" not in case.get("needs", ())}
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path.name.removesuffix(SUFFIX) in WHOLE][::7])
 def test_recorded_cases_of_the_earlier_format_are_read(path: Path):
     (run,) = replay(read_case(path), build)
     assert run.difference is None

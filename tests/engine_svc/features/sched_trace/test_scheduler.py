@@ -23,6 +23,7 @@ from tests.engine_svc.features.sched_trace.tracing import (
     CACHE,
     SCHEDULER,
     SETUP,
+    OddEnds,
     Tracing,
     Traffic,
     replayed,
@@ -64,9 +65,27 @@ def test_a_trace_replays_whatever_happened(setup: Setup):
         seen += traffic.seen
         seen["hits"] += run.num_hits
     expected = {"preempted", "withdrawn", "reset", "stop", "length", "abort", "error", "repetition", "hits"}
+    expected.add("unblocked")
     assert {name for name in expected if not seen[name]} == (
         set() if setup.cache.enable_prefix_caching else {"hits"}
     )
+
+
+@pytest.mark.parametrize("setup", [SETUPS["fcfs"], SETUPS["fcfs, in flight"], SETUPS["drafts"]])
+def test_ends_by_features_replay_without_them(setup: Setup):
+    tracing = Tracing(setup, [OddEnds()])
+    Traffic(tracing, setup.scheduler, 1).run(400)
+    records = tracing.end()
+    verdicts = [
+        verdict
+        for record in records
+        for event in record.get("events", ())
+        for verdict in event.get("verdicts", {}).values()
+    ]
+    assert {(one["reason"], one["num_tokens"] is None) for one in verdicts} == {
+        (reason, is_whole) for reason in ("stop", "error") for is_whole in (True, False)
+    }
+    assert replayed(records).difference is None
 
 
 def _num_hits(tracing: Tracing) -> int:

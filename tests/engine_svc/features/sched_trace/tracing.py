@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from engine_svc.build.engine import Core, build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
-from engine_svc.core.request import FinishReason, Request, RequestOutput
+from engine_svc.core.extras import Extras
+from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import Record, Setup, encode
 from engine_svc.features.sched_trace.replay import Run, replay
 from engine_svc.features.sched_trace.scheduler import SchedTrace
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from engine_svc.scheduler.feature import SchedulerFeature
 from service_kit.clock import FakeClock
 
 EOS = 2
@@ -25,9 +27,27 @@ CACHE = CacheConfig(num_blocks=26, groups=(FullAttention(4),))
 SETUP = Setup(SCHEDULER, CACHE)
 
 
-def build(setup: Setup) -> Core:
+class OddEnds(SchedulerFeature):
+    """Ends some requests at a token, with or without it."""
+
+    def on_add(self, request: Request) -> None:
+        request.needs_verdict = len(request.token_ids) % 3 == 0
+
+    def verdict(self, request: Request, output: RequestOutput, extras: Extras) -> Verdict | None:
+        token = request.token_ids[-1]
+        if token % 5:
+            return None
+        reason = (FinishReason.STOP, FinishReason.ERROR)[token % 2]
+        return Verdict(reason, None if token < 18 else len(output.new_token_ids) - 1)
+
+
+def build(setup: Setup, features: Sequence[SchedulerFeature] = ()) -> Core:
     return build_core(
-        setup.scheduler, setup.cache, policy=setup.policy, scheduler_class=setup.scheduler_class
+        setup.scheduler,
+        setup.cache,
+        policy=setup.policy,
+        scheduler_class=setup.scheduler_class,
+        features=features,
     )
 
 
@@ -45,11 +65,11 @@ def request(request_id: str, num_tokens: int = 6, *, max_tokens: int = 16) -> Re
 class Tracing:
     """A traced scheduler, and the records of it."""
 
-    def __init__(self, setup: Setup = SETUP) -> None:
+    def __init__(self, setup: Setup = SETUP, features: Sequence[SchedulerFeature] = ()) -> None:
         self.records: list[Record] = []
         self.num_items: list[int] = []
         self.is_open = True
-        self.core = build(setup)
+        self.core = build(setup, features)
         self.feature = SchedTrace(setup, FakeClock(), self)
         self.scheduler = self.feature.wrap(self.core.scheduler, self.core.kv_cache)
 
@@ -91,6 +111,7 @@ class Traffic:
         self._rng = random.Random(seed)
         self._head = [self._rng.randrange(3, 9) for _ in range(12)]
         self._alive: list[str] = []
+        self._blocked: list[str] = []
         self._num_added = 0
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._now = 1.0
@@ -132,6 +153,9 @@ class Traffic:
         for _ in range(rng.choice((0, 0, 1, 2))):
             if len(self._alive) < 14:
                 self._add()
+        if self._blocked and rng.random() < 0.3:
+            self._scheduler.unblock(self._blocked.pop(rng.randrange(len(self._blocked))), "preparation")
+            self.seen["unblocked"] += 1
         if self._alive and rng.random() < 0.08:
             ended = rng.sample(self._alive, min(len(self._alive), rng.randrange(1, 3)))
             reason = rng.choice((FinishReason.ABORT, FinishReason.ERROR))
@@ -166,6 +190,9 @@ class Traffic:
             cache_salt=rng.choice(("", "", "", "salt")),
             extra_keys=rng.choice(((), (), ("adapter",))),
         )
+        if rng.random() < 0.1:
+            request.blockers.add("preparation")
+            self._blocked.append(request.request_id)
         self._num_added += 1
         self._alive.append(request.request_id)
         self._scheduler.add(request)

@@ -20,7 +20,7 @@ def main() -> None:
         reader.feed(data)
         while (frame := reader.take()) is not None:
             body = b""
-            if frame.text("verb") == "encode":
+            if frame.text("verb") in ("encode", "check_constraint"):
                 num_done = len(diary.read_text()) if diary.exists() else 0
                 if num_done < num_deaths:
                     diary.write_text("x" * (num_done + 1))

@@ -1,0 +1,1 @@
+"""Outputs that belong to a language which the request names."""

@@ -1,0 +1,4 @@
+"""Grammar backends: from a constraint to masks of allowed tokens.
+
+Must not know requests, steps or the wire.
+"""

@@ -1,0 +1,199 @@
+"""Grammars by llguidance: an Earley parser over lexemes, whose every step has a limit in fuel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from engine_svc.features.structured_output.backends.backend import (
+    CompiledGrammar,
+    Matcher,
+    MatcherError,
+    Vocabulary,
+    check_masks,
+)
+from service_kit.grammars.constraint import Constraint
+from service_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits, short_message
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_SMALL_CHARS = 4096  # of a constraint: fuel and other limits end the work after some 10 ms
+_UNUSED = "\ue000"  # a character of no text
+
+
+class LLGuidanceBackend:
+    """Compiles for one vocabulary, which takes a second to prepare at 128k tokens."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_threads: int = 1,
+        check_large: Callable[[Constraint], str] | None = None,
+    ) -> None:
+        """check_large: writes a large constraint as a grammar, with limits on time and memory."""
+        self._check_large = check_large
+        self.vocabulary = vocabulary
+        if not vocabulary.eos_ids:
+            raise ValueError("a vocabulary without an end token cannot end an output")
+        text, self._marker_ids = _with_markers_apart(vocabulary.tokenizer_json)
+        self._tokenizer = LLTokenizer(text, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
+        self._executor = LLExecutor(num_threads)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        size = len(constraint.text) + sum(map(len, constraint.choices))
+        if self._check_large is not None and size > MAX_SMALL_CHARS:
+            grammar = self._check_large(constraint)
+        else:
+            grammar = grammar_text(constraint, self._marker_ids)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            # The first mask is by far the longest, and copies keep what it took.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise grammar_error(matcher.get_error())
+        return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
+
+    def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
+        check_masks(masks, self.vocabulary.num_words)
+        for _, row in matchers:
+            if not 0 <= row < masks.shape[0]:
+                raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+        pairs = [(cast(LLGuidanceMatcher, matcher).inner, row) for matcher, row in matchers]
+        self._executor.unsafe_compute_mask_ptr(
+            pairs, masks.data_ptr(), 4 * self.vocabulary.num_words, masks.shape[0]
+        )
+        return [index for index, (inner, _) in enumerate(pairs) if inner.is_error()]
+
+
+class _LLGuidanceGrammar:
+    def __init__(self, initial: LLMatcher, vocabulary: Vocabulary, num_chars: int) -> None:
+        self._initial = initial  # never advanced
+        self._vocabulary = vocabulary
+        self.size_bytes = 100_000 + 100 * num_chars
+
+    def matcher(self) -> Matcher:
+        return LLGuidanceMatcher(self._initial.deep_copy(), self._vocabulary, has_ended=False)
+
+
+class LLGuidanceMatcher:
+    """A matcher whose errors, which llguidance keeps as a state, are raised.
+
+    Where nothing may follow, llguidance stops by itself and does not count an end token: this class does.
+    """
+
+    def __init__(self, inner: LLMatcher, vocabulary: Vocabulary, has_ended: bool) -> None:
+        self.inner = inner
+        self._vocabulary = vocabulary
+        self._has_ended = has_ended  # by an end token after llguidance had stopped
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.inner.is_accepting()
+
+    @property
+    def is_terminated(self) -> bool:
+        return self.inner.is_stopped()
+
+    def fill_mask(self, masks: Tensor, row: int) -> None:
+        check_masks(masks, self._vocabulary.num_words)
+        if not 0 <= row < masks.shape[0]:
+            raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+        size = 4 * self._vocabulary.num_words
+        self.inner.unsafe_compute_mask_ptr(masks.data_ptr() + row * size, size)
+        self._check()
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        known = self._known(token_ids)
+        count = self.inner.try_consume_tokens(known)
+        self._check()
+        if self._ends_at(known, count):
+            self._has_ended = True
+            count += 1
+        return count
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        known = self._known(token_ids)
+        if self._has_ended or not set(known).isdisjoint(self._vocabulary.eos_ids):
+            count = self.accept(known)
+            self.rollback(count)
+            return count
+        count = self.inner.validate_tokens(known)
+        self._check()
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}, at least 0 is needed")
+        if num_tokens and self._has_ended:
+            self._has_ended = False
+            num_tokens -= 1
+        if num_tokens and not self.inner.rollback(num_tokens):
+            self._check()
+            raise MatcherError(f"cannot forget {num_tokens} tokens")
+
+    def forced_tokens(self) -> list[int]:
+        tokens = self.inner.compute_ff_tokens()
+        self._check()
+        return tokens
+
+    def copy(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self.inner.deep_copy(), self._vocabulary, self._has_ended)
+
+    def _known(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens before the first that is not in the vocabulary, which would be an error for good."""
+        known = []
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocabulary.size:
+                break
+            known.append(token_id)
+        return known
+
+    def _ends_at(self, token_ids: list[int], index: int) -> bool:
+        return (
+            index < len(token_ids)
+            and token_ids[index] in self._vocabulary.eos_ids
+            and not self._has_ended
+            and self.inner.stop_reason() == "NoExtension"
+        )
+
+    def _check(self) -> None:
+        if self.inner.is_error():
+            raise MatcherError(short_message(self.inner.get_error()))
+
+
+def marker_ids(tokenizer_json: str) -> dict[str, int]:
+    """The ids of what grammars name by id, by their texts."""
+    return _with_markers_apart(tokenizer_json)[1]
+
+
+def _with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:
+    """The tokenizer's file for llguidance, and the ids of its markers by their texts.
+
+    Markers are special tokens and, to llguidance, all that look like <this>: no text contains them, grammars
+    name them by id. But where a text is forced, llguidance allows the tokens alone that the tokenizer writes
+    it with, markers among them, and refuses these then. So no text may be written with a marker.
+    """
+    document = json.loads(tokenizer_json)
+    vocab = document["model"].get("vocab")
+    marker_ids, added = {}, []
+    for token in document.get("added_tokens") or ():
+        text = token["content"]
+        is_marked = text.startswith("<") and text.endswith(">")
+        if not text or not (token.get("special") or is_marked):
+            added.append(token)
+            continue
+        marker_ids[text] = token["id"]
+        apart = text[:1] + _UNUSED + text[1:]
+        if isinstance(vocab, dict) and text in vocab:
+            if not token.get("special"):
+                continue  # as a piece it is a marker, too, and the tokenizer's merges may name it
+            vocab[apart] = vocab.pop(text)
+        elif isinstance(vocab, list):
+            vocab[:] = [[apart, score] if piece == text else [piece, score] for piece, score in vocab]
+        added.append(token | {"content": apart})
+    document["added_tokens"] = added
+    return json.dumps(document), marker_ids

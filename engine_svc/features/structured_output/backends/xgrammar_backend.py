@@ -1,0 +1,273 @@
+"""Grammars by xgrammar, an extra: it is imported with this file alone.
+
+It has no limit on the work of a compilation: constraints are limited by their text, and compiled in a process
+that can be killed before. Frontends cannot compile with it, as it needs torch: they let schemas through whose
+keywords it enforces, by name alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import xgrammar
+from torch import Tensor
+
+from engine_svc.features.structured_output.backends.backend import (
+    CompiledGrammar,
+    Matcher,
+    MatcherError,
+    Vocabulary,
+    check_masks,
+)
+from service_kit.grammars.constraint import (
+    MAX_WHITESPACE,
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+    GrammarTooComplex,
+)
+from service_kit.grammars.limits import check_repetitions, check_text
+from service_kit.grammars.structural_tags import read_structural_tags
+
+MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
+MAX_NESTING = 128
+MAX_PARTS = 5_000  # of a text read as a regular expression, counts multiplied: each is unrolled
+MAX_COUNT = 2_000  # sum of the limits on lengths in a schema, for the same reason
+# Keywords of schemas that it ignores, or takes for others: frontends send none of them.
+_IGNORED = frozenset(
+    {
+        "oneOf", "not", "if", "contains", "uniqueItems", "dependencies", "dependentRequired",
+        "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
+    }
+)  # fmt: skip
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")
+_COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
+_MAX_ERROR_CHARS = 300
+_ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
+
+
+class XGrammarBackend:
+    """Compiles for one vocabulary, on the calling thread, without a cache of its own."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_threads: int = 1,
+        check: Callable[[Constraint], str] | None = None,
+    ) -> None:
+        """check: raises GrammarTooComplex for what takes too much time or memory."""
+        self._check = check
+        self.vocabulary = vocabulary
+        if not vocabulary.eos_ids:
+            raise ValueError("a vocabulary without an end token cannot end an output")
+        self._special_tokens = _special_tokens(vocabulary)
+        metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(vocabulary.tokenizer_json)
+        self._tokenizer = xgrammar.TokenizerInfo(
+            _texts(vocabulary),
+            metadata["vocab_type"],
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.eos_ids),
+            add_prefix_space=metadata["add_prefix_space"],
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        check_text(constraint, max_bytes=MAX_TEXT_BYTES, max_nesting=MAX_NESTING)
+        if constraint.kind in (ConstraintKind.REGEX, ConstraintKind.GRAMMAR):
+            check_repetitions(constraint.text, constraint.kind.value, MAX_PARTS)
+        elif (total := sum(map(int, _COUNT.findall(constraint.text)))) > MAX_COUNT:
+            raise GrammarTooComplex(f"{constraint.kind.value} counts to {total}, {MAX_COUNT} is allowed")
+        if self._check is not None:
+            self._check(constraint)
+        try:
+            return _XGrammarGrammar(self._compile(constraint), self.vocabulary)
+        except GrammarError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise GrammarError(_short(str(error))) from None
+
+    def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
+        check_masks(masks, self.vocabulary.num_words)
+        failed = []
+        live: list[xgrammar.GrammarMatcher] = []
+        rows: list[int] = []
+        for index, (matcher, row) in enumerate(matchers):
+            inner = cast(XGrammarMatcher, matcher).inner
+            if not 0 <= row < masks.shape[0]:
+                raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+            if inner.is_terminated():
+                failed.append(index)
+            else:
+                live.append(inner)
+                rows.append(row)
+        if live:
+            self._batch.batch_fill_next_token_bitmask(live, masks, rows)
+        return failed
+
+    def _compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        match constraint.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                if not constraint.is_lenient:
+                    _check_keywords(json.loads(constraint.text))
+                return compiler.compile_json_schema(constraint.text, **_json_options(constraint))
+            case ConstraintKind.JSON_OBJECT:
+                return compiler.compile_json_schema('{"type": "object"}', **_json_options(constraint))
+            case ConstraintKind.REGEX:
+                return compiler.compile_regex(_regex(constraint.text))
+            case ConstraintKind.CHOICE:
+                if not constraint.choices or "" in constraint.choices:
+                    raise GrammarError("choice has no texts, or an empty one")
+                texts = " | ".join(json.dumps(choice) for choice in constraint.choices)
+                return compiler.compile_grammar(f"root ::= {texts}")
+            case ConstraintKind.GRAMMAR:
+                if "::=" in constraint.text:
+                    return compiler.compile_grammar(constraint.text)
+                return compiler.compile_lark(constraint.text)
+            case ConstraintKind.STRUCTURAL_TAG:
+                tags = read_structural_tags(constraint.text)
+                for text in self._special_tokens:
+                    if any(text in part for part in tags.texts()):
+                        raise GrammarError(
+                            f"structural_tag: the special token {text!r} is not supported by xgrammar"
+                        )
+                for tag in tags.tags:
+                    _check_keywords(tag.schema)
+                return compiler.compile_structural_tag(tags.document())
+
+
+class _XGrammarGrammar:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self.size_bytes = int(compiled.memory_size_bytes)
+
+    def matcher(self) -> Matcher:
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary, 0)
+
+
+class XGrammarMatcher:
+    def __init__(self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, num_accepted: int) -> None:
+        self.inner = inner
+        self._vocabulary = vocabulary
+        self._num_accepted = num_accepted
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self.inner.is_completed()) or self.is_terminated
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self.inner.is_terminated())
+
+    def fill_mask(self, masks: Tensor, row: int) -> None:
+        check_masks(masks, self._vocabulary.num_words)
+        if not 0 <= row < masks.shape[0]:
+            raise IndexError(f"row {row} is not within the {masks.shape[0]} rows of masks")
+        if self.is_terminated:
+            raise MatcherError("nothing may follow the end of the output")
+        self.inner.fill_next_token_bitmask(masks, row)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        count = 0
+        for token_id in token_ids:
+            if (
+                not 0 <= token_id < self._vocabulary.size
+                or self.is_terminated
+                or not self.inner.accept_token(token_id)
+            ):
+                break
+            count += 1
+        self._num_accepted += count
+        return count
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        count = self.accept(token_ids)
+        self.rollback(count)
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= self._num_accepted:
+            raise MatcherError(f"cannot forget {num_tokens} of {self._num_accepted} tokens")
+        if num_tokens:
+            self.inner.rollback(num_tokens)
+            self._num_accepted -= num_tokens
+
+    def forced_tokens(self) -> list[int]:
+        """None: it reports forced text, whose tokens only the tokenizer knows."""
+        return []
+
+    def copy(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self.inner.fork(), self._vocabulary, self._num_accepted)
+
+
+def _regex(text: str) -> str:
+    """With what this backend reads differently spelled out or refused."""
+    if "[[:" in text:
+        raise GrammarError("regex: classes by name, as in [[:alpha:]], are not supported by xgrammar")
+    return _REGEX_PARTS.sub(lambda found: r"[^\n]" if found[0] == "." else found[0], text)
+
+
+def _json_options(constraint: Constraint) -> dict[str, Any]:
+    whitespace = constraint.whitespace
+    if whitespace.pattern:
+        raise GrammarError("whitespace_pattern is not supported by xgrammar")
+    # Not any_order, with which required keys may be missing and keys may repeat.
+    return {
+        "any_whitespace": whitespace.is_any,
+        "max_whitespace_cnt": MAX_WHITESPACE if whitespace.is_any else None,
+        "separators": None if whitespace.is_any else (", ", ": "),
+        "strict_mode": not constraint.has_additional_properties,
+    }
+
+
+def _check_keywords(schema: Any) -> None:
+    """Raises GrammarError by name of a keyword that would be ignored."""
+    if isinstance(schema, list):
+        for entry in schema:
+            _check_keywords(entry)
+    if not isinstance(schema, dict):
+        return
+    for name, value in schema.items():
+        if name in _IGNORED and value is not False:
+            raise GrammarError(f"json_schema: {name} is not enforced by xgrammar")
+        if name in _MAPS and isinstance(value, dict):
+            _check_keywords(list(value.values()))
+        elif name not in _DATA:
+            _check_keywords(value)
+
+
+def _special_tokens(vocabulary: Vocabulary) -> set[str]:
+    entries = json.loads(vocabulary.tokenizer_json).get("added_tokens") or ()
+    return {entry["content"] for entry in entries if entry.get("special") and entry["content"]}
+
+
+def _texts(vocabulary: Vocabulary) -> list[str]:
+    """Texts of tokens by id, as the tokenizer's file spells them. Special tokens have none."""
+    document = json.loads(vocabulary.tokenizer_json)
+    vocab = document["model"]["vocab"]
+    pairs = (
+        [(entry[0], index) for index, entry in enumerate(vocab)]
+        if isinstance(vocab, list)
+        else list(vocab.items())
+    )
+    pairs += [
+        ("" if entry.get("special") else entry["content"], entry["id"])
+        for entry in document.get("added_tokens") or ()
+    ]
+    texts = [""] * min(vocabulary.size, max((index for _, index in pairs), default=-1) + 1)
+    for text, index in pairs:
+        if index < len(texts):
+            texts[index] = text
+    return texts
+
+
+def _short(message: str) -> str:
+    text = _ERROR_PLACE.sub("", " ".join(message.split()))
+    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."

@@ -1,0 +1,139 @@
+"""Reads the structured output of an ADD, and announces the grammar backends."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine_svc.config import EngineConfig
+from engine_svc.convert.feature import AddContext, Parsed, WireFeature
+from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
+from service_kit.errors import InvalidArgument
+from service_kit.field_checks import check, check_enum, check_token_ids, unserved
+from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych.common.v1 import sampling_pb2
+from triptych.engine.v1 import add_pb2, session_pb2
+
+_FIELD = "structured_output"
+_MAX_MARKER_IDS = 16
+_MAX_TEXT_BYTES = 1 << 20  # of all texts of a constraint; backends may take less
+_MAX_CHOICES = 10_000
+_JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT, ConstraintKind.STRUCTURAL_TAG)
+_AFTER_REASONING = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+
+
+def make(config: EngineConfig) -> WireFeature | None:
+    if not config.enable_structured_output or not (Path(config.model) / "tokenizer.json").is_file():
+        return None
+    return StructuredOutputOfAdd(tuple(name for name in BACKENDS if find_spec(name) is not None))
+
+
+class StructuredOutputOfAdd(WireFeature):
+    fields = (f"sampling.{_FIELD}", "reasoning_ended")
+
+    def __init__(self, backends: tuple[str, ...]) -> None:
+        self._backends = backends
+
+    def announce(self, ready: session_pb2.Ready) -> None:
+        if ready.eos_token_ids:
+            ready.structured_output_backends.extend(self._backends)
+
+    def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
+        if not entry.sampling.HasField(_FIELD):
+            return None
+        eos_token_ids = context.facts.eos_token_ids
+        if not eos_token_ids or not self._backends:
+            raise unserved(_FIELD)
+        asked = entry.sampling.structured_output
+        backend = asked.backend or self._backends[0]
+        if backend not in self._backends:
+            raise InvalidArgument(
+                f"structured_output.backend is {backend[:64]!r}, it takes one of {', '.join(self._backends)}",
+                field="structured_output.backend",
+            )
+        return Parsed(
+            StructuredOutput(
+                _to_constraint(asked), backend, _reasoning_end(entry, context), tuple(eos_token_ids)
+            )
+        )
+
+
+def _to_constraint(asked: sampling_pb2.StructuredOutput) -> Constraint:
+    which = asked.WhichOneof("constraint")
+    if which is None:
+        raise InvalidArgument("structured_output has no constraint, it takes exactly one", field=_FIELD)
+    kind = ConstraintKind(which)
+    name = f"{_FIELD}.{which}"
+    choices: tuple[str, ...] = ()
+    text = ""
+    if kind is ConstraintKind.CHOICE:
+        choices = tuple(asked.choice.choices)
+        check(1 <= len(choices) <= _MAX_CHOICES, name, len(choices), f"1 to {_MAX_CHOICES} texts")
+        if "" in choices:
+            raise InvalidArgument(f"{name} has an empty text", field=name)
+    elif kind is ConstraintKind.JSON_OBJECT:
+        if not asked.json_object:
+            raise InvalidArgument(f"{name} is false, it takes true alone", field=name)
+    else:
+        text = getattr(asked, which)
+        if not text:
+            raise InvalidArgument(f"{name} is empty", field=name)
+    size = sum(len(each.encode()) for each in (text, *choices))
+    check(size <= _MAX_TEXT_BYTES, name, size, f"at most {_MAX_TEXT_BYTES} bytes")
+    if any("\0" in each for each in (text, *choices)):
+        raise InvalidArgument(f"{name} contains a NUL character", field=name)
+    _check_json_options(asked, kind)
+    return Constraint(
+        kind,
+        text,
+        choices,
+        whitespace=Whitespace(not asked.disable_any_whitespace, asked.whitespace_pattern),
+        has_additional_properties=not asked.disable_additional_properties,
+        is_lenient=asked.lenient,
+    )
+
+
+def _check_json_options(asked: sampling_pb2.StructuredOutput, kind: ConstraintKind) -> None:
+    """Options about JSON, which would have no effect on another constraint or on each other."""
+    for option in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
+        if getattr(asked, option) and kind not in _JSON:
+            raise InvalidArgument(
+                f"{_FIELD}.{option} is set, but {kind.value} is no JSON", field=f"{_FIELD}.{option}"
+            )
+    if asked.whitespace_pattern and asked.disable_any_whitespace:
+        raise InvalidArgument(
+            f"{_FIELD}.whitespace_pattern is set beside disable_any_whitespace, at most one is taken",
+            field=f"{_FIELD}.whitespace_pattern",
+        )
+
+
+def _reasoning_end(entry: add_pb2.AddEntry, context: AddContext) -> tuple[int, ...]:
+    """The ids after which the constraint holds; () from the first token, as where reasoning has ended."""
+    start = entry.sampling.structured_output.start
+    check_enum(
+        start,
+        f"{_FIELD}.start",
+        sampling_pb2.StructuredOutputStart,
+        sampling_pb2.StructuredOutputStart.values(),
+    )
+    if start != _AFTER_REASONING:
+        return ()
+    vocab_size, markers = context.facts.vocab_size, entry.reasoning_options
+    name, end = "reasoning_options.end_token_ids", tuple(markers.end_token_ids)
+    check(len(end) >= 1, name, len(end), f"1 to {_MAX_MARKER_IDS} ids with a start AFTER_REASONING")
+    check_token_ids(end, name, _MAX_MARKER_IDS, vocab_size)
+    opening, name = tuple(markers.start_token_ids), "reasoning_options.start_token_ids"
+    check_token_ids(opening, name, _MAX_MARKER_IDS, vocab_size)
+    if entry.HasField("reasoning_ended"):
+        return () if entry.reasoning_ended else end
+    ended_at = _last_index(context.token_ids, end)
+    return () if ended_at >= 0 and ended_at > _last_index(context.token_ids, opening) else end
+
+
+def _last_index(token_ids: list[int], marker: tuple[int, ...]) -> int:
+    """Where the last `marker` begins, -1 if there is none or it is empty."""
+    length = len(marker)
+    for start in range(len(token_ids) - length, -1, -1) if marker else ():
+        if token_ids[start] == marker[0] and tuple(token_ids[start : start + length]) == marker:
+            return start
+    return -1

@@ -1,0 +1,128 @@
+"""Requests whose extras every rank prepares before they may be admitted. Belongs to the engine thread.
+
+They are blocked meanwhile, keep their position in the order and delay no other request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_svc.core.errors import RequestFailed
+from engine_svc.core.extras import blocker_of
+from engine_svc.core.request import Request
+from engine_svc.loop.protocols import PreparingRanks
+from engine_svc.scheduler.feature import SchedulerFeature
+from service_kit.clock import Clock
+
+MAX_PREPARATIONS = 1024
+# From when it is the oldest of those that are not done, so that one that hangs does not end those behind it.
+PREPARATION_LIMIT_S = 10.0
+
+
+@dataclass(slots=True)
+class Preparation:
+    """What is prepared for one request. failure: why it ends instead of being admitted."""
+
+    request_id: str
+    blockers: frozenset[str]
+    num_missing: int  # answers of ranks
+    failure: RequestFailed | None = None
+
+
+class Preparations(SchedulerFeature):
+    """Blocks requests with extras to prepare, and counts the answers of the ranks.
+
+    The first failure of a rank decides, without waiting for the others. Has to be the last feature: what it
+    has begun for a request is ended by `on_finish`, which never comes if the request is not added.
+    """
+
+    def __init__(
+        self,
+        ranks: PreparingRanks | None,
+        clock: Clock,
+        *,
+        max_preparations: int = MAX_PREPARATIONS,
+        limit_s: float = PREPARATION_LIMIT_S,
+    ) -> None:
+        """ranks: None for an engine whose requests have nothing to prepare."""
+        self._ranks = ranks
+        self._clock = clock
+        self._max_preparations = max_preparations
+        self._limit_s = limit_s
+        self._number = 0
+        self._pending: dict[int, Preparation] = {}  # by number, the oldest first
+        self._settled: list[Preparation] = []
+        self._number_of: dict[str, int] = {}  # of all requests that have not ended, prepared ones included
+        self._oldest_since = 0.0  # when the oldest pending one became that
+
+    def on_add(self, request: Request) -> None:
+        if not request.extras:
+            return
+        blockers = frozenset(name for extra in request.extras.values() if (name := blocker_of(extra)))
+        if not blockers:
+            return
+        if self._ranks is None:
+            raise ValueError(f"no rank prepares {', '.join(sorted(blockers))}")
+        request.blockers |= blockers
+        preparation = Preparation(request.request_id, blockers, self._ranks.num_preparing)
+        if len(self._pending) >= self._max_preparations:
+            preparation.failure = RequestFailed(
+                "RESOURCE_EXHAUSTED",
+                f"{len(self._pending)} requests wait for {', '.join(sorted(blockers))}, "
+                f"the limit is {self._max_preparations}",
+            )
+            self._settled.append(preparation)
+            return
+        self._number += 1
+        extras = {kind: extra for kind, extra in request.extras.items() if blocker_of(extra)}
+        self._ranks.prepare(self._number, request.request_id, extras)
+        if not self._pending:
+            self._oldest_since = self._clock.now()
+        self._pending[self._number] = preparation
+        self._number_of[request.request_id] = self._number
+
+    def on_finish(self, request: Request) -> None:
+        number = self._number_of.pop(request.request_id, None)
+        if number is not None and self._ranks is not None:
+            self._take(number)
+            self._ranks.drop_prepared(request.request_id)
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.stop_preparing()
+
+    def note(self, number: int, failure: RequestFailed | None) -> None:
+        """A rank has answered. Answers for requests that have ended meanwhile are ignored."""
+        preparation = self._pending.get(number)
+        if preparation is None:
+            return
+        preparation.num_missing -= 1
+        preparation.failure = failure
+        if failure is not None or not preparation.num_missing:
+            self._settled.append(preparation)
+            self._take(number)
+
+    def take_settled(self) -> list[Preparation]:
+        """Those that all ranks have done, and those that failed or took too long, each once."""
+        if self._pending and self._clock.now() - self._oldest_since >= self._limit_s:
+            number, oldest = next(iter(self._pending.items()))
+            names = ", ".join(sorted(oldest.blockers))
+            oldest.failure = RequestFailed(
+                "DEADLINE_EXCEEDED", f"preparing {names} took longer than {self._limit_s:g} s"
+            )
+            self._settled.append(oldest)
+            self._take(number)
+        settled, self._settled = self._settled, []
+        return settled
+
+    def left_s(self) -> float | None:
+        """How long the oldest may still take; None: nothing is being prepared."""
+        if not self._pending:
+            return None
+        return max(0.0, self._oldest_since + self._limit_s - self._clock.now())
+
+    def _take(self, number: int) -> None:
+        is_oldest = number == next(iter(self._pending), None)
+        self._pending.pop(number, None)
+        if is_oldest:
+            self._oldest_since = self._clock.now()

@@ -1,0 +1,214 @@
+"""Structured output: an output in the language of a schema, grammar or list, and calls of strict tools."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from frontend_svc.engines.routing.engine_info import EngineNeed
+from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, add_reasoning_markers
+from frontend_svc.output.request_state import OutputReader
+from frontend_svc.text.chat.call_tags import call_tags, demands_call, has_call_tags, has_strict_tools
+from frontend_svc.text.constraint import AskedConstraint
+from frontend_svc.text.json_schema.keywords import BACKENDS
+from frontend_svc.text.limits import Violations
+from frontend_svc.text.model import ServedModel
+from service_kit.errors import Unimplemented
+from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import add_pb2, step_pb2
+
+AUTO = "auto"
+_FIELD = "sampling.structured_output"
+_TEXTS = ("json_schema", "regex", "grammar", "structural_tag")
+_MAX_CHARS = 1024 * 1024
+_MAX_CHOICES = 4096
+_MAX_CHOICE_CHARS = 16_384
+# Options that say something about JSON, and the kinds of constraints that have some.
+_JSON_OPTIONS = {
+    "disable_any_whitespace": ("json_schema", "json_object", "structural_tag"),
+    "whitespace_pattern": ("json_schema", "json_object", "structural_tag"),
+    "disable_additional_properties": ("json_schema", "structural_tag"),
+}
+
+_NEED = EngineNeed(
+    "takes structured output",
+    "STRUCTURED_OUTPUT_NOT_READY",
+    lambda model: len(model.ready.structured_output_backends) > 0,
+)
+
+
+def _has(backend: str) -> EngineNeed:
+    return EngineNeed(
+        f"has the grammar backend {backend}",
+        "STRUCTURED_OUTPUT_NOT_READY",
+        lambda model: backend in model.ready.structured_output_backends,
+    )
+
+
+_NEEDS = {backend: _has(backend) for backend in BACKENDS}
+
+
+class StructuredOutput(RequestOption):
+    fields = (_FIELD,)
+
+    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
+        has_own = request.sampling.HasField("structured_output")
+        if has_own:
+            _check_constraint(request.sampling.structured_output, model, violations)
+            _check_served(_FIELD, model)
+        if not isinstance(request, chat_message_pb2.ChatRequest):
+            return
+        if has_strict_tools(request):
+            _check_strict_tools(request, model)
+        if has_own and (demands_call(request.tool_choice) or has_strict_tools(request)):
+            rule = "must be unset where tool_choice demands a call or a tool is strict"
+            violations.add(_FIELD, _shown(request.sampling.structured_output), rule)
+
+    async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
+        if not _is_constrained(request, prompt.model):
+            return
+        sent = entry.sampling.structured_output
+        field = _FIELD
+        lenient_tags: tuple[bool, ...] = ()
+        if request.sampling.HasField("structured_output"):
+            sent.CopyFrom(request.sampling.structured_output)
+        else:
+            assert isinstance(request, chat_message_pb2.ChatRequest)
+            tags = call_tags(request, prompt.model)
+            field, lenient_tags, sent.structural_tag = "tools", tags.is_lenient, tags.document
+        asked = AskedConstraint(
+            _constraint_of(sent), _allowed_backends(sent.backend, prompt.model), sent.lenient, lenient_tags
+        )
+        # Those who share cached prompts share verdicts: tenants have no other name.
+        checked = await prompt.model.tokenizer.workers.check_constraint(
+            asked, field, tenant=request.cache_salt
+        )
+        sent.backend = checked.backend
+        kind = sent.WhichOneof("constraint")
+        if kind in ("json_schema", "structural_tag"):
+            setattr(sent, kind, checked.text)
+            sent.ClearField("disable_additional_properties")
+        sent.ClearField("lenient")
+        if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_UNSPECIFIED and prompt.opens_reasoning:
+            # What is asked for is the answer, and the message begins within the reasoning.
+            sent.start = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+            entry.reasoning_ended = False
+        if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING:
+            await add_reasoning_markers(f"{_FIELD}.start", prompt.model, entry)
+        prompt.needs.append(_NEEDS.get(checked.backend, _NEED))
+
+    def need(self, request: AnyRequest) -> EngineNeed | None:
+        if request.sampling.HasField("structured_output"):
+            return _NEEDS.get(request.sampling.structured_output.backend, _NEED)
+        is_strict = isinstance(request, chat_message_pb2.ChatRequest) and has_strict_tools(request)
+        return _NEED if is_strict else None
+
+    def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
+        return _EndReader() if _is_constrained(request, prompt.model) else None
+
+
+class _EndReader:
+    """Marks outputs that ended otherwise than where their language may end."""
+
+    extra = ""
+    is_awaited = False
+
+    def read(self, extra: step_pb2.StepExtra) -> None:
+        return
+
+    def fill(self, message: Message) -> None:
+        if isinstance(message, generate_pb2.Finished | generate_pb2.Output | chat_message_pb2.ChatOutput):
+            # A stop string cuts an output, a token ends it.
+            is_cut = message.stop_match.WhichOneof("match") == "string"
+            message.is_incomplete = message.reason != output_pb2.FINISH_REASON_STOP or is_cut
+
+
+def _is_constrained(request: AnyRequest, model: ServedModel) -> bool:
+    if request.sampling.HasField("structured_output"):
+        return True
+    return isinstance(request, chat_message_pb2.ChatRequest) and has_call_tags(request, model)
+
+
+def _check_served(field: str, model: ServedModel) -> None:
+    if not model.ready.structured_output_backends:
+        raise Unimplemented(
+            f"not served: {field} (engines of model {model.name!r} have no grammar backend)",
+            reason="PARAMETER_NOT_SERVED",
+            metadata={"fields": field},
+        )
+
+
+def _check_strict_tools(request: chat_message_pb2.ChatRequest, model: ServedModel) -> None:
+    index = next(index for index, tool in enumerate(request.tools) if tool.strict)
+    field = f"tools[{index}].strict"
+    _check_served(field, model)
+    if not has_call_tags(request, model):
+        raise Unimplemented(
+            f"not served: {field} (no grammar is known for the calls of tool parser {model.parsers.tool!r})",
+            reason="PARAMETER_NOT_SERVED",
+            metadata={"fields": field},
+        )
+
+
+def _check_constraint(
+    asked: sampling_pb2.StructuredOutput, model: ServedModel, violations: Violations
+) -> None:
+    kind = asked.WhichOneof("constraint")
+    if kind is None:
+        names = ", ".join(field.name for field in asked.DESCRIPTOR.oneofs_by_name["constraint"].fields)
+        violations.add(_FIELD, None, f"must have exactly one of {names}")
+        return
+    field = f"{_FIELD}.{kind}"
+    if kind in _TEXTS:
+        text = getattr(asked, kind)
+        violations.need_count(field, len(text), "characters", 1, _MAX_CHARS)
+        _check_nul(field, text, violations)
+    elif kind == "json_object":
+        violations.need(asked.json_object, field, asked.json_object, "must be true")
+    else:
+        field, choices = f"{field}.choices", asked.choice.choices
+        violations.need(len(choices) > 0, field, [], "must not be empty")
+        violations.need_texts(field, choices, "texts", _MAX_CHOICES, max_chars=_MAX_CHOICE_CHARS)
+        violations.need_count(field, sum(map(len, choices)), "characters", 0, _MAX_CHARS)
+        for index, choice in enumerate(choices[:_MAX_CHOICES]):
+            _check_nul(field, choice, violations, index=index)
+    for name, kinds in _JSON_OPTIONS.items():
+        is_fine = not getattr(asked, name) or kind in kinds
+        violations.need(is_fine, f"{_FIELD}.{name}", getattr(asked, name), f"must be unset for {kind}")
+    if asked.disable_any_whitespace and asked.whitespace_pattern:
+        rule = "must be unset where disable_any_whitespace is true"
+        violations.add(f"{_FIELD}.whitespace_pattern", asked.whitespace_pattern, rule)
+    _check_nul(f"{_FIELD}.whitespace_pattern", asked.whitespace_pattern, violations)
+    backends = (*model.ready.structured_output_backends, AUTO)
+    is_known = len(backends) == 1 or not asked.backend or asked.backend in backends
+    violations.need(is_known, f"{_FIELD}.backend", asked.backend, f"must be one of {', '.join(backends)}")
+    starts = sampling_pb2.StructuredOutputStart
+    violations.need_enum(f"{_FIELD}.start", asked.start, starts, starts.values())
+
+
+def _check_nul(field: str, text: str, violations: Violations, *, index: int | None = None) -> None:
+    violations.need("\0" not in text, field, text, "must not contain a NUL character", index=index)
+
+
+def _shown(asked: sampling_pb2.StructuredOutput) -> str:
+    return asked.WhichOneof("constraint") or ""
+
+
+def _constraint_of(asked: sampling_pb2.StructuredOutput) -> Constraint:
+    kind = asked.WhichOneof("constraint")
+    assert kind is not None, "checked"
+    return Constraint(
+        ConstraintKind(kind),
+        text=getattr(asked, kind) if kind in _TEXTS else "",
+        choices=tuple(asked.choice.choices) if kind == "choice" else (),
+        whitespace=Whitespace(not asked.disable_any_whitespace, asked.whitespace_pattern),
+        has_additional_properties=not asked.disable_additional_properties,
+    )
+
+
+def _allowed_backends(name: str, model: ServedModel) -> tuple[str, ...]:
+    """The engine's backends in the order of their preference, or the one that is asked for."""
+    if name and name != AUTO:
+        return (name,)
+    return tuple(model.ready.structured_output_backends)

@@ -1,0 +1,51 @@
+"""The process that compiles constraints first: its limits, and that it goes on for others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from engine_svc.features.structured_output.backends.backend import Vocabulary
+from engine_svc.features.structured_output.backends.llguidance_backend import marker_ids
+from engine_svc.features.structured_output.grammar_worker import GrammarWorker
+from service_kit.grammars import llguidance_text
+from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError, GrammarTooComplex
+from tests.engine_svc.features.structured_output.test_backends import EOS, SIZE, TOKENIZER_JSON
+
+
+def schema(document: object) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(document))
+
+
+@pytest.fixture(scope="module")
+def worker():
+    vocabulary = Vocabulary(TOKENIZER_JSON, SIZE, (EOS,))
+    made = GrammarWorker("llguidance", vocabulary, marker_ids(TOKENIZER_JSON))
+    yield made
+    made._kill()
+
+
+def test_a_constraint_comes_back_as_a_grammar_or_is_refused(worker):
+    asked = schema({"type": "string"})
+    assert worker.check(asked) == llguidance_text.grammar_text(asked, {})
+    with pytest.raises(GrammarError, match="json_schema is not JSON"):
+        worker.check(Constraint(ConstraintKind.JSON_SCHEMA, "{"))
+    with pytest.raises(GrammarTooComplex, match="20000 are allowed"):
+        worker.check(Constraint(ConstraintKind.REGEX, "a{30000}"))
+
+
+def test_what_takes_too_long_ends_alone(worker):
+    objects = [{"properties": {f"p{index}": {} for index in range(1500)}} for _ in range(30)]
+    with pytest.raises(GrammarTooComplex, match=r"json_schema took .* to compile"):
+        worker.check(schema({"prefixItems": objects}))
+    assert worker.check(schema({"type": "string"}))
+
+
+def test_a_process_that_was_killed_is_replaced(worker):
+    worker.check(schema({"type": "string"}))
+    os.kill(worker._child.pid, signal.SIGKILL)
+    worker._child.join(10)
+    assert worker.check(schema({"type": "string"}))

@@ -1,0 +1,164 @@
+"""Rows with constraints, one mask at a time, and the cache of grammars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_svc.core.errors import RequestFailed
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.features.structured_output.backends.backend import Vocabulary
+from engine_svc.features.structured_output.extras import StructuredOutput
+from engine_svc.features.structured_output.grammars import Grammars
+from engine_svc.features.structured_output.runner import StructuredOutputRows
+from engine_svc.runner.feature import HostTokens, LogitRows, RunnerContext
+from tests.engine_svc.features.structured_output.engine_rig import EOS, MODEL, ids, regex_spec
+from triptych_kernels import REFERENCE
+
+SIZE = 2100
+VOCABULARY = Vocabulary((MODEL / "tokenizer.json").read_text(), SIZE, (EOS,))
+MARKER = (1900, 1901)
+
+
+def make_grammars(max_entries: int = 8, max_bytes: int = 1 << 30) -> Grammars:
+    return Grammars(VOCABULARY, num_threads=1, max_entries=max_entries, max_bytes=max_bytes)
+
+
+class Rows:
+    """The feature without a model; logits are all 0 before it masks them."""
+
+    def __init__(self) -> None:
+        cpu = torch.device("cpu")
+        token_ids = torch.zeros(4, 64, dtype=torch.int32)
+        model: Any = None
+        context = RunnerContext(model, cpu, torch.float32, SIZE, 4, REFERENCE, token_ids, (EOS,))
+        self.feature = StructuredOutputRows(make_grammars(), VOCABULARY, context)
+
+    def enter(
+        self, row: int, spec: StructuredOutput, output: tuple[int, ...] = (), **options: object
+    ) -> None:
+        sampling = SamplingParams(**{"max_tokens": 32, "eos_token_id": EOS} | options)
+        extras = {StructuredOutput: self.feature.prepare(spec)}
+        self.feature.add_row(row, AdmittedRequest(str(row), [5, *output], 1, sampling, [[]], extras))
+
+    def step(self, tokens: dict[int, int], sampling: list[int]) -> dict[int, str]:
+        arrays = (np.array(list(part), dtype=np.int64) for part in (tokens, tokens.values(), sampling))
+        return self.feature.on_tokens(HostTokens(*arrays))
+
+    def allowed(self, *rows: int) -> list[set[int]]:
+        """What each of these rows of the step may choose; they are in the logits' order."""
+        logits = torch.zeros(len(rows), SIZE)
+        some = LogitRows(np.arange(len(rows)), np.array(rows))
+        self.feature.apply(logits, some, some.entries, torch.zeros(4, 64, dtype=torch.int32))
+        return [set(row.isfinite().nonzero().flatten().tolist()) for row in logits]
+
+    def allowed_after(self, *tokens: int, row: int = 0) -> set[int]:
+        for token in tokens:
+            assert self.step({row: token}, []) == {}
+        assert self.step({}, [row]) == {}
+        return self.allowed(row)[0]
+
+
+def test_125_own_stop_ids_are_allowed_where_the_output_may_end_and_nowhere_else():
+    rows = Rows()
+    digit, stop, five = ids("4")[0], ids("x")[0], ids("5")[0]
+    rows.enter(0, regex_spec("[0-9]{2}"), stop_token_ids=frozenset({stop, five}))
+    first = rows.allowed_after()
+    assert digit in first
+    assert not first & {stop, five, EOS}
+    assert rows.allowed_after(digit, digit) == {stop, five, EOS}
+
+
+def test_ends_are_forbidden_below_min_tokens():
+    rows = Rows()
+    digit = ids("4")[0]
+    rows.enter(0, regex_spec("[0-9]*"), min_tokens=2)
+    assert EOS not in rows.allowed_after(digit)
+    assert EOS in rows.allowed_after(digit)
+
+
+def test_stop_ids_that_the_language_needs_end_the_row_with_the_conflict():
+    rows = Rows()
+    rows.enter(0, regex_spec("[0-9]b"), stop_token_ids=frozenset(ids("b")))
+    assert rows.allowed_after()
+    (message,) = rows.step({0: ids("4")[0]}, [0]).values()
+    assert message == (
+        "structured_output: the constraint allows stop_token_ids alone, where the output may not end"
+    )
+
+
+def test_124_tokens_after_the_end_of_reasoning_advance_the_grammar():
+    a, digits = ids("a")[0], {ids(digit)[0] for digit in "0123456789"}
+    spec = regex_spec("[ab][0-9]", reasoning_end=MARKER)
+    rows = Rows()
+    rows.enter(0, spec)
+    assert rows.allowed_after(7, MARKER[0], EOS, MARKER[0]) == set(range(SIZE))
+    assert a in rows.allowed_after(MARKER[1])
+    assert rows.allowed_after(a) == digits
+    # A request that moved, at any token: one that was in the middle of the marker, too.
+    tokens = (7, MARKER[0], EOS, *MARKER, a)
+    for num_before in range(len(tokens) + 1):
+        rows.enter(1, spec, tokens[:num_before])
+        assert rows.allowed_after(*tokens[num_before:], row=1) == digits
+        rows.feature.remove_row(1)
+
+
+@pytest.mark.parametrize("marker", [(1900,), (1900, 1901, 1902, 1903)])
+def test_124_an_end_of_reasoning_may_have_one_token_or_several(marker: tuple[int, ...]):
+    rows = Rows()
+    rows.enter(0, regex_spec("[0-9]x", reasoning_end=marker))
+    assert EOS in rows.allowed_after(*marker[:-1])
+    assert rows.allowed_after(marker[-1]) == {ids(digit)[0] for digit in "0123456789"}
+
+
+def test_29_a_row_that_cannot_advance_ends_and_others_go_on():
+    rows = Rows()
+    a, b = ids("a")[0], ids("b")[0]
+    rows.enter(0, regex_spec("ab"))
+    rows.enter(2, regex_spec("ab"))
+    failed = rows.step({0: b, 2: a}, [0, 2])
+    assert failed == {
+        0: f"structured_output: the constraint does not allow token {b} at position 0 of the output"
+    }
+    rows.feature.remove_row(0)
+    assert rows.allowed(2) == [{b}]
+
+
+def test_only_rows_with_a_constraint_that_has_begun_are_masked():
+    rows = Rows()
+    a = ids("a")[0]
+    rows.enter(0, regex_spec("a", reasoning_end=MARKER))
+    rows.enter(1, regex_spec("a"))
+    rows.enter(3, regex_spec("b"), (*ids("b"), EOS))
+    assert rows.step({}, [3, 1, 0]) == {}
+    ended, constrained, reasoning = rows.allowed(3, 1, 0)
+    assert (constrained, len(ended), len(reasoning)) == ({a}, SIZE, SIZE)
+
+
+def test_the_example_of_the_warm_up_is_masked():
+    rows = Rows()
+    rows.enter(0, rows.feature.example())
+    assert 0 < len(rows.allowed_after()) < SIZE
+
+
+def test_grammars_are_kept_within_their_limits():
+    grammars = make_grammars(max_entries=2)
+    specs = [regex_spec(text) for text in ("a", "b", "c")]
+    assert all(grammars.compile(spec).compile_us > 0 for spec in specs)
+    assert [grammars.compile(spec).compile_us > 0 for spec in reversed(specs)] == [False, False, True]
+    tight = make_grammars(max_bytes=1)
+    assert all(tight.compile(specs[0]).compile_us > 0 for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "code"), [("(a", "INVALID_ARGUMENT"), ("(a{1000}){1000}", "RESOURCE_EXHAUSTED")]
+)
+def test_28_what_cannot_be_compiled_is_refused_with_its_status(pattern: str, code: str):
+    with pytest.raises(RequestFailed) as caught:
+        make_grammars().compile(regex_spec(pattern))
+    assert caught.value.code == code
+    assert caught.value.message.startswith("structured_output: ")

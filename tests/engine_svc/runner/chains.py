@@ -1,0 +1,109 @@
+"""A scripted feature: after a token only a few others may follow. It relies on every member of the seam."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from engine_svc.core.errors import RequestFailed
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.runner.feature import HostTokens, LogitRows, RunnerFeature
+from engine_svc.runner.sampling.transfer import Ints, to_device
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """After token t may follow t + 1 to t + width, modulo the vocabulary. how: it is prepared."""
+
+    width: int
+    how: str = "good"
+    blocker: str = "chain"
+
+    def encode(self) -> bytes:
+        return json.dumps([self.width, self.how]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Chain:
+        return cls(*json.loads(data))
+
+    def keeps(self, token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> bool:
+        """Whether every output token was allowed after the one before it."""
+        pairs = pairwise(token_ids[num_prompt_tokens - 1 :])
+        return all(1 <= (token - before) % vocab_size <= self.width for before, token in pairs)
+
+
+@dataclass(slots=True)
+class _Row:
+    width: int
+    token_ids: list[int]
+    allowed: range | None = None  # for the step that runs
+
+
+@dataclass
+class ChainRows(RunnerFeature):
+    """Knows of its rows only what the seam gives it."""
+
+    vocab_size: int
+    gate: threading.Event = field(default_factory=threading.Event)  # opened for those that hang
+    preparing_threads: set[int] = field(default_factory=set)
+    calls: list[tuple[int, int]] = field(default_factory=list)  # numbers of tokens and of rows of `on_tokens`
+    rows: dict[int, _Row] = field(default_factory=dict)
+    raises_for: int = -1  # length of a row at which `on_tokens` raises
+    ends_at: int = -1  # at which it ends the row
+
+    prepares = Chain
+
+    def prepare(self, extra: Chain) -> int:
+        self.preparing_threads.add(threading.get_ident())
+        if extra.how == "hangs":
+            assert self.gate.wait(LIMIT_S)
+        if extra.how == "bad":
+            raise RequestFailed("INVALID_ARGUMENT", "the chain is bad")
+        return extra.width
+
+    def uses(self, admitted: AdmittedRequest) -> bool:
+        return Chain in admitted.extras
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        assert row not in self.rows
+        width = admitted.extras[Chain]
+        if isinstance(width, Chain):
+            assert not width.blocker, "what was prepared stands in the place of the extra"
+            width = width.width
+        self.rows[row] = _Row(width, list(admitted.token_ids))
+
+    def remove_row(self, row: int) -> None:
+        del self.rows[row]
+
+    def on_tokens(self, tokens: HostTokens) -> dict[int, str]:
+        self.calls.append((len(tokens.rows), len(tokens.sampling_rows)))
+        for row, token in zip(tokens.rows.tolist(), tokens.token_ids.tolist(), strict=True):
+            self.rows[row].token_ids.append(token)
+        ended = {}
+        for number in tokens.sampling_rows.tolist():
+            row = self.rows[number]
+            if len(row.token_ids) == self.raises_for:
+                raise ValueError("no luck")
+            if len(row.token_ids) == self.ends_at:
+                ended[number] = "the chain ends here"
+            row.allowed = range(row.token_ids[-1] + 1, row.token_ids[-1] + 1 + row.width)
+        return ended
+
+    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        for entry, number, position in zip(
+            some.entries.tolist(), some.rows.tolist(), positions.tolist(), strict=True
+        ):
+            row = self.rows[number]
+            assert row.token_ids == token_ids[number, :position].tolist(), "a token was lost or came twice"
+            assert row.allowed is not None, "the tokens of this step did not come"
+            allowed = to_device(np.array(row.allowed) % self.vocab_size, logits.device)
+            kept = logits[entry].index_select(0, allowed)
+            logits[entry].fill_(float("-inf")).index_copy_(0, allowed, kept)
+            row.allowed = None

@@ -1,0 +1,144 @@
+"""Extras are prepared beside the steps, in order; what hangs is left behind, what is dropped is forgotten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from engine_svc.core.errors import RequestFailed
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest
+from engine_svc.runner.feature import RunnerFeature
+from engine_svc.runner.preparer import MAX_ABANDONED, Preparer
+from tests.engine_svc.fakes import LIMIT_S
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be prepared. held: until the feature's gate opens."""
+
+    text: str
+    held: bool = False
+    blocker: str = "order"
+
+
+@dataclass(frozen=True)
+class OtherOrder:
+    blocker: str = "other"
+
+
+class Kitchen(RunnerFeature):
+    prepares = Order  # type: ignore[assignment]  # it goes to no rank
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.threads: list[int] = []
+        self.begun: SimpleQueue[str] = SimpleQueue()
+
+    def prepare(self, extra: Order) -> str:
+        self.threads.append(threading.get_ident())
+        self.begun.put(extra.text)
+        if extra.held:
+            assert self.gate.wait(LIMIT_S)
+        if extra.text == "bad":
+            raise RequestFailed("INVALID_ARGUMENT", "the text is bad")
+        if extra.text == "broken":
+            raise KeyError("oven")
+        return extra.text.upper()
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.feature = Kitchen()
+        self.answers: SimpleQueue[tuple[int, RequestFailed | None]] = SimpleQueue()
+        self.preparer = Preparer(
+            [RunnerFeature(), self.feature], lambda number, failure: self.answers.put((number, failure))
+        )
+
+    def prepare(self, number: int, extra: Any) -> None:
+        self.preparer.prepare(number, f"r{number}", {type(extra): extra})
+
+    def answer(self) -> tuple[int, str]:
+        number, failure = self.answers.get(timeout=LIMIT_S)
+        return number, "" if failure is None else f"{failure.code}: {failure.message}"
+
+    def extras_of(self, number: int) -> dict[type, Any]:
+        admitted = AdmittedRequest(
+            f"r{number}", [1], 1, SamplingParams(max_tokens=1), [[]], {Order: Order("raw"), str: "else"}
+        )
+        return self.preparer.with_prepared(admitted).extras
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.feature.gate.set()
+    made.preparer.stop_preparing()
+
+
+def test_results_stand_in_the_place_of_extras_until_the_request_is_dropped(rig: Rig):
+    rig.prepare(1, Order("a"))
+    rig.prepare(2, Order("b"))
+    assert [rig.answer(), rig.answer()] == [(1, ""), (2, "")]
+    assert rig.extras_of(1) == {Order: "A", str: "else"}
+    assert rig.extras_of(2)[Order] == "B"
+    # Again: a request enters once more after a preemption.
+    assert rig.extras_of(1)[Order] == "A"
+    rig.preparer.drop_prepared("r1")
+    assert rig.extras_of(1)[Order] == Order("raw")
+    rig.preparer.drop_prepared("unknown")
+
+
+def test_no_call_of_a_feature_is_in_the_callers_thread(rig: Rig):
+    rig.prepare(1, Order("a"))
+    rig.prepare(2, Order("b"))
+    rig.answer(), rig.answer()
+    (thread,) = set(rig.feature.threads)
+    assert thread != threading.get_ident()
+
+
+def test_failures_are_answered_with_their_status_and_others_go_on(rig: Rig):
+    for number, extra in enumerate((Order("bad"), Order("broken"), OtherOrder(), Order("good"))):
+        rig.prepare(number, extra)
+    assert [rig.answer() for _ in range(4)] == [
+        (0, "INVALID_ARGUMENT: the text is bad"),
+        (1, "INTERNAL: Kitchen failed: KeyError: 'oven'"),
+        (2, "INTERNAL: no feature of this rank prepares OtherOrder"),
+        (3, ""),
+    ]
+
+
+def test_one_that_is_dropped_before_its_turn_is_never_begun(rig: Rig):
+    rig.prepare(1, Order("first", held=True))
+    assert rig.feature.begun.get(timeout=LIMIT_S) == "first"
+    rig.prepare(2, Order("second"))
+    rig.prepare(3, Order("third"))
+    rig.preparer.drop_prepared("r2")
+    rig.feature.gate.set()
+    assert [rig.answer(), rig.answer()] == [(1, ""), (3, "")]
+    assert rig.feature.begun.get(timeout=LIMIT_S) == "third"
+
+
+def test_one_that_hangs_is_left_behind_when_it_is_dropped(rig: Rig):
+    for number in range(MAX_ABANDONED):
+        rig.prepare(number, Order(f"{number}", held=True))
+        assert rig.feature.begun.get(timeout=LIMIT_S) == f"{number}"
+        rig.preparer.drop_prepared(f"r{number}")
+    rig.prepare(8, Order("next"))
+    assert rig.answer() == (8, "")
+    # So many at once and no more: then the present one has to return.
+    rig.prepare(9, Order("last", held=True))
+    assert [rig.feature.begun.get(timeout=LIMIT_S) for _ in range(2)] == ["next", "last"]
+    rig.preparer.drop_prepared("r9")
+    rig.prepare(10, Order("behind"))
+    assert rig.answers.empty()
+    rig.feature.gate.set()
+    # Nothing comes of those that were dropped.
+    assert rig.answer() == (10, "")
+    assert rig.extras_of(0)[Order] == Order("raw")

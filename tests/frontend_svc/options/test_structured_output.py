@@ -1,0 +1,287 @@
+"""Constraints of outputs: what is refused by name, what an engine gets, and what is kept of a check."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+
+import pytest
+
+from engine_svc.convert.feature import AddContext
+from engine_svc.features.structured_output.wire import StructuredOutputOfAdd
+from frontend_svc.generation.preprocess import check_request, needs_of, prepare
+from frontend_svc.options import OPTIONS
+from frontend_svc.parsers.registry import ParserNames
+from frontend_svc.text.constraint import (
+    AskedConstraint,
+    CheckedConstraint,
+    ConstraintRefused,
+    check,
+)
+from frontend_svc.text.model import ServedModel
+from frontend_svc.text.prompt import RequestPrompt
+from service_kit.errors import InvalidArgument, Unimplemented
+from tests.engine_svc.session.service_rig import make_facts
+from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
+from tests.frontend_svc.options.asking import LIMITS, Encoder, model_of
+from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import session_pb2
+
+FIELD = "sampling.structured_output"
+READY = session_pb2.Ready(structured_output_backends=["llguidance", "xgrammar"])
+EMAIL = json.dumps({"type": "object", "properties": {"email": {"type": "string"}}, "required": ["email"]})
+UNKNOWN = json.dumps({"properties": {"a": {"type": "object", "minProperties": 3}}})
+
+
+class HereWorkers:
+    """Checks in this process."""
+
+    def __init__(self) -> None:
+        self.tenants: list[str] = []
+
+    async def check_constraint(self, asked: AskedConstraint, field: str, *, tenant: str) -> CheckedConstraint:
+        self.tenants.append(tenant)
+        try:
+            return check(AskedConstraint.from_json(asked.to_json()))
+        except ConstraintRefused as error:
+            raise InvalidArgument(str(error), field=field, reason=error.reason) from None
+
+
+class EncoderWithWorkers(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = HereWorkers()
+
+
+def served(ready: session_pb2.Ready = READY, **fields: object) -> ServedModel:
+    return dataclasses.replace(model_of(ready=ready, **fields), tokenizer=EncoderWithWorkers())
+
+
+def asking(**fields: object) -> generate_pb2.GenerateRequest:
+    return make_request([5], structured_output=fields)
+
+
+def violations_of(request: generate_pb2.GenerateRequest) -> dict[str, str]:
+    try:
+        asyncio.run(check_request(request, RequestPrompt(request), served(), LIMITS))
+    except InvalidArgument as error:
+        return dict(error.violations)
+    return {}
+
+
+async def sent(request: generate_pb2.GenerateRequest, model: ServedModel | None = None):
+    model = model or served()
+    await check_request(request, RequestPrompt(request), model, LIMITS)
+    return (await prepare(request, RequestPrompt(request), model)).entries[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({}, FIELD, "is not set, must have exactly one of json_schema, json_object, regex"),
+        ({"json_schema": ""}, f"{FIELD}.json_schema", "0 characters"),
+        ({"json_object": False}, f"{FIELD}.json_object", "must be true"),
+        ({"regex": ""}, f"{FIELD}.regex", "0 characters"),
+        ({"regex": "a\0b"}, f"{FIELD}.regex", "NUL"),
+        ({"choice": {}}, f"{FIELD}.choice.choices", "must not be empty"),
+        ({"choice": {"choices": ["a", ""]}}, f"{FIELD}.choice.choices", r"choices\[1\] has 0 characters"),
+        ({"choice": {"choices": ["a\0"]}}, f"{FIELD}.choice.choices", "NUL"),
+        ({"grammar": ""}, f"{FIELD}.grammar", "0 characters"),
+        ({"structural_tag": ""}, f"{FIELD}.structural_tag", "0 characters"),
+        ({"regex": "a", "whitespace_pattern": " "}, f"{FIELD}.whitespace_pattern", "unset for regex"),
+        (
+            {"choice": {"choices": ["a"]}, "disable_any_whitespace": True},
+            f"{FIELD}.disable_any_whitespace",
+            "unset for choice",
+        ),
+        (
+            {"json_object": True, "disable_additional_properties": True},
+            f"{FIELD}.disable_additional_properties",
+            "unset for json_object",
+        ),
+        (
+            {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "},
+            f"{FIELD}.whitespace_pattern",
+            "disable_any_whitespace",
+        ),
+        ({"regex": "a", "backend": "x"}, f"{FIELD}.backend", "must be one of llguidance, xgrammar, auto"),
+        ({"regex": "a", "start": 9}, f"{FIELD}.start", "must be one of"),
+    ],
+)  # fmt: skip
+def test_123_a_constraint_that_is_none_is_refused_by_field(fields, field, words):
+    found = violations_of(asking(**fields))
+    assert set(found) == {field}
+    assert re.search(words, found[field])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "reason"),
+    [
+        ({"json_schema": "{"}, "not JSON", "CONSTRAINT_INVALID"),
+        ({"json_schema": "3"}, "neither an object nor a bool", "CONSTRAINT_INVALID"),
+        ({"json_schema": "false"}, "no output satisfies", "CONSTRAINT_INVALID"),
+        ({"json_schema": UNKNOWN}, "minProperties at #/properties/a", "CONSTRAINT_NOT_ENFORCED"),
+        ({"regex": "(a"}, "unclosed group", "CONSTRAINT_INVALID"),
+        ({"grammar": 'start: "a" b'}, "unknown name", "CONSTRAINT_INVALID"),
+        ({"grammar": "root ::= ("}, "grammar", "CONSTRAINT_INVALID"),
+        ({"structural_tag": "[]"}, "not a JSON object", "CONSTRAINT_INVALID"),
+        ({"regex": "(a{1000}){1000}"}, "are allowed", "CONSTRAINT_TOO_COMPLEX"),
+        ({"json_schema": "[" * 5000 + "]" * 5000}, "deep", "CONSTRAINT_TOO_COMPLEX"),
+    ],
+)
+async def test_123_a_constraint_that_no_backend_takes_is_refused_with_its_cause(fields, words, reason):
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        await sent(asking(**fields))
+    assert caught.value.reason == reason
+    assert [field for field, _ in caught.value.violations] == [FIELD]
+
+
+@pytest.mark.parametrize("backend", ["", "auto"])
+async def test_the_first_backend_that_enforces_a_whole_schema_is_chosen(backend):
+    entry = await sent(asking(json_schema=EMAIL, backend=backend))
+    got = entry.sampling.structured_output
+    assert got.backend == "llguidance"
+    assert json.loads(got.json_schema)["required"] == ["email"]
+
+
+async def test_a_backend_is_held_to_the_keywords_that_it_enforces():
+    pattern = json.dumps({"type": "string", "pattern": "a"})
+    assert (await sent(asking(json_schema=pattern))).sampling.structured_output.backend == "llguidance"
+    with pytest.raises(InvalidArgument, match="pattern at #: xgrammar"):
+        await sent(asking(json_schema=pattern, backend="xgrammar"))
+
+
+async def test_an_engine_gets_a_schema_in_enforced_keywords_that_needs_no_options_of_the_client():
+    entry = await sent(asking(json_schema=EMAIL, disable_additional_properties=True, lenient=True))
+    got = entry.sampling.structured_output
+    assert json.loads(got.json_schema)["additionalProperties"] is False
+    assert not got.disable_additional_properties
+    assert not got.lenient
+
+
+async def test_a_lenient_request_leaves_out_what_no_backend_enforces():
+    entry = await sent(asking(json_schema=UNKNOWN, lenient=True))
+    assert "minProperties" not in entry.sampling.structured_output.json_schema
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "[a-z]+"},
+        {"choice": {"choices": ["yes", "no"]}},
+        {"json_object": True},
+        {"grammar": 'start: "a" /b+/'},
+        {"grammar": 'root ::= "a" [b]*'},
+    ],
+)
+async def test_other_constraints_reach_the_engine_as_they_are(fields):
+    entry = await sent(asking(**fields))
+    expected = sampling_pb2.StructuredOutput(backend="llguidance", **fields)
+    assert entry.sampling.structured_output == expected
+
+
+async def test_the_schemas_of_structural_tags_are_rewritten_or_refused_with_the_tag():
+    def tags(schema: object) -> str:
+        return json.dumps(
+            {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f"]}
+        )
+
+    entry = await sent(asking(structural_tag=tags(json.loads(EMAIL)), disable_additional_properties=True))
+    form = json.loads(entry.sampling.structured_output.structural_tag)["format"]
+    assert form["triggers"] == ["<f"]
+    assert form["tags"][0]["content"]["json_schema"]["additionalProperties"] is False
+    with pytest.raises(InvalidArgument, match=r"minProperties at #/properties/a.*in the tag '<f>'"):
+        await sent(asking(structural_tag=tags(json.loads(UNKNOWN))))
+
+
+async def test_an_engine_without_a_backend_is_not_asked():
+    request = asking(regex="a")
+    (need,) = needs_of(request)
+    assert need.is_met(served())
+    assert not need.is_met(served(session_pb2.Ready()))
+    with pytest.raises(Unimplemented, match=r"not served: sampling\.structured_output") as caught:
+        await sent(request, served(session_pb2.Ready()))
+    assert caught.value.metadata == {"fields": FIELD}
+
+
+async def test_a_request_goes_to_engines_that_have_its_backend():
+    (need,) = needs_of(asking(json_object=True, backend="xgrammar"))
+    assert not need.is_met(served(session_pb2.Ready(structured_output_backends=["llguidance"])))
+    prepared = await prepare(asking(json_object=True), RequestPrompt(asking(json_object=True)), served())
+    assert [need.description for need in prepared.prompt.needs] == ["has the grammar backend llguidance"]
+
+
+async def test_a_constraint_may_begin_behind_the_reasoning():
+    after = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+    request = asking(regex="a", start=after)
+    entry = await sent(request, served(parsers=ParserNames("none", "think")))
+    assert entry.sampling.structured_output.start == after
+    assert list(entry.reasoning_options.end_token_ids)
+    with pytest.raises(Unimplemented, match=r"structured_output\.start: no reasoning parser"):
+        await sent(request)
+
+
+async def test_an_output_that_ended_by_length_is_marked():
+    request = asking(regex="a")
+    prepared = await prepare(request, RequestPrompt(request), served())
+    option = next(option for option in OPTIONS if FIELD in option.fields)
+    reader = option.reader(request, prepared.prompt, 0)
+    for reason, match, expected in (
+        (output_pb2.FINISH_REASON_LENGTH, {}, True),
+        (output_pb2.FINISH_REASON_STOP, {"eos": 0}, False),
+        (output_pb2.FINISH_REASON_STOP, {"token_id": 7}, False),
+        (output_pb2.FINISH_REASON_STOP, {"string": "x"}, True),
+    ):
+        finished = generate_pb2.Finished(reason=reason, stop_match=output_pb2.StopMatch(**match))
+        reader.fill(finished)
+        assert finished.is_incomplete is expected
+    free = make_request([5])
+    assert option.reader(free, prepared.prompt, 0) is None
+
+
+async def test_those_who_share_a_cache_salt_share_what_was_found():
+    model = served()
+    request = asking(regex="a")
+    request.cache_salt = "mine"
+    await sent(request, model)
+    assert model.tokenizer.workers.tenants == ["mine"]
+
+
+SENT = (
+    {"json_schema": EMAIL, "disable_additional_properties": True, "lenient": True},
+    {"json_object": True, "disable_any_whitespace": True},
+    {"json_object": True, "whitespace_pattern": "[ ]?", "lenient": True},
+    {"regex": "[a-z]+", "lenient": True, "backend": "auto"},
+    {"choice": {"choices": ["yes", "no"]}, "backend": "llguidance"},
+    {"grammar": 'start: "a" /b+/', "start": sampling_pb2.STRUCTURED_OUTPUT_START_AT_ONCE},
+    {
+        "structural_tag": json.dumps(
+            {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+        ),
+        "disable_additional_properties": True,
+        "start": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
+    },
+)
+
+
+@pytest.mark.parametrize("fields", SENT, ids=lambda fields: next(iter(fields)))
+async def test_an_engine_takes_what_a_frontend_sends(fields):
+    entry = await sent(asking(**fields), served(parsers=ParserNames("none", "think")))
+    facts = make_facts()
+    parsed = StructuredOutputOfAdd(("llguidance",)).parse(entry, AddContext(facts, None, [5]))
+    assert parsed is not None
+
+
+async def test_constraints_go_to_engines_with_a_backend_alone():
+    able = FakeEngine(answer("a"), structured_output_backends=["llguidance"])
+    other = FakeEngine(answer("free"), dp_rank=1)
+    async with serving(able, other) as (client, _):
+        await client.until_engines_are_ready(2)
+        for _ in range(4):
+            _, text, _, finished = await read_all(client.generate(structured_output={"regex": "a"}))
+            assert (text, finished.is_incomplete) == ("a", False)
+    assert len(able.requests) == 4
+    assert {one.entry.sampling.structured_output.backend for one in able.requests} == {"llguidance"}
