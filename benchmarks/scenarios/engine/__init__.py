@@ -29,6 +29,7 @@ _PROMPT_TOKENS = 128
 _MIXED_SHORTEST, _MIXED_LONGEST = 32, 2048
 # Far from the seeds of whole jobs, so that no prompt is known already.
 _OTHER_PROMPTS = 1_000_000
+_CONSTRAINED_SEEDS = 10_000
 # Records with a text and a number, longer than any output here.
 _RECORDS = {
     "type": "array",
@@ -94,8 +95,11 @@ def _workloads(options: argparse.Namespace) -> list[tuple[str, Job]]:
     counts = [int(count) for count in options.concurrency.split(",") if count]
     cells = [(f"{count}", Job([_PROMPT_TOKENS] * count, options.tokens, seed=count)) for count in counts]
     if options.constrained:
+        schema = json.dumps(_RECORDS)
+        # With other seeds: prompts that are known already would cost nothing.
         cells += [
-            (f"{name} constrained", replace(job, json_schema=json.dumps(_RECORDS))) for name, job in cells
+            (f"{name} constrained", replace(job, seed=job.seed + _CONSTRAINED_SEEDS, json_schema=schema))
+            for name, job in cells
         ]
     if options.mixed:
         choose = random.Random(options.mixed)
