@@ -83,9 +83,13 @@ class RunnerFeature:
 
         What is returned stands in the place of the extra in what `uses` and `add_row` get. It is kept until
         the request ends. RequestFailed ends the request with its status; other errors as internal ones. It
-        must be safe beside the stages, and beside another call, as a call that hangs is left behind.
+        must be safe beside the stages and beside other calls.
         """
         raise NotImplementedError
+
+    def is_slow_to_prepare(self, extra: Any) -> bool:
+        """Whether it may take far longer than others, which then do not wait for it. Cheap."""
+        return False
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         """Whether the request uses the feature. Other rows cost it nothing."""

@@ -58,3 +58,7 @@ class Constraint:
     whitespace: Whitespace = Whitespace()
     has_additional_properties: bool = True  # of objects whose schema does not say
     is_lenient: bool = False  # leave out keywords of JSON Schema that the backend does not know
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text) + sum(map(len, self.choices))

@@ -8,7 +8,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine_svc.core.errors import RequestFailed
-from engine_svc.features.structured_output.backends.backend import CompiledGrammar, GrammarBackend, Vocabulary
+from engine_svc.features.structured_output.backends.backend import (
+    MAX_SMALL_CHARS,
+    CompiledGrammar,
+    GrammarBackend,
+    Vocabulary,
+)
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
 from service_kit.grammars.constraint import GrammarError, GrammarTooComplex
@@ -60,6 +65,11 @@ class Grammars:
         compile_us = max(1, round((time.perf_counter() - began_at) * 1e6))
         self._keep(digest, compiled)
         return Grammar(spec, backend, compiled, compile_us)
+
+    @staticmethod
+    def is_slow(spec: StructuredOutput) -> bool:
+        """Whether another process has to compile it first, with limits, which may have to do others before."""
+        return spec.backend != BACKENDS[0] or spec.constraint.num_chars > MAX_SMALL_CHARS
 
     def _keep(self, digest: bytes, compiled: CompiledGrammar) -> None:
         with self._lock:

@@ -164,6 +164,9 @@ class StructuredOutputRows(RunnerFeature):
     def prepare(self, extra: StructuredOutput) -> Grammar:
         return self._grammars.compile(extra)
 
+    def is_slow_to_prepare(self, extra: StructuredOutput) -> bool:
+        return self._grammars.is_slow(extra)
+
     def uses(self, admitted: AdmittedRequest) -> bool:
         return StructuredOutput in admitted.extras
 

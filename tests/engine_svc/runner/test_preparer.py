@@ -20,10 +20,11 @@ from tests.engine_svc.fakes import LIMIT_S
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be prepared. held: until the feature's gate opens."""
+    """What is to be prepared. held: until the feature's gate opens. is_slow: as the feature says."""
 
     text: str
     held: bool = False
+    is_slow: bool = False
     blocker: str = "order"
 
 
@@ -39,6 +40,9 @@ class Kitchen(RunnerFeature):
         self.gate = threading.Event()
         self.threads: list[int] = []
         self.begun: SimpleQueue[str] = SimpleQueue()
+
+    def is_slow_to_prepare(self, extra: Order) -> bool:
+        return extra.is_slow
 
     def prepare(self, extra: Order) -> str:
         self.threads.append(threading.get_ident())
@@ -101,6 +105,15 @@ def test_no_call_of_a_feature_is_in_the_callers_thread(rig: Rig):
     rig.answer(), rig.answer()
     (thread,) = set(rig.feature.threads)
     assert thread != threading.get_ident()
+
+
+def test_quick_ones_do_not_wait_for_slow_ones(rig: Rig):
+    rig.prepare(1, Order("first", held=True, is_slow=True))
+    rig.prepare(2, Order("second", is_slow=True))
+    rig.prepare(3, Order("quick"))
+    assert rig.answer() == (3, "")
+    rig.feature.gate.set()
+    assert [rig.answer(), rig.answer()] == [(1, ""), (2, "")]
 
 
 def test_failures_are_answered_with_their_status_and_others_go_on(rig: Rig):

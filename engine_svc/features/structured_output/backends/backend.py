@@ -15,6 +15,9 @@ from service_kit.grammars.constraint import Constraint
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Of a constraint: fuel and other limits end the work for it after some 10 ms.
+MAX_SMALL_CHARS = 4096
+
 
 class MatcherError(RuntimeError):
     """A matcher cannot continue: its request ends. No other matcher is affected."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from engine_svc.features.structured_output.backends.backend import (
+    MAX_SMALL_CHARS,
     CompiledGrammar,
     Matcher,
     MatcherError,
@@ -17,11 +18,11 @@ from engine_svc.features.structured_output.backends.backend import (
 )
 from service_kit.grammars.constraint import Constraint
 from service_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits, short_message
+from service_kit.process import release_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_SMALL_CHARS = 4096  # of a constraint: fuel and other limits end the work after some 10 ms
 _UNUSED = "\ue000"  # a character of no text
 
 
@@ -44,8 +45,8 @@ class LLGuidanceBackend:
         self._executor = LLExecutor(num_threads)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        size = len(constraint.text) + sum(map(len, constraint.choices))
-        if self._check_large is not None and size > MAX_SMALL_CHARS:
+        is_large = constraint.num_chars > MAX_SMALL_CHARS
+        if self._check_large is not None and is_large:
             grammar = self._check_large(constraint)
         else:
             grammar = grammar_text(constraint, self._marker_ids)
@@ -53,6 +54,9 @@ class LLGuidanceBackend:
         if not matcher.is_error():
             # The first mask is by far the longest, and copies keep what it took.
             matcher.compute_bitmask()
+        if is_large:
+            # Compiling takes several times what the grammar keeps.
+            release_memory()
         if matcher.is_error():
             raise grammar_error(matcher.get_error())
         return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
