@@ -14,6 +14,32 @@ _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(\d+)\}|\{
 # Texts, regular expressions and comments of a Lark grammar.
 _LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
 
+# Keywords whose entries are schemas, whatever their names, and those whose values are none.
+_SCHEMA_MAPS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+_DATA = frozenset({"const", "enum", "default", "examples"})
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    """The values of a schema that may be schemas or lists of them: also a property called "const"."""
+    for name, value in schema.items():
+        if name in _SCHEMA_MAPS and isinstance(value, dict):
+            yield from value.values()
+        elif name not in _DATA:
+            yield value
+
+
+def part_at(document: Any, reference: str) -> Any:
+    """The part of the document that the reference names, None if there is none."""
+    for key in reference.split("/")[1:]:
+        name = unquote(key).replace("~1", "/").replace("~0", "~")
+        if isinstance(document, list):
+            document = dict(zip(map(str, range(len(document))), document, strict=True)).get(name)
+        else:
+            document = _dict(document).get(name)
+    return document
+
 
 def check_text(constraint: Constraint, *, max_bytes: int, max_nesting: int) -> None:
     name = constraint.kind.value
@@ -96,7 +122,7 @@ class ConjoinedPatterns:
             return {(): frozenset(_patterns_in(self._document))}
         num_cut = self._num_cut
         self._open_refs.add(reference)
-        found = self._found(_at(self._document, reference))
+        found = self._found(part_at(self._document, reference))
         self._open_refs.remove(reference)
         if self._num_cut == num_cut:
             self._of_ref[reference] = found
@@ -150,17 +176,6 @@ _ANY_NAME = "*"  # of values of several names or indices
 def _join(found: _Patterns, more: _Patterns, *step: str) -> None:
     for path, patterns in more.items():
         found[step + path] = found.get(step + path, frozenset()) | patterns
-
-
-def _at(document: Any, reference: str) -> Any:
-    """The part of the document that the reference names, None if there is none."""
-    for key in reference.split("/")[1:]:
-        name = unquote(key).replace("~1", "/").replace("~0", "~")
-        if isinstance(document, list):
-            document = dict(zip(map(str, range(len(document))), document, strict=True)).get(name)
-        else:
-            document = _dict(document).get(name)
-    return document
 
 
 def _patterns_in(value: Any) -> Iterator[str]:

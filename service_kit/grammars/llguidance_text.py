@@ -26,6 +26,8 @@ from service_kit.grammars.limits import (
     check_intersections,
     check_repetitions,
     check_text,
+    part_at,
+    subschemas,
 )
 from service_kit.grammars.structural_tags import read_structural_tags
 
@@ -95,39 +97,44 @@ def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
             return LLMatcher.grammar_from_lark(_tags_lark(constraint, special_ids))
 
 
-def _check_schema(schema: Any) -> None:
+def _check_schema(document: Any) -> None:
     """Refuse what fuel does not limit."""
-    _check_parts(schema)
-    ConjoinedPatterns(schema, max_conjoined=MAX_CONJOINED, max_values=MAX_CONJOINED_VALUES).check(schema)
+    multiple = 1  # the least common one so far
+    open_values, seen = [document], set()
+    while open_values:
+        schema = open_values.pop()
+        if isinstance(schema, list):
+            open_values += schema
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        multiple = _check_keywords(schema, multiple)
+        open_values += subschemas(schema)
+        if isinstance(reference := schema.get("$ref"), str):
+            # It may lead to what is no schema where it stands.
+            open_values.append(part_at(document, reference))
+    ConjoinedPatterns(document, max_conjoined=MAX_CONJOINED, max_values=MAX_CONJOINED_VALUES).check(document)
 
 
-def _check_parts(schema: Any, multiple: int = 1) -> int:
-    """Returns the least common multiple so far."""
-    if isinstance(schema, list):
-        for entry in schema:
-            multiple = _check_parts(entry, multiple)
-    if not isinstance(schema, dict):
-        return multiple
+def _check_keywords(schema: dict[str, Any], multiple: int) -> int:
+    """Returns the least common multiple with that of the schema."""
     for name, value in schema.items():
         if name == "pattern" and isinstance(value, str):
             check_repetitions(value, name, MAX_REPETITIONS)
         elif name == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 check_repetitions(pattern, name, MAX_REPETITIONS)
-        elif name in ("properties", "required") and isinstance(value, dict | list):
-            if len(value) > MAX_PROPERTIES:
-                raise GrammarTooComplex(f"{name} has {len(value)} entries, {MAX_PROPERTIES} are allowed")
         elif name == "multipleOf" and type(value) in (int, float) and 0 < value < float("inf"):
             number = Decimal(str(value)).normalize()
             multiple = math.lcm(multiple, int("".join(map(str, number.as_tuple().digits))))
             if multiple > MAX_MULTIPLE:
                 raise GrammarTooComplex(f"multipleOf: the least common multiple exceeds {MAX_MULTIPLE}")
-        if name in ("const", "enum"):
+        elif name in ("const", "enum"):
             _check_literals(name, value)
-        if name in ("properties", "required") and isinstance(value, dict | list):
+        elif name in ("properties", "required") and isinstance(value, dict | list):
+            if len(value) > MAX_PROPERTIES:
+                raise GrammarTooComplex(f"{name} has {len(value)} entries, {MAX_PROPERTIES} are allowed")
             _check_literals(name, list(value))
-        if name not in _VALUES:
-            multiple = _check_parts(value, multiple)
     return multiple
 
 
@@ -154,7 +161,6 @@ def _parsed(text: str) -> dict[str, Any]:
     return schema
 
 
-_VALUES = ("const", "enum", "default", "examples")  # data, whatever its keys
 _SUBSCHEMAS = ("items", "contains", "not", "if", "then", "else", "propertyNames")
 _SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

@@ -68,7 +68,7 @@ class Grammars:
 
     @staticmethod
     def is_slow(spec: StructuredOutput) -> bool:
-        """Whether another process has to compile it first, with limits, which may have to do others before."""
+        """Whether another process has to compile it first, which may be busy with others."""
         return spec.backend != BACKENDS[0] or spec.constraint.num_chars > MAX_SMALL_CHARS
 
     def _keep(self, digest: bytes, compiled: CompiledGrammar) -> None:

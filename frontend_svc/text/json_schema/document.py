@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from service_kit.grammars.limits import subschemas
+
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # of nested values
 MAX_VALUES = 50_000
@@ -166,13 +168,13 @@ class SchemaDocument:
                 open_values.extend(value)
             if not isinstance(value, dict):
                 continue
-            for name, entry in value.items():
-                if name in ("$ref", "$dynamicRef") and isinstance(entry, str):
+            for name in ("$ref", "$dynamicRef"):
+                if isinstance(value.get(name), str):
                     target = self.resolve(value, name)
                     if isinstance(target, dict):
                         found.append(target)
-                elif name not in ("$defs", "definitions", "const", "enum", "default", "examples"):
-                    open_values.append(entry)
+            used = {name: entry for name, entry in value.items() if name not in ("$defs", "definitions")}
+            open_values.extend(subschemas(used))
         return found
 
     def copied(self, copy: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
@@ -242,9 +244,8 @@ class SchemaDocument:
                 if keyword == "$dynamicAnchor":
                     self._dynamic[anchor] = self._dynamic.get(anchor, 0) + 1
         self._base_of[id(node)] = base
-        for name, value in node.items():
-            if name not in ("const", "enum", "default", "examples"):
-                self._index(value, base)
+        for value in subschemas(node):
+            self._index(value, base)
 
 
 def _is_schema(value: Any) -> bool:

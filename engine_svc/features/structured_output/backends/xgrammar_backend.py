@@ -29,7 +29,7 @@ from service_kit.grammars.constraint import (
     GrammarError,
     GrammarTooComplex,
 )
-from service_kit.grammars.limits import check_repetitions, check_text
+from service_kit.grammars.limits import check_repetitions, check_text, subschemas
 from service_kit.grammars.structural_tags import read_structural_tags
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
@@ -43,8 +43,6 @@ _IGNORED = frozenset(
         "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
     }
 )  # fmt: skip
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_DATA = ("const", "enum", "default", "examples")
 _COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
 _MAX_ERROR_CHARS = 300
 _ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
@@ -237,10 +235,7 @@ def _check_keywords(schema: Any) -> None:
     for name, value in schema.items():
         if name in _IGNORED and value is not False:
             raise GrammarError(f"json_schema: {name} is not enforced by xgrammar")
-        if name in _MAPS and isinstance(value, dict):
-            _check_keywords(list(value.values()))
-        elif name not in _DATA:
-            _check_keywords(value)
+    _check_keywords(list(subschemas(schema)))
 
 
 def _special_tokens(vocabulary: Vocabulary) -> set[str]:

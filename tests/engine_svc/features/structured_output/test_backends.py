@@ -490,6 +490,8 @@ def test_what_xgrammar_cannot_enforce_is_refused_by_name(constraint, words):
         regex("(a{1000}){1000}"),
         regex("((a?[b{9}]){0,2000}c){20,}|((a|b{30}){30}){30}"),
         schema({"pattern": "((a{20}){1,50}){100}"}),
+        schema({"properties": {"const": {"pattern": "(a{200}){200}"}}}),
+        schema({"$ref": "#/examples/0", "examples": [{"pattern": "(a{200}){200}"}]}),
         schema({"type": "integer", "multipleOf": 1234567}),
         schema({"properties": {str(index): {} for index in range(10_000)}}),
         schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}),

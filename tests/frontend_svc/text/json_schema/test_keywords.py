@@ -141,6 +141,12 @@ ENFORCED: list[tuple[str, Any, str, str]] = [
     ("$ref", {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string"}}, "minLength": 2}, '"ab"', '"a"'),
     ("$anchor", {"$ref": "#x", "$defs": {"y": {"$anchor": "x", "type": "string"}}}, '"a"', "1"),
     (
+        "$anchor",
+        {"items": {"$ref": "#x"}, "properties": {"enum": {"$anchor": "x", "type": "string"}}},
+        '["a"]',
+        "[1]",
+    ),
+    (
         "$dynamicRef",
         {"$dynamicRef": "#x", "$defs": {"y": {"$dynamicAnchor": "x", "type": "string"}}},
         '"a"',
