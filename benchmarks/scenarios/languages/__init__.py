@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -30,7 +31,7 @@ from benchmarks.report import Report, Row
 from benchmarks.rig import faults
 from benchmarks.rig.history import OutputSeen, outputs_of
 from benchmarks.rig.languages import Completions, Language, make_languages
-from benchmarks.rig.processes import Fleet, ServicePlan
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from benchmarks.rig.streams import Case, Kind, Load, StreamRecord
 from benchmarks.scenarios.languages.answers import changed, chat, make_cases, send
 from benchmarks.scenarios.languages.models import Model, make_models
@@ -229,24 +230,25 @@ async def _preempted(run: _Run) -> None:
 
 
 async def _killed(run: _Run) -> None:
+    """Each engine once, in the middle of all requests."""
     async with _stack(run.model, run.folder, num_engines=2) as (fleet, channel):
-        began_at = time.monotonic()
+        for engine in fleet.of("engine"):
+            began_at = time.monotonic()
+            strike = partial(_strike, engine, len(run.cases) // 3)
+            records = await send(channel, run.cases, f"killed {engine.name}", _AT_ONCE, strike)
+            num_moved = sum(ended.stats.num_migrations > 0 for ended in _ends(records))
+            row = run.compare("kill -9", _answers(records), run.of(run.expected), began_at, moved=num_moved)
+            run.results.add_variant(row, had_effect=num_moved > 0)
+            await fleet.start()
+            await fleet.until_routed()
 
-        async def strike(load: Load) -> None:
-            for number, engine in enumerate(fleet.of("engine"), start=1):
-                until = len(run.cases) * number // 3
-                while len(load.records) - load.num_open < until or load.num_begun < _MIN_IN_FLIGHT:
-                    if not load.num_open:
-                        raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
-                    await asyncio.sleep(_POLL_S)
-                await faults.kill(engine)
-                await fleet.start()
-                await fleet.until_routed()
 
-        records = await send(channel, run.cases, "killed", _AT_ONCE, strike)
-        num_moved = sum(ended.stats.num_migrations > 0 for ended in _ends(records))
-        row = run.compare("kill -9", _answers(records), run.of(run.expected), began_at, moved=num_moved)
-    run.results.add_variant(row, had_effect=num_moved > 0)
+async def _strike(engine: ServiceProcess, num_ended: int, load: Load) -> None:
+    while len(load.records) - load.num_open < num_ended or load.num_begun < _MIN_IN_FLIGHT:
+        if not load.num_open:
+            raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
+        await asyncio.sleep(_POLL_S)
+    await faults.kill(engine)
 
 
 async def _divided(run: _Run) -> None:
