@@ -43,8 +43,6 @@ LEAST_FINISHED = 0.9
 _AT_ONCE = 64
 _NUM_OUTPUTS = 4
 _NUM_LOGPROBS = 3
-# Few enough that 64 requests take them from each other.
-_FEW_BLOCKS = ("--block-size=4", "--num-kv-blocks=400")
 _MIN_IN_FLIGHT = 24
 _POLL_S = 0.02
 _ENGINE_FLAGS = ("--num-threads=1", "--max-num-batched-tokens=256", f"--max-num-seqs={_AT_ONCE}")
@@ -214,7 +212,7 @@ async def _chat(run: _Run) -> None:
 
 
 async def _preempted(run: _Run) -> None:
-    async with _stack(run.model, run.folder, *_FEW_BLOCKS) as (_, channel):
+    async with _stack(run.model, run.folder, *_few_blocks(run.model)) as (_, channel):
         began_at = time.monotonic()
         records = await send(channel, run.cases, "preempted", _AT_ONCE)
         num_preempted = sum(ended.stats.num_preemptions > 0 for ended in _ends(records))
@@ -253,7 +251,10 @@ async def _strike(engine: ServiceProcess, num_ended: int, load: Load) -> None:
 
 async def _divided(run: _Run) -> None:
     """Two ranks with everything against the same two alone; and against one process, which is only shown."""
-    async with _stack(run.model, run.folder, "--tensor-parallel-size=2", *_FEW_BLOCKS) as (_, channel):
+    async with _stack(run.model, run.folder, "--tensor-parallel-size=2", *_few_blocks(run.model)) as (
+        _,
+        channel,
+    ):
         began_at = time.monotonic()
         alone = _answers(await send(channel, run.cases, "alone", 1))
         records = await send(channel, run.cases, "together", _AT_ONCE)
@@ -275,6 +276,10 @@ _VARIANTS: dict[str, Callable[[_Run], Awaitable[None]]] = {
     "killed": _killed,
     "tp 2": _divided,
 }
+
+
+def _few_blocks(model: Model) -> tuple[str, ...]:
+    return ("--block-size=4", f"--num-kv-blocks={model.few_blocks}")
 
 
 @contextlib.asynccontextmanager

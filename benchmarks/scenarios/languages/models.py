@@ -27,12 +27,16 @@ _NUM_PIECES = 1_200
 
 @dataclass(frozen=True)
 class Model:
-    """max_tokens: of an answer. chat_template: "" where requests are no chats, "own" for the model's own."""
+    """max_tokens: of an answer. chat_template: "" where requests are no chats, "own" for the model's own.
+
+    few_blocks: of KV, so few that 64 requests take them from each other, and enough for the longest.
+    """
 
     name: str
     folder: Path
     max_tokens: int
     chat_template: str = ""
+    few_blocks: int = 400
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -55,7 +59,8 @@ def make_models(names: list[str], folder: Path, seed: int) -> Iterator[Model]:
             yield Model(name, folder / name, 400)
         else:
             path, _, template = name.partition(":")
-            yield Model(Path(path).name, Path(path), 400, template)
+            # Its layers may be of several groups with blocks of their own.
+            yield Model(Path(path).name, Path(path), 400, template, few_blocks=2400)
 
 
 def byte_fallback_tokenizer(seed: int) -> PreTrainedTokenizerFast:
