@@ -477,6 +477,9 @@ class _Rewriting:
         wanted, least, most = rest["contains"], rest.get("minContains", 1), rest.get("maxContains")
         if most is None and least == 0:
             return
+        if most is not None and most < least:
+            more.append((_or_other("array"), place))
+            return
         size = rest.get("maxItems", math.inf)
         items = rest.get("items", {})
         is_every = json_key(wanted) == json_key(items) or {json_key(wanted), json_key(items)} == {

@@ -210,6 +210,7 @@ PROBED: list[tuple[Any, str, str]] = [
     ({"type": "string", "minLength": 3}, '"日本語"', '"ab"'),
     ({"type": "string", "format": "date"}, '"2024-01-31"', '"2024-01-32"'),
     ({"prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 2}, "[1, null]", "[null, 1]"),
+    ({"contains": {"type": "null"}, "maxContains": 0}, "1", "[]"),
 ]
 
 
