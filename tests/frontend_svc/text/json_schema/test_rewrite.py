@@ -212,6 +212,11 @@ def test_a_draft_says_whether_an_id_counts_beside_a_reference(draft, item):
         ('{"$ref": "#"}', "leads to itself"),
         ('{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}', "leads to itself"),
         ('{"minimum": NaN}', "NaN"),
+        (
+            '{"$recursiveAnchor": true, "items": {"$id": "urn:x", "$recursiveAnchor": true, '
+            '"items": {"$recursiveRef": "#"}}}',
+            "several targets",
+        ),
         (json.dumps(ID_BESIDE_REF), "\\$id beside \\$ref has no certain meaning"),
     ],
 )
