@@ -183,6 +183,12 @@ def test_a_text_like_that_of_a_marker_is_spelled(is_special):
 TAG = {"structures": [{"begin": "<call>", "schema": {"const": 1}, "end": "."}], "triggers": ["<call>"]}
 
 
+def test_an_error_lists_markers_as_they_are():
+    compiled, _ = marked(is_special=True)
+    with pytest.raises(GrammarError, match=r"unknown special token: \"<cal>\".*<call>"):
+        compiled.compile(Constraint(ConstraintKind.GRAMMAR, "start: <cal>"))
+
+
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize(
     "constraint",
