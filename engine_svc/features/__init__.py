@@ -7,7 +7,8 @@ types that reach the ranks; `options.py` has the feature's own flags.
 
 from importlib.metadata import entry_points
 
-# The order is the order of application: what forces a token comes last.
+# The order is the order of application: what forces a token comes behind the rules that it overrides, and
+# before the language that the output has to keep.
 FEATURES = (
     "request_events",
     "kv_events",
@@ -19,8 +20,8 @@ FEATURES = (
     "prompt_logprobs",
     "token_rules",
     "penalties",
-    "structured_output",
     "thinking_budget",
+    "structured_output",
 )
 
 _ENTRY_POINTS = "triptych.features"

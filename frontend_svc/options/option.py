@@ -34,6 +34,7 @@ class PreparedPrompt:
     tensors: the ADDs refer to them by digest. No other frontend can continue a request that has some.
     first: is merged into the ADD of the first output of a sampling group, and of no other.
     opens_reasoning: whether the prompt ends within the model's reasoning.
+    constrained_after: the tokens of the output behind which its constraint begins; (): with the first.
     needs: what an engine must have beside what the request alone says.
     """
 
@@ -45,6 +46,7 @@ class PreparedPrompt:
     tensors: list[WireTensor] = field(default_factory=list)
     first: add_pb2.AddEntry = field(default_factory=add_pb2.AddEntry)
     opens_reasoning: bool = False
+    constrained_after: tuple[int, ...] = ()
     needs: list[EngineNeed] = field(default_factory=list)
 
 

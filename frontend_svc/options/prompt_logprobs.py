@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import Message
 
 from frontend_svc.engines.connection.columns import read_logprobs
@@ -76,7 +78,7 @@ class PromptLogprobReader:
         new = columns.part(num_known, num_positions) if num_known else columns
         self._unread.extend(self._reader.read(token_ids, new))
 
-    def fill(self, message: Message) -> None:
+    def fill(self, message: Message, output_token_ids: Sequence[int]) -> None:
         """Move everything read so far to the message that starts the answer."""
         if isinstance(message, generate_pb2.Started) and len(self._unread):
             fill_logprobs(message.prompt_logprobs, self._unread)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import Message
 
 from frontend_svc.engines.routing.engine_info import EngineNeed
@@ -14,6 +16,7 @@ from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from service_kit.errors import Unimplemented
 from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from service_kit.grammars.reasoning import begins_at, has_ended
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
@@ -93,9 +96,13 @@ class StructuredOutput(RequestOption):
         if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_UNSPECIFIED and prompt.opens_reasoning:
             # What is asked for is the answer, and the message begins within the reasoning.
             sent.start = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
-            entry.reasoning_ended = False
         if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING:
             await add_reasoning_markers(f"{_FIELD}.start", prompt.model, entry)
+            opening, closing = entry.reasoning_options.start_token_ids, entry.reasoning_options.end_token_ids
+            is_open = prompt.opens_reasoning or not has_ended(prompt.token_ids, opening, closing)
+            entry.reasoning_ended = not is_open
+            if is_open:
+                prompt.constrained_after = tuple(closing)
         prompt.needs.append(_NEEDS.get(checked.backend, _NEED))
 
     def need(self, request: AnyRequest) -> EngineNeed | None:
@@ -105,23 +112,28 @@ class StructuredOutput(RequestOption):
         return _NEED if is_strict else None
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
-        return _EndReader() if _is_constrained(request, prompt.model) else None
+        return _EndReader(prompt.constrained_after) if _is_constrained(request, prompt.model) else None
 
 
 class _EndReader:
-    """Marks outputs that ended otherwise than where their language may end."""
+    """Marks outputs that ended otherwise than where their language may end, or before it began."""
 
     extra = ""
     is_awaited = False
 
+    def __init__(self, constrained_after: Sequence[int]) -> None:
+        self._constrained_after = constrained_after
+
     def read(self, extra: step_pb2.StepExtra) -> None:
         return
 
-    def fill(self, message: Message) -> None:
+    def fill(self, message: Message, output_token_ids: Sequence[int]) -> None:
         if isinstance(message, generate_pb2.Finished | generate_pb2.Output | chat_message_pb2.ChatOutput):
             # A stop string cuts an output, a token ends it.
             is_cut = message.stop_match.WhichOneof("match") == "string"
-            message.is_incomplete = message.reason != output_pb2.FINISH_REASON_STOP or is_cut
+            has_begun = begins_at(output_token_ids, self._constrained_after) >= 0
+            is_stopped = message.reason == output_pb2.FINISH_REASON_STOP
+            message.is_incomplete = not (is_stopped and has_begun) or is_cut
 
 
 def _is_constrained(request: AnyRequest, model: ServedModel) -> bool:

@@ -27,7 +27,8 @@ class OutputReader(Protocol):
 
     extra: the field of StepExtra that it reads.
     is_awaited: whether the client gets nothing before the output has begun.
-    fill: called with each message that begins the answer or ends the output, to set fields of its own.
+    fill: called with each message that begins the answer or ends the output, and the output's tokens so far,
+    to set fields of its own.
     """
 
     extra: str
@@ -35,7 +36,7 @@ class OutputReader(Protocol):
 
     def read(self, extra: step_pb2.StepExtra) -> None: ...
 
-    def fill(self, message: Message) -> None: ...
+    def fill(self, message: Message, output_token_ids: Sequence[int]) -> None: ...
 
 
 class TokenMeter(Protocol):
@@ -189,4 +190,4 @@ class RequestState:
     def fill(self, message: Message) -> None:
         """Add to a message of the answer what the readers have read."""
         for reader in self._readers.values():
-            reader.fill(message)
+            reader.fill(message, self.output_token_ids)

@@ -71,15 +71,6 @@ def _fields_of(constraint: Constraint) -> list[object]:
     ]
 
 
-def begins_at(token_ids: list[int], marker: tuple[int, ...]) -> int:
-    """The index after the first `marker` among the tokens, -1 if there is none; 0 for an empty marker."""
-    length = len(marker)
-    for end in range(length, len(token_ids) + 1):
-        if tuple(token_ids[end - length : end]) == marker:
-            return end
-    return -1
-
-
 @dataclass(frozen=True, slots=True)
 class GrammarTimes:
     """What grammars cost since the last step that reported it; no output extra, as the engine keeps it.

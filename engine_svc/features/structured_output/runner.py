@@ -22,11 +22,12 @@ from engine_svc.features.structured_output.backends.backend import (
     MatcherError,
     Vocabulary,
 )
-from engine_svc.features.structured_output.extras import GrammarTimes, StructuredOutput, begins_at
+from engine_svc.features.structured_output.extras import GrammarTimes, StructuredOutput
 from engine_svc.features.structured_output.grammars import Grammar, Grammars
 from engine_svc.runner.feature import HostTokens, LogitRows, PendingPart, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from service_kit.grammars.constraint import Constraint, ConstraintKind
+from service_kit.grammars.reasoning import begins_at
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from engine_svc.features.structured_output.extras import BACKENDS, StructuredOut
 from service_kit.errors import InvalidArgument
 from service_kit.field_checks import check, check_enum, check_token_ids, unserved
 from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from service_kit.grammars.reasoning import has_ended
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 
@@ -126,14 +127,4 @@ def _reasoning_end(entry: add_pb2.AddEntry, context: AddContext) -> tuple[int, .
     check_token_ids(opening, name, _MAX_MARKER_IDS, vocab_size)
     if entry.HasField("reasoning_ended"):
         return () if entry.reasoning_ended else end
-    ended_at = _last_index(context.token_ids, end)
-    return () if ended_at >= 0 and ended_at > _last_index(context.token_ids, opening) else end
-
-
-def _last_index(token_ids: list[int], marker: tuple[int, ...]) -> int:
-    """Where the last `marker` begins, -1 if there is none or it is empty."""
-    length = len(marker)
-    for start in range(len(token_ids) - length, -1, -1) if marker else ():
-        if token_ids[start] == marker[0] and tuple(token_ids[start : start + length]) == marker:
-            return start
-    return -1
+    return () if has_ended(context.token_ids, opening, end) else end

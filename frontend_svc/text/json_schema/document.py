@@ -243,6 +243,8 @@ class SchemaDocument:
                 self._by_uri.setdefault(f"{base}#{anchor}", node)
                 if keyword == "$dynamicAnchor":
                     self._dynamic[anchor] = self._dynamic.get(anchor, 0) + 1
+        if node.get("$recursiveAnchor") is True:  # what $recursiveRef became refers to the empty anchor
+            self._dynamic[""] = self._dynamic.get("", 0) + 1
         self._base_of[id(node)] = base
         for value in subschemas(node):
             self._index(value, base)

@@ -14,6 +14,12 @@ _CLASSES = {
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
 _CODE = re.compile(r"\\(?:x..|u....|U........)")
+# Parts of a translated pattern.
+_ONE = r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}|[^\\\[\](){}|*+?.]"
+_SINGLE = re.compile(rf"{_ONE}|\\[{{}}\]]")
+_RANGE = re.compile(rf"({_ONE})(?:-({_ONE}))?")
+_CLASS = re.compile(rf"\[((?:{_ONE})+)\]")
+_COUNT = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
 _LOOKAROUND = re.compile(r"\(\?(=|!|<=|<!)")
 _NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_$][\w$]*>")
 
@@ -55,6 +61,96 @@ def _complement(texts: set[str]) -> str:
     else:
         alternatives.append("[^]+")
     return "(?:" + "|".join(alternatives) + ")"
+
+
+def texts_of(pattern: str, most: int) -> list[str]:
+    """All texts of a translated pattern between ^ and $; [] if there are more than `most`, or it is no such.
+
+    It may be no such to this search alone.
+    """
+    inner = pattern[1:-1]
+    if not (pattern.startswith("^") and pattern.endswith("$")) or "^" in inner or "$" in inner:
+        return []
+    try:
+        return _Texts(inner, most).run()
+    except UnsupportedPattern:
+        return []
+
+
+class _Texts:
+    """Enumerates a pattern in the syntax of the translation, without anchors."""
+
+    def __init__(self, pattern: str, most: int) -> None:
+        self._text = pattern
+        self._most = most
+        self._at = 0
+
+    def run(self) -> list[str]:
+        found = self._sequence()
+        if self._at < len(self._text):
+            raise UnsupportedPattern("a choice to which an anchor does not belong")
+        return found
+
+    def _sequence(self) -> list[str]:
+        found = [""]
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
+            part = self._atom()
+            least, most = 1, 1
+            if count := _COUNT.match(self._text, self._at):
+                self._at = count.end()
+                least, most = self._limits(count[0])
+            repeated = self._product([""], part, least)
+            choices = dict.fromkeys(repeated)
+            for _ in range(most - least):
+                repeated = self._product(repeated, part, 1)
+                choices.update(dict.fromkeys(repeated))
+            found = self._product(found, list(choices), 1)
+        return found
+
+    def _product(self, texts: list[str], part: list[str], count: int) -> list[str]:
+        for _ in range(count):
+            texts = self._few([text + more for text in texts for more in part])
+        return texts
+
+    def _few(self, texts: Iterable[str]) -> list[str]:
+        found = list(dict.fromkeys(texts))
+        if len(found) > self._most:
+            raise UnsupportedPattern(f"more than {self._most} texts")
+        return found
+
+    def _limits(self, quantifier: str) -> tuple[int, int]:
+        if quantifier == "?":
+            return 0, 1
+        least, comma, most = quantifier.strip("{}").partition(",")
+        if not least.isdecimal() or (comma and not most) or int(most or least) > self._most:
+            raise UnsupportedPattern(f"the quantifier {quantifier}")
+        return int(least), int(most or least)
+
+    def _atom(self) -> list[str]:
+        if self._text.startswith("(?:", self._at):
+            found: list[str] = []
+            while self._text[self._at] != ")":
+                self._at += 3 if self._text[self._at] == "(" else 1
+                found = self._few([*found, *self._sequence()])
+            self._at += 1
+            return found
+        if single := _SINGLE.match(self._text, self._at):
+            self._at = single.end()
+            return [_character(single[0])]
+        if (members := _CLASS.match(self._text, self._at)) is None:
+            raise UnsupportedPattern("a part with many texts")
+        self._at = members.end()
+        codes: list[int] = []
+        for first, last in _RANGE.findall(members[1]):
+            low, high = ord(_character(first)), ord(_character(last or first))
+            if high - low >= self._most:
+                raise UnsupportedPattern(f"more than {self._most} texts")
+            codes += range(low, high + 1)
+        return self._few(map(chr, codes))
+
+
+def _character(text: str) -> str:
+    return chr(int(text.lstrip("\\xuU"), 16)) if _CODE.fullmatch(text) else text.removeprefix("\\")
 
 
 class _Translation:

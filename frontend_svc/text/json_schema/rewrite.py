@@ -25,11 +25,12 @@ from frontend_svc.text.json_schema.logic import (
     kinds_of_type,
     type_of_kinds,
 )  # fmt: skip
-from frontend_svc.text.json_schema.patterns import UnsupportedPattern, literal, rust_pattern
+from frontend_svc.text.json_schema.patterns import UnsupportedPattern, literal, rust_pattern, texts_of
 
 MAX_NODES = 20_000  # of the result
 MAX_DEPTH = 150  # of the result; a rewritten keyword adds up to two levels
 MAX_BRANCHES = 64  # that one keyword may become
+MAX_NAMED = 16  # names of a pattern that are written as properties
 MAX_DISJOINT = 64  # branches of a oneOf: all pairs are compared
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -477,6 +478,9 @@ class _Rewriting:
         wanted, least, most = rest["contains"], rest.get("minContains", 1), rest.get("maxContains")
         if most is None and least == 0:
             return
+        if most is not None and most < least:
+            more.append((_or_other("array"), place))
+            return
         size = rest.get("maxItems", math.inf)
         items = rest.get("items", {})
         is_every = json_key(wanted) == json_key(items) or {json_key(wanted), json_key(items)} == {
@@ -512,6 +516,7 @@ class _Rewriting:
         more: list[tuple[Any, str]],
         done: list[Any],
     ) -> None:
+        rest = self._with_named_patterns(rest)
         if "properties" in rest:
             out["properties"] = {}
             for name, entry in self._map(rest["properties"], "properties", place).items():
@@ -559,6 +564,25 @@ class _Rewriting:
             self._min_properties(rest, place, out, more, done)
         if "maxProperties" in rest:
             self._max_properties(rest, place, out, more, done)
+
+    def _with_named_patterns(self, rest: dict[str, Any]) -> dict[str, Any]:
+        """With the names of patterns that have few: where all are used, a grammar would want one more."""
+        named = dict(rest.get("properties", {}))
+        patterns = dict(rest.get("patternProperties", {}))
+        for pattern, entry in rest.get("patternProperties", {}).items():
+            try:
+                names = texts_of(rust_pattern(pattern), MAX_NAMED)
+            except UnsupportedPattern:
+                continue
+            if not names or _has_control(names):
+                continue
+            del patterns[pattern]
+            for name in names:
+                named[name] = {"allOf": [named[name], entry]} if name in named else entry
+        if len(patterns) == len(rest.get("patternProperties", {})):
+            return rest
+        changed = rest | {"properties": named, "patternProperties": patterns}
+        return self._document.copied(changed, rest)
 
     def _names_of(self, schema: Any, place: str, where: str, more: list[tuple[Any, str]], depth: int) -> None:
         """`propertyNames` as patterns of properties beside which there are no others."""

@@ -75,11 +75,11 @@ def test_positions_are_reported_once_whatever_engines_report_them():
     reader.read(extra(1, -1.0, -2.0))
     reader.read(extra(3, -3.0))
     started = generate_pb2.Started()
-    reader.fill(started)
+    reader.fill(started, [])
     received = started.prompt_logprobs
     assert (list(received.token_ids), list(received.logprobs)) == ([10, 11, 12, 13], [0.0, -1.0, -2.0, -3.0])
     again = generate_pb2.Started()
-    reader.fill(again)
+    reader.fill(again, [])
     assert not again.HasField("prompt_logprobs")
 
 

@@ -25,7 +25,7 @@ from frontend_svc.text.prompt import RequestPrompt
 from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
-from tests.frontend_svc.options.asking import LIMITS, Encoder, model_of
+from tests.frontend_svc.options.asking import BYTE_LEVEL, LIMITS, Encoder, model_of
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import session_pb2
@@ -34,6 +34,9 @@ FIELD = "sampling.structured_output"
 READY = session_pb2.Ready(structured_output_backends=["llguidance", "xgrammar"])
 EMAIL = json.dumps({"type": "object", "properties": {"email": {"type": "string"}}, "required": ["email"]})
 UNKNOWN = json.dumps({"properties": {"a": {"type": "object", "minProperties": 3}}})
+
+
+OPENING, CLOSING = (BYTE_LEVEL.encode(text).ids for text in ("<think>", "</think>"))
 
 
 class HereWorkers:
@@ -236,10 +239,31 @@ async def test_an_output_that_ended_by_length_is_marked():
         (output_pb2.FINISH_REASON_STOP, {"string": "x"}, True),
     ):
         finished = generate_pb2.Finished(reason=reason, stop_match=output_pb2.StopMatch(**match))
-        reader.fill(finished)
+        reader.fill(finished, [])
         assert finished.is_incomplete is expected
     free = make_request([5])
     assert option.reader(free, prepared.prompt, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "is_incomplete"),
+    [
+        ([5], [6, 9], True),  # the model answered, or ended, within its reasoning
+        ([5], [6, *CLOSING, 7, 9], False),
+        ([5, *CLOSING], [7, 9], False),
+        ([5, *CLOSING, *OPENING], [7, 9], True),
+    ],
+)
+async def test_an_output_that_ends_before_its_constraint_begins_is_marked(prompt, output, is_incomplete):
+    after = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+    request = make_request(prompt, structured_output={"regex": "a", "start": after})
+    prepared = await prepare(request, RequestPrompt(request), served(parsers=ParserNames("none", "think")))
+    option = next(option for option in OPTIONS if FIELD in option.fields)
+    finished = generate_pb2.Finished(
+        reason=output_pb2.FINISH_REASON_STOP, stop_match=output_pb2.StopMatch(eos=9)
+    )
+    option.reader(request, prepared.prompt, 0).fill(finished, output)
+    assert finished.is_incomplete is is_incomplete
 
 
 async def test_those_who_share_a_cache_salt_share_what_was_found():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 
 import pytest
 from google.protobuf.message import Message
@@ -38,7 +39,7 @@ class NoteReader:
     def read(self, extra: step_pb2.StepExtra) -> None:
         self.counts.append(extra.nan_count)
 
-    def fill(self, message: Message) -> None:
+    def fill(self, message: Message, output_token_ids: Sequence[int]) -> None:
         if isinstance(message, generate_pb2.Finished):
             message.error_message = str(self.counts)
 

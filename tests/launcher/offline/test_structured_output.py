@@ -105,6 +105,16 @@ def test_a_demanded_answer_is_calls_with_arguments_in_their_schema(llm: LLM, cho
         assert (one.text.strip(), one.finish_reason, one.is_incomplete) == ("", "stop", False)
 
 
+def test_a_continued_message_is_constrained_from_where_it_ends(llm: LLM) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": '{"legs": '}]
+    params = drawn(StructuredOutput(regex="[0-9]{2}\\}"), stop=["9}"])
+    (answers,) = llm.chat(
+        begun, params, add_generation_prompt=False, continue_final_message=True, progress=False
+    )
+    for one in answers.outputs:
+        assert re.fullmatch("[0-9]" if one.is_incomplete else "[0-9]{2}}", one.text)
+
+
 def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_before_it_reaches_the_engine(
     llm: LLM,
 ) -> None:

@@ -112,9 +112,11 @@ class XGrammarBackend:
         compiler = self._compiler
         match constraint.kind:
             case ConstraintKind.JSON_SCHEMA:
+                schema = json.loads(constraint.text)
                 if not constraint.is_lenient:
-                    _check_keywords(json.loads(constraint.text))
-                return compiler.compile_json_schema(constraint.text, **_json_options(constraint))
+                    _check_keywords(schema)
+                _number(schema)
+                return compiler.compile_json_schema(json.dumps(schema), **_json_options(constraint))
             case ConstraintKind.JSON_OBJECT:
                 return compiler.compile_json_schema('{"type": "object"}', **_json_options(constraint))
             case ConstraintKind.REGEX:
@@ -137,6 +139,7 @@ class XGrammarBackend:
                         )
                 for tag in tags.tags:
                     _check_keywords(tag.schema)
+                    _number(tag.schema)
                 return compiler.compile_structural_tag(tags.document())
 
 
@@ -236,6 +239,24 @@ def _check_keywords(schema: Any) -> None:
         if name in _IGNORED and value is not False:
             raise GrammarError(f"json_schema: {name} is not enforced by xgrammar")
     _check_keywords(list(subschemas(schema)))
+
+
+def _number(schema: Any) -> None:
+    """Give each part of a schema a keyword of its own.
+
+    xgrammar takes equal parts for one, and compares them without annotations such as `title`, among which it
+    counts properties and members of constants with these names.
+    """
+    parts, count = [schema], 0
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts.extend(part)
+        elif isinstance(part, dict):
+            parts.extend(subschemas(part))
+            if "$ref" not in part:
+                count += 1
+                part["x-number"] = count
 
 
 def _special_tokens(vocabulary: Vocabulary) -> set[str]:

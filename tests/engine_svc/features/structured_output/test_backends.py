@@ -9,6 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,32 @@ def sampled(matcher: Matcher, seed: int, limit: int = 200) -> list[int] | None:
     return None
 
 
+def titled(title: object) -> dict[str, Any]:
+    properties = {"title": {"const": title}}
+    return {"type": "object", "properties": properties, "required": ["title"], "additionalProperties": False}
+
+
+TITLES = {"type": "array", "prefixItems": [titled(1), titled(2)], "minItems": 2}
 CASES = [
+    # Schemas that differ in a property alone that is named like an annotation.
+    (
+        schema(TITLES),
+        '[{"title": 1}, {"title": 2}]',
+        '[{"title": 1}, {"title": 1}]',
+    ),
+    (
+        schema({"type": "array", "prefixItems": [{"const": {"default": 1}}, {"const": {"default": 2}}]}),
+        '[{"default":1}, {"default":2}]',
+        '[{"default":1}, {"default":1}]',
+    ),
+    (
+        Constraint(
+            ConstraintKind.STRUCTURAL_TAG,
+            json.dumps({"structures": [{"begin": "<", "schema": TITLES, "end": ">"}], "triggers": ["<"]}),
+        ),
+        '<[{"title": 1}, {"title": 2}]>',
+        '<[{"title": 1}, {"title": 1}]>',
+    ),
     (
         schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
         '{"a": 1}',
@@ -181,6 +207,12 @@ def test_a_text_like_that_of_a_marker_is_spelled(is_special):
 
 
 TAG = {"structures": [{"begin": "<call>", "schema": {"const": 1}, "end": "."}], "triggers": ["<call>"]}
+
+
+def test_an_error_lists_markers_as_they_are():
+    compiled, _ = marked(is_special=True)
+    with pytest.raises(GrammarError, match=r"unknown special token: \"<cal>\".*<call>"):
+        compiled.compile(Constraint(ConstraintKind.GRAMMAR, "start: <cal>"))
 
 
 @pytest.mark.parametrize("is_special", [True, False])

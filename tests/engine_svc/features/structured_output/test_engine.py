@@ -12,6 +12,7 @@ import pytest
 from engine_svc.core.request import FinishReason
 from engine_svc.features.structured_output.runner import StructuredOutputRows
 from engine_svc.features.structured_output.scheduler import GrammarEnds
+from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.features.token_rules.extras import TokenRules
 from service_kit.grammars.constraint import ConstraintKind
 from tests.engine_svc.features.structured_output.engine_rig import (
@@ -185,18 +186,22 @@ def test_rules_that_leave_no_token_end_the_request_with_an_error(plain: Rig):
 
     before = failures("conflict"), failures("run")
     letters = TokenRules(allowed=frozenset(ids("x")))
+    budget = ThinkingBudget(1, tuple(ids(" is")), tuple(ids("x")))  # "is" is of the prompt
     answers = plain.answer(
         [
             Asked(regex_spec("[0-9]{3}"), (letters,)),
+            Asked(regex_spec("[0-9]{3}"), (budget,)),
             Asked(regex_spec("[0-9]{3}"), options={"min_tokens": 20}),
             Asked(regex_spec("[0-9]{3}"), options={"min_tokens": 20, "ignore_eos": True}),
         ]
     )
     assert all(answered.end.reason is FinishReason.ERROR for answered in answers)
-    assert answers[0].end.message.endswith("leave no token to choose: allowed_token_ids, structured_output")
-    for answered in answers[1:]:
+    for answered, rule in zip(answers, ("allowed_token_ids", "thinking_token_budget"), strict=False):
+        assert re.search(f"leave no token to choose: .*{rule}", answered.end.message)
+        assert re.fullmatch("[0-9]*", text_of(answered.token_ids))
+    for answered in answers[2:]:
         assert re.search(r"allows nothing after [1-3] tokens, min_tokens is 20", answered.end.message)
-    assert (failures("conflict"), failures("run")) == (before[0] + 1, before[1] + 2)
+    assert (failures("conflict"), failures("run")) == (before[0] + 2, before[1] + 2)
 
 
 def test_the_constraint_begins_after_the_reasoning(plain: Rig):

@@ -39,11 +39,15 @@ def vocabulary() -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(Bytes()))
 
 
-def accepts(schema: str, text: str) -> bool:
+def matcher_of(schema: str) -> LLMatcher:
     grammar = grammar_text(Constraint(ConstraintKind.JSON_SCHEMA, schema), {})
     matcher = LLMatcher(vocabulary(), grammar, log_level=0, limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
-    tokens = list(text.encode())
+    return matcher
+
+
+def accepts(schema: str, text: str) -> bool:
+    matcher, tokens = matcher_of(schema), list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -210,6 +214,7 @@ PROBED: list[tuple[Any, str, str]] = [
     ({"type": "string", "minLength": 3}, '"日本語"', '"ab"'),
     ({"type": "string", "format": "date"}, '"2024-01-31"', '"2024-01-32"'),
     ({"prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 2}, "[1, null]", "[null, 1]"),
+    ({"contains": {"type": "null"}, "maxContains": 0}, "1", "[]"),
 ]
 
 
@@ -222,6 +227,25 @@ def test_a_keyword_is_enforced(keyword, schema, valid, invalid):
     assert served.backend == "llguidance"
     assert accepts(served.text, valid)
     assert not accepts(served.text, invalid)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": ["a", "b"], "propertyNames": {"pattern": "^[ab]$"}},
+        {
+            "properties": {"a": {}},
+            "required": ["b"],
+            "patternProperties": {"^(a|b)$": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+    ],
+)
+def test_no_comma_follows_where_no_name_is_left(schema):
+    text = '{"a":1,"b":2'
+    assert matcher_of(serve(json.dumps(schema)).text).try_consume_tokens(list(f"{text},".encode())) == len(
+        text
+    )
 
 
 # Of draft 2020-12: assertions, applicators and references. All other keywords are annotations.

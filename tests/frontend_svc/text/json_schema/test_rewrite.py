@@ -10,6 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from frontend_svc.text.json_schema.document import InvalidSchema, SchemaTooLarge
+from frontend_svc.text.json_schema.patterns import rust_pattern, texts_of
 from frontend_svc.text.json_schema.rewrite import rewrite
 
 NAMES = ("a", "b", "c")
@@ -212,6 +213,11 @@ def test_a_draft_says_whether_an_id_counts_beside_a_reference(draft, item):
         ('{"$ref": "#"}', "leads to itself"),
         ('{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}', "leads to itself"),
         ('{"minimum": NaN}', "NaN"),
+        (
+            '{"$recursiveAnchor": true, "items": {"$id": "urn:x", "$recursiveAnchor": true, '
+            '"items": {"$recursiveRef": "#"}}}',
+            "several targets",
+        ),
         (json.dumps(ID_BESIDE_REF), "\\$id beside \\$ref has no certain meaning"),
     ],
 )
@@ -326,6 +332,21 @@ def test_branches_are_distinguished_by_what_stands_beside(schema, valid, invalid
 def test_a_pattern_that_takes_exponential_time_is_not_searched():
     schema = {"oneOf": [{"pattern": "^(a+)+$"}, {"const": "a" * 100 + "b"}]}
     assert [found.keyword for found in rewrite(json.dumps(schema)).unenforced] == ["oneOf"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("^$", [""]),
+        ("^(en|d[ef]|)$", ["en", "de", "df", ""]),
+        ("^a?b{1,2}$", ["b", "bb", "ab", "abb"]),
+        (r"^\.[0-2]\{$", [".0{", ".1{", ".2{"]),
+        (r"^[\]\u0061-c]$", ["]", "a", "b", "c"]),
+        *((pattern, []) for pattern in ("a", "^a", "^a|b$", "^a*$", "^.$", "^[^a]$", r"^\s\s$", "^(^a)$")),
+    ],
+)
+def test_a_pattern_with_few_texts_is_enumerated(pattern, texts):
+    assert texts_of(rust_pattern(pattern), 16) == texts
 
 
 def test_spellings_of_earlier_drafts():
