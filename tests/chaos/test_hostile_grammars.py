@@ -19,10 +19,11 @@ async def test_constraints_that_explode_end_alone(tmp_path: Path) -> None:
         before = stack.pids()
         sender = Sender(stack.address, stack.process("engine")["address"])
         for to, status in (("frontend", "INVALID_ARGUMENT"), ("engine", "RESOURCE_EXHAUSTED")):
+            command = {"to": to, "round": 0, "limit_s": _LIMIT_S, "is_plain": False}
             for name in ("exploding patterns", "longest text"):
-                answer = await sender.answer({"name": name, "to": to, "round": 0, "limit_s": _LIMIT_S})
+                answer = await sender.answer({"name": name, **command})
                 assert answer["statuses"] == {status: 3}, answer
                 assert "allowed" in answer["examples"][status]
-            answer = await sender.answer({"name": HARMLESS, "to": to, "round": 0, "limit_s": _LIMIT_S})
+            answer = await sender.answer({"name": HARMLESS, **command})
             assert answer["statuses"]["OK"] >= 1  # xgrammar is an extra
         assert stack.pids() == before
