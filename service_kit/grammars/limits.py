@@ -15,16 +15,15 @@ _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(\d+)\}|\{
 _LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
 
 # Keywords whose entries are schemas, whatever their names, and those whose values are none.
-_SCHEMA_MAPS = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-)
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_MAPS = frozenset({*SCHEMA_MAPS, "dependencies"})
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     """The values of a schema that may be schemas or lists of them: also a property called "const"."""
     for name, value in schema.items():
-        if name in _SCHEMA_MAPS and isinstance(value, dict):
+        if name in _MAPS and isinstance(value, dict):
             yield from value.values()
         elif name not in _DATA:
             yield value

@@ -22,6 +22,7 @@ from service_kit.grammars.constraint import (
     GrammarTooComplex,
 )
 from service_kit.grammars.limits import (
+    SCHEMA_MAPS,
     ConjoinedPatterns,
     check_intersections,
     check_repetitions,
@@ -103,11 +104,12 @@ def _check_schema(document: Any) -> None:
     open_values, seen = [document], set()
     while open_values:
         schema = open_values.pop()
-        if isinstance(schema, list):
-            open_values += schema
-        if not isinstance(schema, dict) or id(schema) in seen:
+        if not isinstance(schema, dict | list) or id(schema) in seen:
             continue
         seen.add(id(schema))
+        if isinstance(schema, list):
+            open_values += schema
+            continue
         multiple = _check_keywords(schema, multiple)
         open_values += subschemas(schema)
         if isinstance(reference := schema.get("$ref"), str):
@@ -163,7 +165,6 @@ def _parsed(text: str) -> dict[str, Any]:
 
 _SUBSCHEMAS = ("items", "contains", "not", "if", "then", "else", "propertyNames")
 _SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def _prepared_schema(schema: Any, constraint: Constraint) -> Any:
@@ -172,7 +173,7 @@ def _prepared_schema(schema: Any, constraint: Constraint) -> Any:
         return schema
     prepared = {name: value for name, value in schema.items() if name != "x-guidance"}
     for name, value in prepared.items():
-        if name in _SUBSCHEMA_MAPS and isinstance(value, dict):
+        if name in SCHEMA_MAPS and isinstance(value, dict):
             prepared[name] = {key: _prepared_schema(entry, constraint) for key, entry in value.items()}
         elif name in _SUBSCHEMA_LISTS and isinstance(value, list):
             prepared[name] = [_prepared_schema(entry, constraint) for entry in value]

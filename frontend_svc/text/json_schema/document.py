@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from service_kit.grammars.limits import subschemas
+from service_kit.grammars.limits import SCHEMA_MAPS, subschemas
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # of nested values
 MAX_VALUES = 50_000
 
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMAS = (
     "items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not", "if", "then",

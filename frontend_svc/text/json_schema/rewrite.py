@@ -567,9 +567,10 @@ class _Rewriting:
 
     def _with_named_patterns(self, rest: dict[str, Any]) -> dict[str, Any]:
         """With the names of patterns that have few: where all are used, a grammar would want one more."""
-        named = dict(rest.get("properties", {}))
-        patterns = dict(rest.get("patternProperties", {}))
-        for pattern, entry in rest.get("patternProperties", {}).items():
+        if "patternProperties" not in rest:
+            return rest
+        named, patterns = dict(rest.get("properties", {})), dict(rest["patternProperties"])
+        for pattern, entry in rest["patternProperties"].items():
             try:
                 names = texts_of(rust_pattern(pattern), MAX_NAMED)
             except UnsupportedPattern:
@@ -579,7 +580,7 @@ class _Rewriting:
             del patterns[pattern]
             for name in names:
                 named[name] = {"allOf": [named[name], entry]} if name in named else entry
-        if len(patterns) == len(rest.get("patternProperties", {})):
+        if len(patterns) == len(rest["patternProperties"]):
             return rest
         changed = rest | {"properties": named, "patternProperties": patterns}
         return self._document.copied(changed, rest)
