@@ -65,6 +65,10 @@ _NESTED = (
 
 
 _FORMATS = FormatChecker()
+_HOUR_AND_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = re.compile(
+    rf"{_HOUR_AND_MINUTE}:([0-5][0-9]|60)(\.[0-9]+)?(z|[+-]{_HOUR_AND_MINUTE})", re.ASCII | re.IGNORECASE
+)
 
 
 @_FORMATS.checks("date", raises=ValueError)
@@ -74,6 +78,12 @@ def _is_date(value: object) -> bool:
         return True
     date.fromisoformat(value.replace("0000", "2000", 1) if value.startswith("0000-") else value)
     return re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", value) is not None
+
+
+@_FORMATS.checks("time")
+def _is_time(value: object) -> bool:
+    """By RFC 3339, with a zone. Without rfc3339-validator, jsonschema has that of draft 3, without one."""
+    return not isinstance(value, str) or _TIME.fullmatch(value) is not None
 
 
 @dataclass(frozen=True, slots=True)

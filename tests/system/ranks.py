@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
     Phi3Config,
@@ -63,6 +64,9 @@ _CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # Layers that see everything, then layers with a window: of two stages each has one kind.
     "qwen2": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=2),
     "mixtral": lambda: MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4, sliding_window=None),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SHAPE, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "phi3": lambda: Phi3Config(**_SHAPE, pad_token_id=0),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, num_experts=8, moe_intermediate_size=64),
 }
@@ -76,6 +80,9 @@ def make_checkpoint(family: str, folder: Path) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.1 if "embed" in name or "lm_head" in name else 0.3)
+            elif family == "gemma3":
+                # Norms bound what its layers add, and with equal weights streams soon repeat.
+                parameter.normal_(0.0, 1.5)
     model.save_pretrained(folder)
     return folder
 

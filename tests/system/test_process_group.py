@@ -63,7 +63,7 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 pytestmark = pytest.mark.chaos
 
-FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "phi3", "qwen2", "mixtral", "qwen3_moe", "gemma3")
 NUM_REQUESTS = 12
 TP_2 = {"tensor_parallel_size": 2}
 PP_2 = {"pipeline_parallel_size": 2}
@@ -103,8 +103,19 @@ def with_requests(driver: Driver) -> Driver:
         ("qwen2", PP_2),
         ("mixtral", EP_2),
         ("qwen3_moe", EP_2),
+        ("gemma3", TP_2),
+        ("gemma3", PP_2),
     ],
-    ids=["llama-tp2", "llama-pp2", "phi3-tp2", "windows-pp2", "mixtral-ep2", "qwen3-moe-ep2"],
+    ids=[
+        "llama-tp2",
+        "llama-pp2",
+        "phi3-tp2",
+        "windows-pp2",
+        "mixtral-ep2",
+        "qwen3-moe-ep2",
+        "gemma3-tp2",
+        "gemma3-pp2",
+    ],
 )
 def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders, alone):
     expected, whole_bytes = alone[family]

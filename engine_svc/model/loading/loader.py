@@ -23,6 +23,7 @@ from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.exchange import ExpertShare
+from engine_svc.model.native.gemma import GemmaBuilder
 from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from engine_svc.model.native.stated_config import read_stated_config
 from engine_svc.model.parallel import Parallel, Solo
@@ -300,8 +301,10 @@ def _native(
     parallel: Parallel,
     share: ExpertShare | None,
 ) -> NativeDecoder:
-    builder = DecoderBuilder(
-        spec=read_spec(config.config),
+    spec = read_spec(config.config)
+    builder_type = GemmaBuilder if spec.model_type == "gemma3_text" else DecoderBuilder
+    builder = builder_type(
+        spec=spec,
         weights=reader,
         ops=ops,
         parallel=parallel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ class NoExperts:
 class DecoderBuilder:
     """Reads the tensors that this rank needs, one by one, and lays them out for its device."""
 
+    decoder_type: ClassVar[type[NativeDecoder]] = NativeDecoder
+    attention_type: ClassVar[type[Attention]] = Attention
+
     spec: DecoderSpec
     weights: WeightReader
     ops: Ops
@@ -75,7 +79,7 @@ class DecoderBuilder:
         layers = [self._layer(index, index - first) for index in range(first, end)]
         final_norm = self._vector("model.norm.weight", spec.hidden_size) if is_last else None
         num_kv_heads = self._num_kv_heads
-        return NativeDecoder(
+        return self.decoder_type(
             name=name,
             ops=self.ops,
             parallel=parallel,
@@ -181,7 +185,7 @@ class DecoderBuilder:
         rows = [(prefix + name, total * dim, first * dim, count * dim) for name, total, first, count in parts]
         if spec.is_joined:
             rows = _joined(prefix + "qkv_proj", rows)
-        return Attention(
+        return self.attention_type(
             ops=self.ops,
             layer=local_index,
             qkv=self._rows_linear(rows, spec.hidden_size, spec.has_qkv_bias, self.ops.pack_linear),
@@ -196,6 +200,7 @@ class DecoderBuilder:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=dim,
+            scale=spec.attention_scale,
             window=spec.windows[index],
             query_norm=self._vector(prefix + "q_norm.weight", dim) if spec.has_qk_norm else None,
             key_norm=self._vector(prefix + "k_norm.weight", dim) if spec.has_qk_norm else None,

@@ -46,7 +46,7 @@ class NativeDecoder:
     layers: list[DecoderLayer]
     final_norm: Tensor | None  # on the last stage
     head: Linear | None
-    cos_sin: Tensor  # [max_positions, head_dim] fp32
+    cos_sin: Tensor  # [max_positions, head_dim] fp32; where layers differ, [tables, ...]
     kv_shapes: tuple[KVShape, ...]
     hidden_size: int
     dtype: torch.dtype
@@ -128,8 +128,12 @@ class NativeDecoder:
 
     def _enter(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         if self.embedding is not None:
-            x = self.embedding(token_ids)
+            x = self._embed(token_ids)
             if context.embedded is not None:
                 x.index_copy_(0, context.embedded.positions, context.embedded.rows)
             return x
         return self.parallel.receive((token_ids.shape[0], self.hidden_size), self.dtype)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        assert self.embedding is not None, "the first stage has the embeddings"
+        return self.embedding(token_ids)

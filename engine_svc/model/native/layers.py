@@ -32,6 +32,7 @@ class Attention:
     num_heads: int  # on this rank, as num_kv_heads
     num_kv_heads: int
     head_dim: int
+    scale: float  # of a query's product with a key
     window: int | None
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -41,8 +42,23 @@ class Attention:
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
         """x: [T, hidden]. Returns [T, hidden], this rank's share; if `rows` are given, only of these."""
+        return self.attend(
+            self.qkv(x), positions, cos_sin, context, rows, query_norm=self.query_norm, key_norm=self.key_norm
+        )
+
+    def attend(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        context: ForwardContext,
+        rows: Tensor | None,
+        *,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+    ) -> Tensor:
+        """As the call, of projected tokens: qkv is [T, (heads + 2 kv heads) * head_dim], written."""
         cache = context.layers[self.layer]
-        qkv = self.qkv(x)
         self.ops.rotary_kv_write(
             qkv,
             positions,
@@ -51,18 +67,18 @@ class Attention:
             cache.key_cache,
             cache.value_cache,
             num_heads=self.num_heads,
-            query_norm=self.query_norm,
-            key_norm=self.key_norm,
+            query_norm=query_norm,
+            key_norm=key_norm,
             eps=self.eps,
         )
-        num_tokens, num_heads, head_dim = x.shape[0], self.num_heads, self.head_dim
+        num_tokens, num_heads, head_dim = qkv.shape[0], self.num_heads, self.head_dim
         heads = qkv.view(num_tokens, num_heads + 2 * self.num_kv_heads, head_dim)
         attended = self.ops.paged_attention(
             heads[:, :num_heads],
             cache.key_cache,
             cache.value_cache,
             context.attention[cache.group],
-            scale=head_dim**-0.5,
+            scale=self.scale,
             window=self.window,
         ).reshape(num_tokens, num_heads * head_dim)
         return self.out(attended if rows is None else attended[rows])

@@ -22,11 +22,13 @@ _QWEN_EXPERTS = (
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
 )
-_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+_ACTIVATIONS = {"gemma3_text": "gelu_pytorch_tanh"}  # of the others, silu
 # Families in which each layer states its own kind, with a window or without.
-_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3"})
+_FAMILIES_OF_LAYER_TYPES = frozenset({"qwen2", "qwen3", "gemma3_text"})
 # With other types, a row's angles depend on the longest row of the batch, or on its own length.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3"})
+_GEMMA_KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class DecoderSpec:
     has_mlp_bias: bool  # in dense layers
     is_joined: bool  # the checkpoint has Q, K and V as one weight, gate and up as another
     ties_embeddings: bool
+    attention_scale: float  # of a query's product with a key
     windows: tuple[int | None, ...]  # per layer
     experts: tuple[ExpertsSpec | None, ...]  # per layer; None is a dense network
 
@@ -82,15 +85,23 @@ def read_spec(config: Any) -> DecoderSpec:
     """
     if config.model_type not in _FAMILIES:
         raise NotNative(f"there is no native decoder for model type {config.model_type}")
-    if config.hidden_act != "silu":
-        raise NotNative(f"hidden_act is {config.hidden_act}, the native decoder has silu")
+    is_gemma = config.model_type == "gemma3_text"
+    activation = config.hidden_activation if is_gemma else config.hidden_act
+    expected = _ACTIVATIONS.get(config.model_type, "silu")
+    if activation != expected:
+        raise NotNative(f"hidden_act is {activation}, the native decoder has {expected}")
     if not config.rms_norm_eps >= 0:
         raise NotNative(f"rms_norm_eps is {config.rms_norm_eps}, which is not at least 0")
-    rope = _rope_parameters(config)
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise NotNative(f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotNative("rope rotates only a part of each head")
+    if is_gemma:
+        _check_gemma(config)
+    else:
+        rope = _rope_parameters(config)
+        if rope["rope_type"] not in _ROPE_TYPES:
+            raise NotNative(
+                f"rope_type is {rope['rope_type']}, the native decoder has {', '.join(_ROPE_TYPES)}"
+            )
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise NotNative("rope rotates only a part of each head")
     num_layers, family = config.num_hidden_layers, config.model_type
     # The code of the other families ignores this setting.
     has_attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(config.attention_bias)
@@ -104,12 +115,13 @@ def read_spec(config: Any) -> DecoderSpec:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
-        has_qk_norm=family.startswith("qwen3"),
+        has_qk_norm=is_gemma or family.startswith("qwen3"),
         has_qkv_bias=family == "qwen2" or has_attention_bias,
         has_out_bias=has_attention_bias,
         has_mlp_bias=family == "llama" and bool(config.mlp_bias),
         is_joined=family == "phi3",
         ties_embeddings=bool(config.tie_word_embeddings),
+        attention_scale=(config.query_pre_attn_scalar if is_gemma else _head_dim(config)) ** -0.5,
         windows=_windows(config),
         experts=tuple(_experts(config, layer) for layer in range(num_layers)),
     )
@@ -118,22 +130,54 @@ def read_spec(config: Any) -> DecoderSpec:
 def rotary_table(config: Any, num_positions: int) -> Tensor:
     """[num_positions, head_dim] fp32, the cosines of each position's angles, then the sines.
 
+    Of Gemma 3 [2, num_positions, head_dim]: of layers without a window, then of those with one.
     Source: Su et al. 2021, eq. 34; scaled kinds by the functions that transformers publishes.
     """
+    if config.model_type == "gemma3_text":
+        return torch.stack(
+            [
+                _table(_plain_frequencies(config, rope) / rope.get("factor", 1.0), num_positions)
+                for rope in (config.rope_parameters[kind] for kind in _GEMMA_KINDS)
+            ]
+        )
     rope = _rope_parameters(config)
     if rope["rope_type"] == "default":
-        head_dim = _head_dim(config)
-        frequencies = 1.0 / (
-            rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        )
-        scale = 1.0
+        frequencies, scale = _plain_frequencies(config, rope), 1.0
     else:
         # Imported here: it takes long, and the plain kind does not need it.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    return _table(frequencies, num_positions, scale)
+
+
+def _plain_frequencies(config: Any, rope: Mapping[str, Any]) -> Tensor:
+    """[head_dim / 2] fp32, radians per position."""
+    head_dim = _head_dim(config)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
+    return frequencies
+
+
+def _table(frequencies: Tensor, num_positions: int, scale: float = 1.0) -> Tensor:
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies.float()
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
+
+
+def _check_gemma(config: Any) -> None:
+    """Raises NotNative for settings of a Gemma 3 that the native decoder does not compute."""
+    for kind in _GEMMA_KINDS:
+        rope = (config.rope_parameters or {}).get(kind) or {}
+        if rope.get("rope_type") not in ("default", "linear"):
+            raise NotNative(f"rope_type of {kind} is {rope.get('rope_type')}, must be default or linear")
+    for name, expected in (
+        ("attention_bias", False),
+        ("use_bidirectional_attention", False),
+        ("attn_logit_softcapping", None),
+        ("final_logit_softcapping", None),
+    ):
+        if (value := getattr(config, name, expected)) != expected:
+            raise NotNative(f"{name} is {value}, the native decoder of a Gemma 3 has {expected}")
 
 
 def _rope_parameters(config: Any) -> Mapping[str, Any]:

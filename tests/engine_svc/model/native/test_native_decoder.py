@@ -19,7 +19,7 @@ from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
 from tests.engine_svc.model.checkpoints import MAX_POSITION, VOCAB_SIZE, make_checkpoint
 from triptych_kernels import REFERENCE, AttentionBatch, ops_for
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3")
 NUM_TOKENS = 90
 BLOCK_SIZE = 4
 NATIVE = LoadOptions(num_threads=1, model_impl="native")
@@ -92,7 +92,7 @@ def test_layers_as_one_op_have_the_bits_of_their_ops(family, tmp_path):
     if not ours.ops.is_batch_invariant:
         pytest.skip("this machine has no native kernels")
     assert isinstance(ours.model, NativeDecoder)
-    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe"))
+    assert (ours.model.fused is not None) == (family not in ("mixtral", "qwen3_moe", "gemma3"))
     fused = logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS])
     ours.model.fused = None
     assert torch.equal(logits_in_chunks(ours, some_tokens(), [38, 39, NUM_TOKENS]), fused)
@@ -235,6 +235,41 @@ def test_the_native_implementation_is_refused_by_name_where_unsupported(tmp_path
         load_model(tmp_path, NATIVE)
     with pytest.raises(UnsupportedModel, match="quantization int8 needs a native model"):
         load_model(tmp_path, LoadOptions(num_threads=1, quantization="int8"))
+
+
+def test_gemma_with_rope_scaled_in_full_layers(tmp_path):
+    make_checkpoint("gemma3", tmp_path)
+    change_config(
+        tmp_path,
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    assert_computes_what_transformers_does(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("hidden_activation", "silu", "hidden_act is silu, the native decoder has gelu_pytorch_tanh"),
+        ("final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0"),
+        ("use_bidirectional_attention", True, "use_bidirectional_attention is True"),
+        ("attention_bias", True, "attention_bias is True"),
+        (
+            "rope_parameters",
+            {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0}},
+            "rope_type of full_attention is yarn, must be default or linear",
+        ),
+    ],
+)
+def test_a_gemma_with_other_settings_falls_back_to_transformers(name, value, reason, tmp_path):
+    make_checkpoint("gemma3", tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    setattr(config, name, value)
+    with pytest.raises(NotNative, match=reason):
+        read_spec(config)
 
 
 @pytest.mark.parametrize(
