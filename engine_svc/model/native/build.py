@@ -213,11 +213,16 @@ class DecoderBuilder:
         rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
         if spec.is_joined:
             rows = _joined(prefix + "gate_up_proj", rows)
+        down = self._columns_linear(
+            prefix + "down_proj", spec.hidden_size, total, rank * share, share, spec.has_mlp_bias
+        )
+        return self._feed_forward(rows, down)
+
+    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Linear) -> FeedForward:
+        """gate_up: the parts of the projection in the form that `_rows_linear` takes."""
+        spec = self.spec
         return GatedFeedForward(
-            gate_up=self._rows_linear(rows, spec.hidden_size, spec.has_mlp_bias, self.ops.pack_gated_linear),
-            down=self._columns_linear(
-                prefix + "down_proj", spec.hidden_size, total, rank * share, share, spec.has_mlp_bias
-            ),
+            self._rows_linear(gate_up, spec.hidden_size, spec.has_mlp_bias, self.ops.pack_gated_linear), down
         )
 
     def _mixture(self, prefix: str, experts: ExpertsSpec, index: int) -> FeedForward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -113,9 +114,12 @@ class GemmaDecoder(NativeDecoder):
         return norm(self.ops, residual, self.final_norm, last.eps)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        embedded = super()._embed(token_ids)
-        # As in transformers, the factor is rounded to the dtype of the weights.
-        return embedded.mul_(torch.tensor(self.hidden_size**0.5, dtype=embedded.dtype).item())
+        return super()._embed(token_ids).mul_(self._embedding_scale)
+
+    @cached_property
+    def _embedding_scale(self) -> float:
+        # As in transformers, rounded to the dtype of the weights.
+        return torch.tensor(self.hidden_size**0.5, dtype=self.dtype).item()
 
 
 class GemmaBuilder(DecoderBuilder):
@@ -143,12 +147,8 @@ class GemmaBuilder(DecoderBuilder):
             post_feed_forward_norm=self._vector(prefix + "post_feedforward_layernorm.weight", hidden),
         )
 
-    def _dense(self, prefix: str) -> FeedForward:
-        spec, rank, ranks = self.spec, self.parallel.tp_rank, self.parallel.tp_size
-        total, share = spec.intermediate_size, spec.intermediate_size // ranks
-        rows = [(prefix + name, total, rank * share, share) for name in ("gate_proj", "up_proj")]
+    def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Linear) -> FeedForward:
+        activation = _even_gelu if self.ops.is_batch_invariant else _gelu
         return GeluFeedForward(
-            self._rows_linear(rows, spec.hidden_size, False, self.ops.pack_linear),
-            self._columns_linear(prefix + "down_proj", spec.hidden_size, total, rank * share, share, False),
-            _even_gelu if self.ops.is_batch_invariant else _gelu,
+            self._rows_linear(gate_up, self.spec.hidden_size, False, self.ops.pack_linear), down, activation
         )
