@@ -141,6 +141,7 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row of the plan, of sampled tokens
     extras: dict[type, dict[int, Any]] = field(default_factory=dict)  # of features, by row of the plan
+    num_drafts: list[int] = field(default_factory=list)  # of each row, that were verified; [] = as planned
 
     def faults(self) -> list[tuple[int, str]]:
         """The rows that end with an error, in order, each with its message."""

@@ -20,7 +20,7 @@ from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.runner.failures import translated
-from engine_svc.runner.input_batch import StepInputs
+from engine_svc.runner.input_batch import DraftEntries, StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from triptych_kernels import Ops
 
@@ -62,12 +62,15 @@ class HostTokens:
     """What has become known of the rows with one feature since its last `on_tokens`, on the host.
 
     rows, token_ids: [K] int64, tokens that were sampled for these rows of the batch; each is given once.
-    sampling_rows: [M] int64, rows that sample in this step.
+    sampling_rows, positions: [M] int64, rows that sample in this step, once for each position at which they
+    do, which follow each other.  drafts: [M] int64, the draft before each position; -1 at a row's first.
     """
 
     rows: Ints
     token_ids: Ints
     sampling_rows: Ints
+    positions: Ints
+    drafts: Ints
 
 
 class RunnerFeature:
@@ -120,7 +123,8 @@ class RunnerFeature:
         For what `apply` needs and takes time. On a CPU in another thread: it must not use the step's tensors.
         On a GPU, a step in which such rows sample waits for the tokens of the one before, once its forward is
         launched. `add_row` has all tokens until then. Returns rows that cannot go on, with the reason for the
-        client.
+        client. Where only a draft cannot be followed, `apply` excludes every token after it: the next step
+        comes back to that position without the draft.
         """
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
@@ -130,11 +134,11 @@ class RunnerFeature:
         """Change logits [N, V] fp32, contiguous, in place, at `some.entries` alone.
 
         positions: [M], of the tokens to be sampled.  token_ids: [max_num_seqs, L] int32, of which
-        token_ids[some.rows[m], :positions[m]] are known.
+        token_ids[some.rows[m], :positions[m]] are known, or drafts. A row comes once for each position.
         """
 
     def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart | None:
-        """token_ids: [N] int64, sampled from the logits [N, V]."""
+        """token_ids: [N] int64, sampled from the logits [N, V]; those after a draft may not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,8 @@ _STAGES = ("before_forward", "extra_positions", "on_tokens", "apply", "after_sam
 class _Unread:
     """Tokens of one step that a feature has not been given. read: waits until they are on the host.
 
-    entries, rows: [K], of the rows with the feature; -1 where the row has left the batch.
+    entries, rows: [K], of the rows with the feature; -1 where the row has left the batch. Tokens that do not
+    count are -1.
     """
 
     entries: Ints
@@ -239,14 +244,17 @@ class RunnerFeatures:
         """Whether `on_tokens` is to be called in a step in which these rows sample."""
         return any(self._uses[index, rows].any() for index in self._used("on_tokens"))
 
-    def on_tokens(self, rows: Ints) -> None:
-        """rows: of the batch, that sample in this step."""
+    def on_tokens(self, rows: Ints, positions: Ints, drafts: DraftEntries | None = None) -> None:
+        """rows: [N], of the batch, that sample in this step, once for each of their positions [N]."""
         for index in self._used("on_tokens"):
-            sampling = rows[self._uses[index, rows]]
-            if not len(sampling):
+            entries = self._uses[index, rows].nonzero()[0]
+            if not len(entries):
                 continue
-            tokens = self._take_unread(index, sampling)
-            with self._errors_end(index, sorted({*tokens.rows.tolist(), *sampling.tolist()})):
+            preceding = np.full(len(rows), -1) if drafts is None else drafts.preceding
+            sampling = rows[entries], positions[entries], preceding[entries]
+            tokens = HostTokens(*self._take_unread(index), *sampling)
+            using = {*tokens.rows.tolist(), *tokens.sampling_rows.tolist()}
+            with self._errors_end(index, sorted(using)):
                 for row, why in (self._features[index].on_tokens(tokens) or {}).items():
                     self._failed[row] = why
                     self._stop_using(index, row)
@@ -258,12 +266,13 @@ class RunnerFeatures:
             if len(entries):
                 self._unread[index].append(_Unread(entries, rows[entries], read))
 
-    def _take_unread(self, index: int, sampling: Ints) -> HostTokens:
+    def _take_unread(self, index: int) -> tuple[Ints, Ints]:
+        """Rows, and the tokens that were sampled for them."""
         unread, self._unread[index] = self._unread[index], []
         rows = np.concatenate([_NO_ROWS, *(one.rows for one in unread)])
         token_ids = np.concatenate([_NO_ROWS, *(one.read()[one.entries] for one in unread)])
-        is_there = rows >= 0
-        return HostTokens(rows[is_there], token_ids[is_there], sampling)
+        is_there = (rows >= 0) & (token_ids >= 0)
+        return rows[is_there], token_ids[is_there]
 
     def before_sampling(
         self, inputs: StepInputs, logits: Tensor, extra: Sequence[tuple[int, Ints]]
@@ -328,7 +337,7 @@ class RunnerFeatures:
             if is_of_device(error):
                 raise
             self._failed |= dict.fromkeys(rows, describe_failure(_name(self._features[index]), error))
-            for row in rows:
+            for row in dict.fromkeys(rows):
                 self._stop_using(index, row)
 
     def _stop_using(self, index: int, row: int) -> None:

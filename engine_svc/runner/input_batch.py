@@ -14,8 +14,40 @@ from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import AttentionBatch
 
+_NO_DRAFT: Ints = np.array([-1], dtype=np.int64)
+
 # The items have 4 bytes or more, so that a column begins at a multiple of 16 bytes.
 _ALIGNED_ITEMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEntries:
+    """The drafts among a step's N sampled tokens. A row with D drafts has D + 1 entries, one after the other.
+
+    following: [N] int64, the draft that the sampled token has to equal for the next entry to count; -1 in the
+    last entry of each row.
+    """
+
+    following: Ints
+
+    @property
+    def preceding(self) -> Ints:
+        """[N] int64, the draft before the token to be sampled; -1 in the first entry of each row."""
+        return np.concatenate((_NO_DRAFT, self.following[:-1]))
+
+    def find_valid(self, token_ids: Ints, is_finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which of the sampled tokens [N] count, [N]: those after drafts that were sampled as well.
+
+        A token without a finite logit counts only as a row's first: the next step repeats it there.
+        """
+        is_first = self.preceding < 0
+        is_met = (token_ids == self.following) & is_finite
+        num_misses = np.cumsum(~is_met) - ~is_met  # before each entry
+        in_own_row = num_misses - num_misses[is_first].repeat(
+            np.diff(is_first.nonzero()[0], append=len(is_met))
+        )
+        is_after_hits: npt.NDArray[np.bool_] = in_own_row == 0
+        return is_after_hits & (is_finite | is_first)
 
 
 @dataclass(slots=True)
@@ -23,9 +55,10 @@ class StepInputs:
     """A step's rows flattened: first the tokens of the plan's row 0, then of row 1, and so on.
 
     token_ids, positions: [T] int64.  slot_mappings: per group, [T] int64.  logit_rows: [N] int64, the indices
-    of the last tokens of rows that sample.  rows: [R], the batch's row of each of the plan's rows.  counts,
-    starts: [R], their tokens in the step, and their tokens with KV before it.
-    sampling_rows: [N], those that sample; sampling_positions: [N], the positions of the tokens to sample.
+    of the last tokens of rows that sample, with drafts also of those before.  rows: [R], the batch's row of
+    each of the plan's rows.  counts, starts: [R], their tokens in the step, and those with KV before it.
+    sampling_rows: [N], those that sample, once for each token; sampling_positions: [N], the positions of the
+    tokens to sample.  drafts: None if the step has none.
     """
 
     token_ids: Tensor
@@ -38,6 +71,7 @@ class StepInputs:
     starts: Ints
     sampling_rows: Ints
     sampling_positions: Ints
+    drafts: DraftEntries | None = None
 
     def with_logits_of(self, more: Sequence[Ints]) -> StepInputs:
         """The same with the logits of further tokens of the step, after those of the rows that sample."""
@@ -52,10 +86,11 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What steps with the same rows and token counts have in common. Tensors are on the device.
+    """What steps with the same rows and token counts, and without drafts, have in common.
 
-    counts, rows: [R].  row_of_token: [T].  ends: [R], ends of the rows' tokens.  samples: [R], None if all
-    sample.  tables: per group, of `rows`, kept on a host until a row changes.
+    Tensors are on the device.  counts, rows: [R].  row_of_token: [T].  ends: [R], ends of the rows' tokens.
+    sampling_tokens: [N], the tokens after which one is sampled; None if that is the last of each row.
+    tables: per group, of `rows`, kept on a host until a row changes.
     """
 
     request_ids: list[str]
@@ -65,7 +100,7 @@ class _Layout:
     counts: Ints
     row_of_token: Ints
     ends: Ints
-    samples: npt.NDArray[np.bool_] | None
+    sampling_tokens: Ints | None
     sampling_rows: Ints
     device_rows: Tensor  # row_of_token
     batch_rows: Tensor
@@ -164,10 +199,13 @@ class InputBatch:
 
     def gather(self, plan: StepPlan) -> StepInputs:
         """The inputs of the plan's rows, which must have been applied."""
-        layout = self._layout
-        if layout is None or not layout.is_of(plan):
+        layout, drafts = self._layout, None
+        if any(plan.draft_token_ids):
+            layout, drafts = self._lay_out(plan), _entries_of(plan)
+            self._layout = None
+        elif layout is None or not layout.is_of(plan):
             layout = self._layout = self._lay_out(plan)
-        counts, row_of_token, samples = layout.counts, layout.row_of_token, layout.samples
+        counts, row_of_token = layout.counts, layout.row_of_token
         starts = np.array(plan.num_computed_tokens, dtype=np.int64)
         totals = starts + counts
         if layout.max_count == 1:
@@ -195,23 +233,31 @@ class InputBatch:
             counts=counts,
             starts=starts,
             sampling_rows=layout.sampling_rows,
-            sampling_positions=totals if samples is None else totals[samples],
+            sampling_positions=(
+                totals if layout.sampling_tokens is None else positions[layout.sampling_tokens] + 1
+            ),
+            drafts=drafts,
         )
 
     def _lay_out(self, plan: StepPlan) -> _Layout:
         num_rows = len(plan.request_ids)
         rows = np.fromiter(map(self.row_of.__getitem__, plan.request_ids), np.int64, num_rows)
         counts = np.array(plan.num_tokens, dtype=np.int64)
-        samples = None if all(plan.samples) else np.array(plan.samples, dtype=bool)
         ends = np.cumsum(counts)
         max_count = int(counts.max())
         row_of_token = rows if max_count == 1 else np.repeat(rows, counts)
-        last_tokens = ends - 1
+        sampling_tokens, sampling_rows = None, rows
+        if not all(plan.samples) or any(plan.draft_token_ids):
+            num_drafts = np.fromiter(map(len, plan.draft_token_ids), np.int64, num_rows)
+            num_sampled = np.where(plan.samples, 1 + num_drafts, 0)
+            before_end = num_sampled.cumsum().repeat(num_sampled) - np.arange(num_sampled.sum())
+            sampling_tokens = ends.repeat(num_sampled) - before_end
+            sampling_rows = rows.repeat(num_sampled)
         device_rows, batch_rows, logit_rows, query_starts = self._send(
             [
                 row_of_token,
                 rows,
-                last_tokens if samples is None else last_tokens[samples],
+                ends - 1 if sampling_tokens is None else sampling_tokens,
                 np.concatenate(([0], ends)),
             ]
         )
@@ -223,8 +269,8 @@ class InputBatch:
             counts=counts,
             row_of_token=row_of_token,
             ends=ends,
-            samples=samples,
-            sampling_rows=rows if samples is None else rows[samples],
+            sampling_tokens=sampling_tokens,
+            sampling_rows=sampling_rows,
             device_rows=device_rows,
             batch_rows=batch_rows,
             logit_rows=logit_rows,
@@ -233,7 +279,7 @@ class InputBatch:
         )
 
     def append(self, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
-        """Write each row's sampled token at its position. token_ids: [N] int64, on the device."""
+        """Write tokens at their positions in rows. token_ids: [N] int64, on the device."""
         if self._is_on_host:
             self._host_token_ids[rows, positions] = token_ids.numpy()
         else:
@@ -279,3 +325,12 @@ class InputBatch:
             room[start : start + len(column)] = column
         packed = torch.from_numpy(room).pin_memory().to(self.device, non_blocking=True)
         return [packed[start : start + len(column)] for start, column in zip(starts, columns, strict=True)]
+
+
+def _entries_of(plan: StepPlan) -> DraftEntries:
+    following: list[int] = []
+    for samples, drafts in zip(plan.samples, plan.draft_token_ids, strict=True):
+        if samples:
+            following += drafts
+            following.append(-1)
+    return DraftEntries(np.array(following, dtype=np.int64))

@@ -18,6 +18,8 @@ from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import DecodeGraphs
+from engine_svc.runner.drafting import Drafting
+from engine_svc.runner.drafts import Proposer
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
@@ -26,7 +28,7 @@ from engine_svc.runner.preparer import OnPrepared, Preparer
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
-from engine_svc.runner.sampling.transfer import Ints, to_device
+from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WeightSource
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
@@ -60,6 +62,7 @@ class ModelRunner:
         ops: Ops,
         *,
         make_features: MakeFeatures = lambda context: (),
+        proposer: Proposer | None = None,
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
@@ -99,9 +102,10 @@ class ModelRunner:
             eos_token_ids=facts.eos_token_ids,
         )
         # First: what a feature forces is forced regardless of `min_tokens`.
-        features = (MinTokens(facts.vocab_size, kv.device), *make_features(context))
+        features = (MinTokens(facts.vocab_size, config.max_num_seqs, kv.device), *make_features(context))
         self._features = RunnerFeatures(features, config.max_num_seqs)
         self._host_tokens = _HostTokens(self._features, kv.device)
+        self._drafting = None if proposer is None else Drafting(proposer, self._batch)
         self.preparer = Preparer(features, on_prepared)
         self._sampler = Sampler(
             ops,
@@ -123,7 +127,9 @@ class ModelRunner:
         return self._sampler
 
     def execute(self, plan: StepPlan) -> RunningStep:
-        """Run the plan; every row that samples gets one token. Never waits for the device.
+        """Run the plan; every row that samples gets one token, and one for each accepted draft.
+
+        Without drafts it never waits for the device.
 
         After an error the next plan must release all rows, including those of this plan, even if they were
         not entered yet. Raises DeviceLost, DeviceFull and PeersLost if no request is at fault.
@@ -136,13 +142,17 @@ class ModelRunner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> RunningStep:
         model = self._resident.awake_model()
-        if any(plan.draft_token_ids):
-            raise ValueError(f"step {plan.step_number} has draft tokens, and nothing here verifies drafts")
+        if self._drafting is None and any(plan.draft_token_ids):
+            raise ValueError(f"step {plan.step_number} has drafts, and nothing here proposes any")
         self._profiler.begin_step()
         with self._profiler.range("apply"):
+            if self._drafting is not None:
+                self._drafting.read(plan)
             self._apply(plan)
             if not plan.request_ids:
                 return self._take_part(plan, model)
+            if self._drafting is not None:
+                plan = self._drafting.settle(plan)
             inputs = self._batch.gather(plan)
         features = self._features
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
@@ -156,7 +166,7 @@ class ModelRunner:
         if extra:
             inputs = inputs.with_logits_of([positions for _, positions in extra])
         reads_tokens = features.reads_tokens(inputs.sampling_rows)
-        beside = self._host_tokens.given(inputs.sampling_rows) if reads_tokens else nullcontext()
+        beside = self._host_tokens.given(inputs) if reads_tokens else nullcontext()
         with self._profiler.range("forward"), beside:
             found = self._forward(model, inputs, context, needs_all=bool(extra))
         parts: list[FeaturePart] = []
@@ -170,10 +180,20 @@ class ModelRunner:
             parts += sampled.parts
         failed = features.failed(inputs.rows)
         step = RunningStep(
-            plan, sampled, self._kv.device, inputs.rows, parts=parts, failed=failed, check=self._check
+            plan,
+            sampled,
+            self._kv.device,
+            inputs.rows,
+            parts=parts,
+            failed=failed,
+            drafts=inputs.drafts,
+            check=self._check,
         )
-        if reads_tokens and sampled is not None:
-            features.keep_sampled(inputs.sampling_rows, step.sampled_ids)
+        if sampled is not None:
+            if reads_tokens:
+                features.keep_sampled(inputs.sampling_rows, step.sampled_ids)
+            if self._drafting is not None:
+                self._drafting.keep(inputs, step)
         return step
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
@@ -254,11 +274,15 @@ class ModelRunner:
         for row in self._batch.release(plan.released):
             self._sampler.leave(row)
             self._features.remove_row(row)
+            if self._drafting is not None:
+                self._drafting.remove_row(row)
         for admitted in plan.admitted:
             row = self._batch.enter(admitted)
             admitted = self.preparer.with_prepared(admitted)
             self._features.add_row(row, admitted)
             self._sampler.enter(row, admitted)
+            if self._drafting is not None:
+                self._drafting.add_row(row, admitted)
         fresh = self._batch.extend(plan)
         if fresh:
             self._kv.reach(max(fresh))
@@ -297,13 +321,13 @@ class _HostTokens:
         self._thread = ThreadPoolExecutor(1, "host-tokens") if device.type == "cpu" else None
 
     @contextmanager
-    def given(self, rows: Ints) -> Iterator[None]:
-        """Around the launch of a forward. rows: of the batch, that sample in this step."""
+    def given(self, inputs: StepInputs) -> Iterator[None]:
+        """Around the launch of a forward."""
         if self._thread is None:
             yield
-            self._features.on_tokens(rows)
+            self._give(inputs)
             return
-        given = self._thread.submit(self._give, rows)
+        given = self._thread.submit(self._give, inputs)
         try:
             yield
         finally:
@@ -311,5 +335,5 @@ class _HostTokens:
             given.result()
 
     @torch.inference_mode()
-    def _give(self, rows: Ints) -> None:
-        self._features.on_tokens(rows)
+    def _give(self, inputs: StepInputs) -> None:
+        self._features.on_tokens(inputs.sampling_rows, inputs.sampling_positions, inputs.drafts)

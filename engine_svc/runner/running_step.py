@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from engine_svc.core.errors import describe_failure
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, is_of_device
+from engine_svc.runner.input_batch import DraftEntries
 from engine_svc.runner.sampler import Sampled
 from engine_svc.runner.sampling.transfer import Ints, to_host
 
@@ -28,6 +30,7 @@ class RunningStep:
         *,
         parts: Sequence[FeaturePart] = (),
         failed: Mapping[int, str] = MappingProxyType({}),
+        drafts: DraftEntries | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         """rows: the batch's, of the plan's rows.  failed: rows of the plan that end, as a feature raised.
@@ -38,6 +41,7 @@ class RunningStep:
         self._rows = rows
         self._parts = parts
         self._failed = failed
+        self._drafts = drafts
         self._check = check
         self._sampled = sampled
         self._done: torch.cuda.Event | None = None
@@ -50,10 +54,13 @@ class RunningStep:
             self._done.record()
 
     def sampled_ids(self) -> Ints:
-        """The tokens of the rows that sample, [N]; waits until they are on the host."""
+        """The sampled tokens [N], -1 for those that do not count; waits until they are on the host."""
         if self._done is not None:
             self._done.synchronize()
-        return self._token_ids.numpy()
+        token_ids: Ints = self._token_ids.numpy()
+        if self._drafts is None:
+            return token_ids
+        return np.where(self._drafts.find_valid(token_ids, self._highest.isfinite().numpy()), token_ids, -1)
 
     def result(self) -> StepResult:
         """The step's result; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""
@@ -69,6 +76,8 @@ class RunningStep:
             if self._check is not None:
                 self._check()
         result = StepResult(plan.step_number, sampled=self._columns())
+        if self._drafts is not None:
+            result.num_drafts = [len(drafts) for drafts in plan.draft_token_ids]
         if self._parts or self._failed:
             self._add_of_features(result)
         if self._sampled is not None:
@@ -81,14 +90,32 @@ class RunningStep:
         is_finite_of = self._highest.isfinite()
         if sampled.logprobs is None and is_finite_of.all():
             return
-        indices = [index for index, samples in enumerate(self._plan.samples) if samples]
+        indices = self._rows_of_entries()
         for entry in is_finite_of.logical_not().nonzero().flatten().tolist():
+            if indices[entry] < 0:
+                continue
             # Token rules exclude a token by minus infinity; a model's own logits are never minus infinity.
             is_barred = self._highest[entry].item() == -math.inf
             (result.barred if is_barred else result.non_finite).append(indices[entry])
         if sampled.logprobs is not None:
             for entry, token_logprobs in sampled.logprobs.by_index().items():
-                result.logprobs[indices[entry]] = token_logprobs
+                if (index := indices[entry]) in result.logprobs:
+                    result.logprobs[index].extend(token_logprobs)
+                elif index >= 0:
+                    result.logprobs[index] = token_logprobs
+
+    def _rows_of_entries(self) -> list[int]:
+        """The plan's row of each sampled token, -1 for those that do not count."""
+        plan = self._plan
+        indices = [
+            index
+            for index, samples in enumerate(plan.samples)
+            if samples
+            for _ in range(1 + len(plan.draft_token_ids[index]))
+        ]
+        if self._drafts is None:
+            return indices
+        return [index if token >= 0 else -1 for index, token in zip(indices, self.sampled_ids(), strict=True)]
 
     def _add_of_features(self, result: StepResult) -> None:
         assert self._rows is not None, "a step with features has rows"
@@ -107,9 +134,15 @@ class RunningStep:
                 result.extras.setdefault(type(extra), {})[index_of[row]] = extra
 
     def _columns(self) -> list[list[int]]:
-        """The token of each row that samples, valid or not."""
+        """The tokens of each row that samples, the first valid or not."""
         if self._sampled is None:
             return [[] for _ in self._plan.request_ids]
+        if self._drafts is not None:
+            columns: list[list[int]] = [[] for _ in self._plan.request_ids]
+            for index, token in zip(self._rows_of_entries(), self.sampled_ids().tolist(), strict=True):
+                if index >= 0:
+                    columns[index].append(token)
+            return columns
         tokens = self._token_ids.tolist()
         if len(tokens) == len(self._plan.request_ids):
             return [[token] for token in tokens]

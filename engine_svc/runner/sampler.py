@@ -46,7 +46,7 @@ class LogprobsMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens of N rows, on the device. A row whose largest logit is not finite has no valid token.
+    """N tokens, on the device. One whose largest logit is not finite is not valid.
 
     token_ids: [N] int64.  highest: [N] fp32, the largest logits.  logprobs: of rows that requested them, or
     None.  parts: of features.
@@ -59,11 +59,11 @@ class Sampled:
 
 
 class MinTokens(RunnerFeature):
-    """Excludes every token that would end a row before its `min_tokens`; then the row has no such rule."""
+    """Excludes every token that would end a row before its `min_tokens`."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         self._ends = RowTokens(vocab_size, device)
-        self._min_lengths: dict[int, int] = {}  # of rows in _ends
+        self._min_lengths: Ints = np.zeros(max_num_seqs, dtype=np.int64)  # of rows in _ends
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         return admitted.sampling.min_tokens > 0 and bool(admitted.sampling.end_token_ids)
@@ -73,13 +73,14 @@ class MinTokens(RunnerFeature):
         self._min_lengths[row] = admitted.num_prompt_tokens + admitted.sampling.min_tokens
 
     def remove_row(self, row: int) -> None:
-        if self._min_lengths.pop(row, None) is not None:
-            self._ends.drop(row)
+        self._ends.drop(row)
 
     def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        for row, position in zip(some.rows.tolist(), positions.tolist(), strict=True):
-            if position >= self._min_lengths.get(row, position + 1):
-                self.remove_row(row)
+        is_below = positions < self._min_lengths[some.rows]
+        if not is_below.any():
+            return
+        if not is_below.all():
+            some = LogitRows(some.entries[is_below], some.rows[is_below])
         if (kept := self._ends.logit_positions(some)) is not None:
             logits.view(-1).index_fill_(0, kept.flat, float("-inf"))
 
@@ -150,7 +151,7 @@ class Sampler:
         )
 
     def choose(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> Sampled:
-        """One token for each of `rows`, to be written at `positions`, i.e. after as many known tokens.
+        """One token for each of `rows`, to be written at `positions`, after as many known tokens or drafts.
 
         logits: [N, V] contiguous, entry n of rows[n]; fp32 ones are written.  token_ids: [max_num_seqs, L]
         int32, of which token_ids[rows[n], :positions[n]] are read.

@@ -52,8 +52,9 @@ def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int,
     known = torch.zeros_like(token_ids[:1])
     logits = torch.zeros(1, vocab_size, device=token_ids.device)
     rows = np.zeros(1, np.int64)
-    features.on_tokens(rows)
-    sampler.choose(logits, rows, np.ones(1, np.int64), known)
+    positions = np.ones(1, np.int64)
+    features.on_tokens(rows, positions)
+    sampler.choose(logits, rows, positions, known)
     sampler.leave(0)
     features.remove_row(0)
 

@@ -22,6 +22,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
+from engine_svc.scheduler.draft_limit import DraftLimit
 from engine_svc.scheduler.feature import SchedulerFeature, verdict_of
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
@@ -29,6 +30,7 @@ from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.request_queues import RequestQueues, note_first_token
 from engine_svc.scheduler.speculation import (
     DraftCounter,
+    grant_drafts,
     is_last_token_in_flight,
     note_drafts,
     pad_with_drafts,
@@ -82,6 +84,7 @@ class Scheduler:
         self._num_non_finite_rows = 0
         self._max_rows = 0
         self._drafts = DraftCounter()
+        self._draft_limit: DraftLimit | None = None
 
     @property
     def has_work(self) -> bool:
@@ -234,6 +237,10 @@ class Scheduler:
             if only is not None and request.request_id not in only:
                 self._preempt(request, now)
 
+    def limit_drafts(self, limit: DraftLimit) -> None:
+        """From now on drafts are proposed when a step is launched, as many as the limit allows."""
+        self._draft_limit = limit
+
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.
 
@@ -247,9 +254,13 @@ class Scheduler:
         queues = self._queues
         # A lone request need not leave room for others.
         self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
+        if self._draft_limit is not None:
+            grant_drafts(self._draft_limit, queues.running)
         # A request in the middle of its prompt makes rows of unequal length anyway.
-        self._pads_newcomers = self._config.num_speculative_tokens > 0 and all(
-            request.last_row_sampled for request in queues.running
+        self._pads_newcomers = (
+            self._config.num_speculative_tokens > 0
+            and self._draft_limit is None
+            and all(request.last_row_sampled for request in queues.running)
         )
         self._schedule_running(now)
         if plan.preempted:
@@ -285,7 +296,10 @@ class Scheduler:
                 continue
             if drafts:
                 roll_back_rejected(request, len(drafts) + 1 - len(tokens))
-                self._drafts.add(len(drafts), len(tokens) - 1)
+                num_drafts = result.num_drafts[row] if result.num_drafts else len(drafts)
+                self._drafts.add(num_drafts, len(tokens) - 1)
+                if self._draft_limit is not None:
+                    self._draft_limit.note(request, num_drafts, len(tokens) - 1)
             output = RequestOutput(request.request_id, tokens)
             outputs.append(output)
             if request.timeline.first_token_at is None:

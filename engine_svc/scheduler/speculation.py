@@ -5,11 +5,12 @@ Knows requests and plans, no drafter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.draft_limit import DraftLimit
 from engine_svc.scheduler.stats import DraftStats
 
 UNKNOWN_DRAFT = -1  # a draft whose value the scheduler does not know
@@ -40,6 +41,21 @@ def roll_back_rejected(request: Request, num_rejected: int) -> None:
         request.num_computed_tokens -= num_rejected
         if request.num_placeholders:
             request.num_placeholders -= num_rejected
+
+
+def grant_drafts(limit: DraftLimit, running: Iterable[Request]) -> None:
+    """Give running requests as many drafts of values unknown here as they may have in the next step.
+
+    Those in the middle of their prompts have none.
+    """
+    rows = [
+        request
+        for request in running
+        if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens == 1
+    ]
+    limit.begin_step(rows)
+    for request in rows:
+        request.draft_token_ids = [UNKNOWN_DRAFT] * limit.allowed(request)
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:

@@ -6,9 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 
+import numpy as np
+
 from engine_svc.cache.attention import AttentionKind, ChunkedLocal, CrossAttention, SlidingWindow
 from engine_svc.core.request import BlockTable
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
+from engine_svc.runner.input_batch import DraftEntries
 from tests.simulation.broken import BrokenInvariant
 from tests.simulation.digest_model import NUM_OUTPUT_TOKENS, Identity, link, next_token
 
@@ -74,6 +77,7 @@ class PagedRunner:
         *,
         num_drafts: int = 0,
         overlaps: bool = False,
+        proposes_at_launch: bool = False,
         num_lookahead_tokens: int = 0,
         max_model_len: int = 1 << 30,
         broken_row_share: float = 0.0,
@@ -82,6 +86,7 @@ class PagedRunner:
         self._rng = rng
         self._num_drafts = num_drafts
         self._overlaps = overlaps
+        self._proposes_at_launch = proposes_at_launch
         self._num_lookahead_tokens = num_lookahead_tokens
         self._max_model_len = max_model_len
         self._broken_row_share = broken_row_share
@@ -93,6 +98,7 @@ class PagedRunner:
         self.num_rejected_drafts = 0
         self.num_accepted_drafts = 0
         self.num_padding_drafts = 0
+        self._num_drafts_of: list[int] = []  # in this step
 
     def run(self, plan: StepPlan) -> StepResult:
         rows = self.rows
@@ -105,6 +111,7 @@ class PagedRunner:
             if request_id in rows:
                 raise BrokenInvariant("order", f"{request_id} is admitted but in the batch already")
             rows[request_id] = Row(admitted, self.identities[request_id], self._kinds)
+        self._num_drafts_of = []
         sampled = list(
             map(
                 self._run_row,
@@ -117,9 +124,11 @@ class PagedRunner:
             )
         )
         drafts: Mapping[str, list[int]] = {}
-        if self._num_drafts:
+        if self._num_drafts and not self._proposes_at_launch:
             drafts = {request_id: self._propose(rows[request_id]) for request_id in plan.request_ids}
         result = StepResult(plan.step_number, sampled, {} if self._overlaps else dict(drafts))
+        if self._proposes_at_launch:
+            result.num_drafts = self._num_drafts_of
         if self._broken_row_share and self._rng.random() < self._broken_row_share:
             result.non_finite.append(self._rng.randrange(len(sampled)))
         return result
@@ -165,10 +174,14 @@ class PagedRunner:
             if start > computed or start < 0 or (start < computed and not self._overlaps):
                 raise BrokenInvariant("order", f"{request_id} samples at {end} of {num_known} tokens")
             end = num_known
-            if drafts and self._overlaps:
+            if drafts and self._proposes_at_launch:
+                # Fewer than planned, as a proposer may have fewer.
+                drafts = self._propose(row)[: len(drafts)]
+            elif drafts and self._overlaps:
                 drafts = (row.proposal + [UNKNOWN_DRAFT] * len(drafts))[: len(drafts)]
         elif end >= num_known or drafts:
             raise BrokenInvariant("order", f"{request_id} computes {end} of {num_known} tokens, no sample")
+        self._num_drafts_of.append(len(drafts))
         if drafts:
             digests, digest = row.digests.copy(), row.digests[-1]
             for draft in drafts:
@@ -252,11 +265,15 @@ class PagedRunner:
         """Accept the drafts that are right, add the token that follows them."""
         digest = row.digests[-1]
         sampled = [next_token(digest)]
-        for draft in drafts:
-            if draft != sampled[-1]:
-                break
-            digest = link(digest, draft)
-            sampled.append(next_token(digest))
+        if drafts:
+            for draft in drafts:
+                digest = link(digest, draft)
+                sampled.append(next_token(digest))
+            tokens = np.array(sampled)
+            # Padding is like a token that no model has.
+            known = (NUM_OUTPUT_TOKENS if draft == UNKNOWN_DRAFT else draft for draft in drafts)
+            entries = DraftEntries(np.array([*known, -1]))
+            sampled = tokens[entries.find_valid(tokens, np.ones(len(tokens), dtype=bool))].tolist()
         num_accepted = len(sampled) - 1
         self.num_padding_drafts += drafts.count(UNKNOWN_DRAFT)
         self.num_accepted_drafts += num_accepted

@@ -36,6 +36,7 @@ class Setup:
     has_senders: bool  # some blocks are held for a while after the end of their request
     has_remote_loads: bool  # some requests begin with KV from elsewhere
     has_broken_rows: bool
+    limits_drafts: bool  # drafts are proposed at launch, a random number for each row
 
 
 def draw_setup(rng: random.Random) -> Setup:
@@ -90,6 +91,7 @@ def draw_setup(rng: random.Random) -> Setup:
         has_senders=rng.random() < 0.1,
         has_remote_loads=rng.random() < 0.1,
         has_broken_rows=rng.random() < 0.2,
+        limits_drafts=num_drafts > 0 and rng.random() < 0.5,
     )
 
 

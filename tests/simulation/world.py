@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from engine_svc.build.engine import build_core
 from engine_svc.core.request import InputSegment, Request, RequestOutput, RequestStatus
@@ -27,6 +28,21 @@ MAX_PREEMPTIONS = 60
 BROKEN_ROW_SHARE = 0.002
 
 
+@dataclass(frozen=True, slots=True)
+class RandomLimit:
+    """Any number of drafts, in each step another."""
+
+    rng: random.Random
+    max_drafts: int
+
+    def begin_step(self, rows: Sequence[Request]) -> None: ...
+
+    def allowed(self, request: Request) -> int:
+        return self.rng.randrange(self.max_drafts + 1)
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
+
+
 class World:
     """What happens to a core, checked as it happens. Steps, time and events are up to the caller."""
 
@@ -47,11 +63,14 @@ class World:
         )
         self.scheduler, self.kv_cache = core.scheduler, core.kv_cache
         self.features.kv_cache = core.kv_cache
+        if setup.limits_drafts:
+            self.scheduler.limit_drafts(RandomLimit(rng, setup.scheduler.num_speculative_tokens))
         self.runner = PagedRunner(
             setup.cache.groups,
             rng,
             num_drafts=setup.scheduler.num_speculative_tokens,
             overlaps=setup.scheduler.async_scheduling,
+            proposes_at_launch=setup.limits_drafts,
             num_lookahead_tokens=setup.cache.num_lookahead_tokens,
             max_model_len=setup.scheduler.max_model_len,
             broken_row_share=BROKEN_ROW_SHARE if setup.has_broken_rows else 0.0,

@@ -36,10 +36,10 @@ class NanCounts(RunnerFeature):
 
         def found() -> dict[int, NanCount]:
             of_entries = counts.tolist()
+            # Only a row's first token: a later one counts only if all of its logits are valid.
+            first_entries = dict(zip(reversed(rows), reversed(entries), strict=True))
             return {
-                row: NanCount(of_entries[entry])
-                for row, entry in zip(rows, entries, strict=True)
-                if of_entries[entry]
+                row: NanCount(of_entries[entry]) for row, entry in first_entries.items() if of_entries[entry]
             }
 
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -32,6 +33,8 @@ from service_kit.grammars.reasoning import begins_at
 logger = logging.getLogger(__name__)
 
 _MAX_DEFAULT_THREADS = 8
+
+_TOO_MUCH_WORK = "structured_output: the grammar reached a limit on the work for one token"
 
 _Words = npt.NDArray[np.int32]  # 32 tokens each
 
@@ -91,6 +94,15 @@ class _Row:
         if not grammar.spec.reasoning_end:
             self.matcher = grammar.compiled.matcher()
         self.take(admitted.token_ids[admitted.num_prompt_tokens :])
+
+    def after(self, draft: int) -> _Row:
+        """The state after one more token."""
+        if self.failure or self.has_ended:
+            return self
+        state = copy.copy(self)
+        state.matcher = None if self.matcher is None else self.matcher.copy()
+        state.take((draft,))
+        return state
 
     @property
     def is_masked(self) -> bool:
@@ -159,7 +171,7 @@ class StructuredOutputRows(RunnerFeature):
         self._apply = context.ops.apply_token_mask
         self._rows: dict[int, _Row] = {}
         self._masks = torch.zeros(context.max_num_seqs, vocabulary.num_words, dtype=torch.int32)
-        self._mask_of: dict[int, int] = {}  # by row, for the step that runs
+        self._mask_of: dict[tuple[int, int], int] = {}  # by row and position, for the step that runs
         self._times = GrammarTimes(-1, 0)  # of its masks
 
     def prepare(self, extra: StructuredOutput) -> Grammar:
@@ -188,30 +200,43 @@ class StructuredOutputRows(RunnerFeature):
         failed = {}
         self._mask_of = {}
         by_backend: dict[GrammarBackend, list[tuple[Matcher, int]]] = {}
-        for row in tokens.sampling_rows.tolist():
-            state = self._rows[row]
+        masked: list[
+            tuple[int, _Row, bool]
+        ] = []  # row, state and whether that is after a draft, of each mask
+        states: dict[int, _Row] = {}  # newest
+        columns = tokens.sampling_rows.tolist(), tokens.positions.tolist(), tokens.drafts.tolist()
+        for row, position, draft in zip(*columns, strict=True):
+            state = states[row] = self._rows[row] if draft < 0 else states[row].after(draft)
             if state.failure:
-                failed[row] = state.failure
+                # A draft that is not allowed differs from the token that is sampled in its place.
+                if draft < 0:
+                    failed[row] = state.failure
             elif state.is_masked and state.matcher is not None:
-                index = self._mask_of[row] = len(self._mask_of)
+                index = self._mask_of[row, position] = len(masked)
+                masked.append((row, state, draft >= 0))
                 by_backend.setdefault(state.grammar.backend, []).append((state.matcher, index))
-        row_of = list(self._mask_of)
+        if len(masked) > len(self._masks):
+            self._masks = torch.zeros(len(masked), self._vocabulary.num_words, dtype=torch.int32)
+        conflicts: dict[int, str] = {}
         for backend, matchers in by_backend.items():
             for number in backend.fill_masks(matchers, self._masks):
-                row = row_of[matchers[number][1]]
-                failed[row] = "structured_output: the grammar reached a limit on the work for one token"
+                conflicts[matchers[number][1]] = _TOO_MUCH_WORK
         words = self._masks.numpy()
-        for row, index in self._mask_of.items():
-            if conflict := self._rows[row].put_ends(words[index]):
+        for index, (row, state, is_after_draft) in enumerate(masked):
+            conflict = conflicts.get(index) or state.put_ends(words[index])
+            if conflict and is_after_draft:
+                words[index] = 0
+            elif conflict:
                 failed.setdefault(row, conflict)
         self._times = GrammarTimes(-1, round((time.perf_counter() - began_at) * 1e6))
         return failed
 
     def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        columns = some.entries.tolist(), some.rows.tolist(), positions.tolist()
         found = [
-            (entry, self._mask_of[row])
-            for entry, row in zip(some.entries.tolist(), some.rows.tolist(), strict=True)
-            if row in self._mask_of
+            (entry, self._mask_of[row, position])
+            for entry, row, position in zip(*columns, strict=True)
+            if (row, position) in self._mask_of
         ]
         if found:
             entries, indices = np.array(found, dtype=np.int64).T

@@ -43,7 +43,7 @@ class Chain:
 class _Row:
     width: int
     token_ids: list[int]
-    allowed: range | None = None  # for the step that runs
+    texts: dict[int, list[int]] = field(default_factory=dict)  # with drafts, by position in the step
 
 
 @dataclass
@@ -87,13 +87,16 @@ class ChainRows(RunnerFeature):
         for row, token in zip(tokens.rows.tolist(), tokens.token_ids.tolist(), strict=True):
             self.rows[row].token_ids.append(token)
         ended = {}
-        for number in tokens.sampling_rows.tolist():
+        columns = tokens.sampling_rows.tolist(), tokens.positions.tolist(), tokens.drafts.tolist()
+        for number, position, draft in zip(*columns, strict=True):
             row = self.rows[number]
+            row.texts[position] = row.token_ids if draft < 0 else [*row.texts[position - 1], draft]
+            if draft >= 0:
+                continue
             if len(row.token_ids) == self.raises_for:
                 raise ValueError("no luck")
             if len(row.token_ids) == self.ends_at:
                 ended[number] = "the chain ends here"
-            row.allowed = range(row.token_ids[-1] + 1, row.token_ids[-1] + 1 + row.width)
         return ended
 
     def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
@@ -101,9 +104,9 @@ class ChainRows(RunnerFeature):
             some.entries.tolist(), some.rows.tolist(), positions.tolist(), strict=True
         ):
             row = self.rows[number]
-            assert row.token_ids == token_ids[number, :position].tolist(), "a token was lost or came twice"
-            assert row.allowed is not None, "the tokens of this step did not come"
-            allowed = to_device(np.array(row.allowed) % self.vocab_size, logits.device)
+            text = row.texts.pop(position)
+            assert text == token_ids[number, :position].tolist(), "a token was lost or came twice"
+            following = np.arange(text[-1] + 1, text[-1] + 1 + row.width)
+            allowed = to_device(following % self.vocab_size, logits.device)
             kept = logits[entry].index_select(0, allowed)
             logits[entry].fill_(float("-inf")).index_copy_(0, allowed, kept)
-            row.allowed = None

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from engine_svc.model.decoder import Model
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
+from engine_svc.runner.drafts import Proposer
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
@@ -36,6 +37,7 @@ class TinyModel:
         features: Sequence[RunnerFeature] = (),
         takes_embeds: bool = False,
         model: Model | None = None,
+        proposer: Proposer | None = None,
         on_failed: OnFailed | None = None,
         on_prepared: OnPrepared = lambda number, failure: None,
     ) -> ModelRunner:
@@ -56,6 +58,7 @@ class TinyModel:
                 *make_runner_features(context, takes_embeds=takes_embeds),
                 *features,
             ],
+            proposer=proposer,
             on_failed=on_failed,
             on_prepared=on_prepared,
         )

@@ -46,7 +46,11 @@ class SamplerRig:
         self.token_ids = self.token_ids.int().to(device)
         self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
         context = RunnerContext(None, device, torch.float32, vocab_size, max_num_seqs, ops, self.token_ids)
-        all_features = (MinTokens(vocab_size, device), *make_runner_features(context), *features)
+        all_features = (
+            MinTokens(vocab_size, max_num_seqs, device),
+            *make_runner_features(context),
+            *features,
+        )
         self.features = RunnerFeatures(all_features, max_num_seqs)
         self.sampler = Sampler(
             ops, max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, features=self.features,

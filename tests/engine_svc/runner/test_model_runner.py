@@ -139,10 +139,10 @@ def test_rows_are_used_again(tiny_model):
             )
 
 
-def test_drafts_are_an_error_as_nothing_verifies_them(tiny_model):
+def test_drafts_are_an_error_where_nothing_proposes_them(tiny_model):
     runner = tiny_model("llama").runner()
     plan = StepPlan(3, request_ids=["a"], draft_token_ids=[[5]])
-    with pytest.raises(ValueError, match="step 3 has draft tokens"):
+    with pytest.raises(ValueError, match="step 3 has drafts"):
         runner.execute(plan)
 
 

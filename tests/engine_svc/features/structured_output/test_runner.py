@@ -46,14 +46,16 @@ class Rows:
         self.feature.add_row(row, AdmittedRequest(str(row), [5, *output], 1, sampling, [[]], extras))
 
     def step(self, tokens: dict[int, int], sampling: list[int]) -> dict[int, str]:
-        arrays = (np.array(list(part), dtype=np.int64) for part in (tokens, tokens.values(), sampling))
+        columns = (tokens, tokens.values(), sampling, [0 for _ in sampling], [-1 for _ in sampling])
+        arrays = (np.array(list(column), dtype=np.int64) for column in columns)
         return self.feature.on_tokens(HostTokens(*arrays))
 
     def allowed(self, *rows: int) -> list[set[int]]:
         """What each of these rows of the step may choose; they are in the logits' order."""
         logits = torch.zeros(len(rows), SIZE)
         some = LogitRows(np.arange(len(rows)), np.array(rows))
-        self.feature.apply(logits, some, some.entries, torch.zeros(4, 64, dtype=torch.int32))
+        positions = np.zeros(len(rows), dtype=np.int64)
+        self.feature.apply(logits, some, positions, torch.zeros(4, 64, dtype=torch.int32))
         return [set(row.isfinite().nonzero().flatten().tolist()) for row in logits]
 
     def allowed_after(self, *tokens: int, row: int = 0) -> set[int]:

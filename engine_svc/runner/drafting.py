@@ -1,0 +1,96 @@
+"""Rows with drafts: how far their tokens are known, and what is proposed to follow. Knows no proposer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_svc.core.step import AdmittedRequest, StepPlan
+from engine_svc.runner.drafts import Proposer
+from engine_svc.runner.input_batch import InputBatch, StepInputs
+from engine_svc.runner.running_step import RunningStep
+from engine_svc.runner.sampling.transfer import Ints, to_device
+
+_TokenIds = npt.NDArray[np.int32]
+
+
+class Drafting:
+    """Replaces what a plan does not know yet: its drafts, and where rows begin if earlier ones were rejected.
+
+    A plan is made as if every draft before it were accepted. Where rows begin follows from how many of their
+    tokens are known, so all ranks agree. On a GPU a step with drafts, and the one after it, wait for the
+    tokens of the step before.
+    """
+
+    def __init__(self, proposer: Proposer, batch: InputBatch) -> None:
+        self._proposer = proposer
+        self._batch = batch
+        self._is_on_host = batch.device.type == "cpu"
+        self._token_ids: _TokenIds = (
+            batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
+        )
+        self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
+        self._unread: deque[tuple[StepInputs, RunningStep]] = deque()
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        self._num_known[row] = len(admitted.token_ids)
+        if not self._is_on_host:
+            self._token_ids[row, : len(admitted.token_ids)] = admitted.token_ids
+        self._proposer.add_row(row, admitted)
+
+    def remove_row(self, row: int) -> None:
+        self._proposer.remove_row(row, self._known(row))
+
+    def read(self, plan: StepPlan) -> None:
+        """Read the tokens that the plan depends on, before its rows are released and entered."""
+        needs_newest = self._is_on_host or bool(plan.released) or any(plan.draft_token_ids)
+        while self._unread and (
+            needs_newest or len(self._unread) > 1 or self._unread[0][0].drafts is not None
+        ):
+            inputs, step = self._unread.popleft()
+            token_ids = step.sampled_ids()
+            is_valid = token_ids >= 0
+            rows, positions = inputs.sampling_rows[is_valid], inputs.sampling_positions[is_valid]
+            if not self._is_on_host:
+                self._token_ids[rows, positions] = token_ids[is_valid]
+            # In ascending order of positions, so the last of a row stays.
+            self._num_known[rows] = positions + 1
+
+    def settle(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts of its rows, which are entered, and with where these begin."""
+        rows = [self._batch.row_of[request_id] for request_id in plan.request_ids]
+        starts = np.minimum(plan.num_computed_tokens, self._num_known[rows] - 1).tolist()
+        if not any(plan.draft_token_ids):
+            return replace(plan, num_computed_tokens=starts)
+        num_tokens, proposed = plan.num_tokens.copy(), []
+        for index, (row, planned) in enumerate(zip(rows, plan.draft_token_ids, strict=True)):
+            drafts = self._propose(row, len(planned)) if planned else planned
+            num_tokens[index] += len(drafts) - len(planned)
+            proposed.append(list(drafts))
+        settled = replace(plan, num_computed_tokens=starts, num_tokens=num_tokens, draft_token_ids=proposed)
+        self._put(rows, proposed)
+        return settled
+
+    def keep(self, inputs: StepInputs, step: RunningStep) -> None:
+        """A step was launched in which rows sample."""
+        self._unread.append((inputs, step))
+
+    def _propose(self, row: int, limit: int) -> Sequence[int]:
+        return self._proposer.propose(row, self._known(row), limit)[:limit]
+
+    def _known(self, row: int) -> _TokenIds:
+        return self._token_ids[row, : self._num_known[row]]
+
+    def _put(self, rows: Sequence[int], proposed: Sequence[Sequence[int]]) -> None:
+        """Write drafts behind the rows' known tokens."""
+        counts = [len(drafts) for drafts in proposed]
+        flat = np.array([draft for drafts in proposed for draft in drafts], dtype=np.int64)
+        if len(flat):
+            of_rows = np.repeat(rows, counts)
+            offsets = np.concatenate([np.arange(count) for count in counts])
+            positions = self._num_known[of_rows] + offsets
+            self._batch.append(of_rows, positions, to_device(flat, self._batch.device))
