@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, make_dataclass
 from importlib import import_module
@@ -18,6 +19,10 @@ _MAX_NUM_SEQS = 65_536
 # Each step in flight has its own result buffers, and more than one beside the running one gains nothing.
 _MAX_STEPS_IN_FLIGHT = 64
 _MAX_GROUP_CHARACTERS = 128
+# What proposes drafts; auto is the one that mostly finds most.
+PROPOSERS = ("off", "ngram", "suffix", "auto")
+# A step would compute far more than it can accept.
+_MAX_SPECULATIVE_TOKENS = 64
 _MAX_LABELS = 32
 _MAX_LABEL_CHARACTERS = 256
 # Names under which frontends know built-in facts of every engine; labels must not use them.
@@ -125,6 +130,20 @@ class CoreConfig:
     steps_in_flight: int = option(
         2, help="steps planned before the tokens of the first of them are known; 1: no overlap"
     )
+    speculative: str = option(
+        "off",
+        choices=PROPOSERS,
+        help="what proposes tokens that a step verifies together, so that it may have several; ngram: what "
+        "followed the same tokens earlier in the request; suffix: also in finished answers of the same "
+        "cache_salt; auto: suffix",
+    )
+    speculative_config: str | None = option(
+        None,
+        help="both as JSON, as vLLM has it: method (ngram or suffix) and num_speculative_tokens",
+    )
+    num_speculative_tokens: int = option(
+        8, help="most proposed tokens of a request in a step; fewer where they would not pay"
+    )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
     long_prefill_token_threshold: int = option(
@@ -226,10 +245,47 @@ class CoreConfig:
         )
         require(self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "-1 for all, 0 or more")
         require(0 < self.prefill_share < 1, "prefill_share", self.prefill_share, "above 0 and below 1")
+        self._check_speculation()
         for name in ("drain_deadline_s", "replay_window_s"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.step_limit_s > 0, "step_limit_s", self.step_limit_s, "above 0")
         self._check_labels()
+
+    @property
+    def speculation(self) -> tuple[str, int]:
+        """What proposes drafts, and how many at most."""
+        if self.speculative_config is None:
+            return self.speculative, self.num_speculative_tokens
+        try:
+            given = json.loads(self.speculative_config)
+        except ValueError:
+            given = None
+        is_known = isinstance(given, dict) and given.keys() <= {"method", "num_speculative_tokens"}
+        known = "a JSON object of method and num_speculative_tokens"
+        require(is_known, "speculative_config", repr(self.speculative_config), known)
+        return given.get("method", "auto"), given.get("num_speculative_tokens", self.num_speculative_tokens)
+
+    def _check_speculation(self) -> None:
+        require(
+            self.speculative_config is None or self.speculative == "off",
+            "speculative",
+            self.speculative,
+            "left out where --speculative-config is given",
+        )
+        method, num_tokens = self.speculation
+        require(method in PROPOSERS, "speculative_config", repr(method), f"one of {', '.join(PROPOSERS)}")
+        require(
+            isinstance(num_tokens, int) and 1 <= num_tokens <= _MAX_SPECULATIVE_TOKENS,
+            "num_speculative_tokens",
+            num_tokens,
+            f"1 to {_MAX_SPECULATIVE_TOKENS}",
+        )
+        require(
+            method == "off" or self.pipeline_parallel_size == 1,
+            "speculative",
+            method,
+            "off where --pipeline-parallel-size is above 1",
+        )
 
     def _check_labels(self) -> None:
         for text in self.label:

@@ -25,6 +25,7 @@ from engine_svc.build.fingerprint import (
     make_fingerprint,
     read_sampling_defaults,
 )
+from engine_svc.build.speculation import measure_step_costs
 from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_POINTS
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
@@ -422,6 +423,7 @@ def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionIn
 
 
 def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
+    method, num_drafts = config.speculation
     return SchedulerConfig(
         max_model_len=side.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -431,6 +433,8 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
         prefill_share=config.prefill_share,
         async_scheduling=side.steps_in_flight > 1,
         max_steps_in_flight=side.steps_in_flight,
+        num_speculative_tokens=num_drafts if method != "off" else 0,
+        step_costs=None if method == "off" else measure_step_costs(config, side.control),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
 from engine_svc.build.features import runner_features
+from engine_svc.build.speculation import make_proposer
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.loop.protocols import PreparingRanks
@@ -179,6 +180,7 @@ def make_runner(
         ),
         ops,
         make_features=partial(runner_features, config, samples=samples),
+        proposer=make_proposer(config),
         graphs=record(loaded.model),
         source=WeightSource(Checkpoint(Path(config.model)), load, record),
         exchange=None if experts is None else experts.exchange,

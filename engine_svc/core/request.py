@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from engine_svc.core.extras import Extras, rules_of
 from engine_svc.core.sampling_params import SamplingParams
@@ -123,6 +124,7 @@ class Request:
     abort_cause: str = field(default="", init=False)  # why it was ended from outside
     timeline: Timeline = field(init=False)
     draft_token_ids: list[int] = field(default_factory=list, init=False)  # proposed for the next step
+    draft_history: Any = field(default=None, init=False)  # of the draft limit alone
     num_computed_tokens: int = field(default=0, init=False)  # with KV, including those of steps in flight
     num_placeholders: int = field(default=0, init=False)  # sampled by steps in flight, values not yet known
     num_cached_tokens: int = field(default=0, init=False)  # prefix hit at the first admission

@@ -6,6 +6,7 @@ Plain columns. Knows no tensors, no request status and no wire.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
@@ -30,6 +31,7 @@ class AdmittedRequest:
     # Per group, taken over from the prefix cache or kept; 0 where no layer reads again.
     block_ids: list[list[int]]
     extras: Extras = field(default_factory=dict)  # of features, fixed while the request lives
+    cache_salt: str = ""  # what it produced may help only requests with the same; none if empty
 
 
 @dataclass(slots=True)
@@ -125,6 +127,29 @@ class TokenLogprobs:
             top_token_ids=reader.counted_ints(),
             top_logprobs=reader.floats(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a step takes by the positions that it computes, measured at start.
+
+    counts: ascending, from 1.  seconds: of steps of so many positions with short contexts.
+    seconds_per_read: more for each further position of a row and each token that it attends to.
+    """
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    seconds_per_read: float = 0.0
+
+    def of(self, num_positions: int) -> float:
+        """Seconds of a step, between and beyond what was measured on straight lines."""
+        counts, seconds = self.counts, self.seconds
+        if len(counts) == 1:
+            return seconds[0] * num_positions / counts[0]
+        after = min(max(bisect_left(counts, num_positions), 1), len(counts) - 1)
+        first, last = counts[after - 1], counts[after]
+        slope = (seconds[after] - seconds[after - 1]) / (last - first)
+        return seconds[after - 1] + slope * (num_positions - first)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from engine_svc.core.step import AdmittedRequest, StepPlan
 PLAN, CALL, STOP = b"P", b"C", b"S"
 PREPARE, DROP = b"R", b"D"  # the second ends with the id of the request
 
-VERSION = 2
+VERSION = 3
 MAX_ROWS = 1 << 16
 
 # Version, step number, number of rows, of released, admitted and preempted requests.
@@ -102,6 +102,7 @@ class PlanEncoder:
         for block_ids in admitted.block_ids:
             writer.counted_ints(block_ids)
         writer.text(sampling_text(admitted.sampling))
+        writer.text(admitted.cache_salt)
         self._extras.write(writer, admitted.extras)
 
     def _write_rows(self, writer: FieldWriter, plan: StepPlan) -> None:
@@ -185,8 +186,11 @@ class PlanDecoder:
         num_groups, num_prompt_tokens = reader.fixed(_TAG_AND_PROMPT)
         token_ids = reader.counted_ints()
         block_ids = [reader.counted_ints() for _ in range(num_groups)]
-        sampling, extras = sampling_from(reader.text()), self._extras.read(reader)
-        return AdmittedRequest(request_id, token_ids, num_prompt_tokens, sampling, block_ids, extras)
+        sampling, cache_salt = sampling_from(reader.text()), reader.text()
+        extras = self._extras.read(reader)
+        return AdmittedRequest(
+            request_id, token_ids, num_prompt_tokens, sampling, block_ids, extras, cache_salt
+        )
 
     def _read_rows(self, reader: FieldReader, plan: StepPlan, num_rows: int) -> None:
         rows = self._rows

@@ -8,7 +8,7 @@ from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import NO_EXTRAS, ExtraCodec
 from engine_svc.core.step import StepResult, TokenLogprobs
 
-VERSION = 3
+VERSION = 4
 
 # Version, step number, number of rows, of drafts, of logprobs, of failed rows.
 _HEADER = struct.Struct("<BQIIII")
@@ -32,6 +32,7 @@ def encode_result(result: StepResult, extras: ExtraCodec = NO_EXTRAS) -> bytes:
     writer.ints([token_id for token_ids in result.sampled for token_id in token_ids])
     writer.counted_ints(result.non_finite)
     writer.counted_ints(result.barred)
+    writer.counted_ints(result.num_drafts)
     for request_id, drafts in result.drafts.items():
         writer.text(request_id)
         writer.counted_ints(drafts)
@@ -58,6 +59,7 @@ def decode_result(message: bytes, extras: ExtraCodec = NO_EXTRAS) -> StepResult:
     )
     result.non_finite = reader.counted_ints()
     result.barred = reader.counted_ints()
+    result.num_drafts = reader.counted_ints()
     for _ in range(num_drafts):
         request_id = reader.text()
         result.drafts[request_id] = reader.counted_ints()

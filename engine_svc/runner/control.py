@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,7 +64,11 @@ def runner_calls(runner: ModelRunner, collectives: Iterable[Collective] = COLLEC
     def collective(arguments: Mapping[str, Any]) -> Mapping[str, object]:
         return {"result": str(functions[arguments["name"]](**arguments["arguments"]))}
 
+    def step_costs(arguments: Mapping[str, Any]) -> Mapping[str, object]:
+        return asdict(runner.step_costs(arguments["max_positions"]))
+
     calls = {
+        "step_costs": step_costs,
         "sleep": sleep,
         "wake": wake,
         "reload_weights": reload_weights,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.core.control import WakeTag
-from engine_svc.core.step import StepPlan
+from engine_svc.core.step import StepCosts, StepPlan
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.expert_exchange import GroupExchange
@@ -30,7 +31,7 @@ from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WeightSource
-from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
+from engine_svc.runner.warm_up import NUM_REPETITIONS, measure_costs, rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops
 
@@ -233,8 +234,8 @@ class ModelRunner:
             vocab_size = self._resident.facts.vocab_size
             warm_up_sampler(self._sampler, self._features, vocab_size, self._batch.token_ids)
 
-    def _compute_alone(self, num_tokens: int, total: int) -> None:
-        """The last tokens of a row, over whatever the first block holds."""
+    def _compute_alone(self, num_tokens: int, total: int, num_logits: int = 1) -> Tensor:
+        """The last tokens of a row, over whatever the first block holds; the logits of its last tokens."""
         device = self._kv.device
         token_indices = torch.arange(num_tokens, device=device)
         slots = torch.full_like(token_indices, -1)
@@ -244,12 +245,29 @@ class ModelRunner:
         groups = range(1 + max(layer.group for layer in self._kv.layers))
         context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
         with nullcontext() if self._exchange is None else self._exchange.alone():
-            self._resident.awake_model().forward(
+            return self._resident.awake_model().forward(
                 torch.zeros_like(token_indices),
                 token_indices + (total - num_tokens),
-                token_indices[-1:],
+                token_indices[-num_logits:],
                 context,
             )
+
+    @torch.inference_mode()
+    def step_costs(self, max_positions: int) -> StepCosts:
+        """Measure steps of several positions, of which each gets logits. All ranks at the same time."""
+
+        def measure(count: int, total: int) -> float:
+            return min(self._time_alone(count, total) for _ in range(NUM_REPETITIONS))
+
+        return measure_costs(measure, max_positions, self._max_model_len)
+
+    def _time_alone(self, num_tokens: int, total: int) -> float:
+        began_at = time.perf_counter()
+        logits = self._compute_alone(num_tokens, total, num_logits=num_tokens)
+        self._ops.greedy(logits.float())
+        if self._kv.device.type == "cuda":
+            torch.cuda.synchronize(self._kv.device)
+        return time.perf_counter() - began_at
 
     def sleep(self, level: int) -> None:
         """See Resident.sleep. No step may be in flight, and no request may keep its KV."""

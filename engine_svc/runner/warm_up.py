@@ -5,12 +5,14 @@ A step that takes seconds counts as hung, and kernels for a GPU are compiled whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import AdmittedRequest
+from engine_svc.core.step import AdmittedRequest, StepCosts
 from engine_svc.runner.feature import RunnerFeatures
 from engine_svc.runner.sampler import Sampler
 
@@ -27,6 +29,13 @@ _EVERYTHING = SamplingParams(
 )
 
 
+# Of the steps that are measured, each so often; the shortest counts.
+_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+NUM_REPETITIONS = 3
+_LONG_CONTEXT = 2048
+_SOME_POSITIONS = 8
+
+
 def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -> list[tuple[int, int]]:
     """Rows, each a step of its own, as (tokens to compute, tokens with KV afterwards).
 
@@ -41,6 +50,21 @@ def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -
     rows = [(longest, longest)]
     rows += [(length, length) for length in _doubled(1, longest)]
     return rows + [(1, total) for total in _doubled(2, max_model_len + 1)]
+
+
+def measure_costs(measure: Callable[[int, int], float], max_positions: int, max_model_len: int) -> StepCosts:
+    """What steps take by their positions.
+
+    measure: seconds for so many positions at the end of so many tokens.
+    """
+    counts = [count for count in _POSITIONS if count <= min(max_positions, max_model_len)]
+    seconds = [measure(count, count) for count in counts]
+    long = min(_LONG_CONTEXT, max_model_len)
+    some = max(count for count in counts if count <= _SOME_POSITIONS)
+    if some == 1:
+        return StepCosts(tuple(counts), tuple(seconds))
+    more = (measure(some, long) - measure(1, long)) - (measure(some, some) - measure(1, 1))
+    return StepCosts(tuple(counts), tuple(seconds), max(0.0, more) / ((some - 1) * long))
 
 
 def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int, token_ids: Tensor) -> None:

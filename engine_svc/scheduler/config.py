@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from engine_svc.core.step import StepCosts
+
 
 class PauseState(Enum):
     """What the scheduler holds back."""
@@ -24,7 +26,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True  # False: a prompt enters whole, and no later request overtakes it
     long_prefill_token_threshold: int = 0  # tokens of one request in a step; 0 = no such limit
     reserve_full_prompt: bool = True  # admit only with room for all known tokens, not just for a chunk
-    num_speculative_tokens: int = 0  # drafts of a request in a step
+    num_speculative_tokens: int = 0  # most drafts of a request in a step
+    step_costs: StepCosts | None = None  # None: always as many drafts as were proposed before
     async_scheduling: bool = False  # plan a step before the tokens of the step before it are known
     max_steps_in_flight: int = 1  # planned steps whose tokens are not known yet
     pipeline_stages: int = 1  # steps on the device at the same time, each with other decodes

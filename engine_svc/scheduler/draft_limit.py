@@ -1,4 +1,7 @@
-"""How many drafts each row may have in a step."""
+"""How many drafts each row may have in a step: by what accepting them gains and what verifying them costs.
+
+Knows no proposer and no clock.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine_svc.core.request import Request
+from engine_svc.core.step import StepCosts
+
+# Drafts are verified only if that makes tokens faster by this factor, as costs are estimates.
+_LEAST_GAIN = 1.03
+_LEAST_SURVIVAL = 0.05
+# What is known at a depth before anything was verified: a chance, and how many observations it is worth.
+_FIRST_CHANCE = 0.5
+_FIRST_WEIGHT = 8.0
+# How many observations of all requests count as much as one of the request itself.
+_SHARED_WEIGHT = 2.0
+# What older observations are worth with each new one, of a request and of all.
+_FADING = 0.9
+_SHARED_FADING = 0.99
+# Steps without drafts until a row tries one again, doubled each time that it is in vain.
+_FIRST_WAIT = 16
+_LONGEST_WAIT = 256
+# Costs change with the contexts' lengths, so decisions are made anew at least this often.
+_MAX_SETTLED_STEPS = 64
 
 
 class DraftLimit(Protocol):
@@ -33,3 +54,147 @@ class FixedLimit:
         return self._num_drafts
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
+
+
+class _Chances:
+    """How often drafts at each depth were accepted if all before them were; older observations fade."""
+
+    __slots__ = ("_fading", "hits", "trials")
+
+    def __init__(self, num_depths: int, fading: float, chance: float = 0.0, weight: float = 0.0) -> None:
+        self.hits = [chance * weight] * num_depths
+        self.trials = [weight] * num_depths
+        self._fading = fading
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        for depth in range(min(num_drafts, num_accepted + 1, len(self.hits))):
+            self.hits[depth] = self.hits[depth] * self._fading + (depth < num_accepted)
+            self.trials[depth] = self.trials[depth] * self._fading + 1.0
+
+
+class DraftHistory:
+    """What the limit keeps of a request. survivals: the chance by depth that all drafts so far are right."""
+
+    __slots__ = ("allowed", "own", "probe_at", "survivals", "wait")
+
+    def __init__(self, num_depths: int) -> None:
+        self.own = _Chances(num_depths, _FADING)
+        self.survivals: list[float] = []
+        self.allowed = 0
+        self.wait = _FIRST_WAIT
+        self.probe_at = 0  # the step at which a row without drafts tries one; 0: it has drafts
+
+
+class SurvivalLimit:
+    """One budget for the batch: the drafts that are most likely to be accepted, as many as pay."""
+
+    def __init__(self, costs: StepCosts, max_drafts: int) -> None:
+        self._costs = costs
+        self._max_drafts = max_drafts
+        self._seconds = [0.0]  # of a step, by its positions; as far as it was needed
+        self._shared = _Chances(max_drafts, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
+        self._step = 0
+        self._num_rows = 0
+        self._settled_until = 0  # before this step, nothing changes unless something becomes known
+
+    def begin_step(self, rows: Sequence[Request]) -> None:
+        self._step += 1
+        if not rows or (self._step < self._settled_until and len(rows) == self._num_rows):
+            return
+        self._num_rows = len(rows)
+        self._settled_until = self._step + _MAX_SETTLED_STEPS
+        self._decide(rows)
+        for request in rows:
+            history = request.draft_history
+            assert history is not None, "the decision made a history of each row"
+            if history.allowed:
+                history.probe_at = 0
+            else:
+                self._probe(request, history)
+
+    def allowed(self, request: Request) -> int:
+        if request.draft_history is None:
+            self._settled_until = 0
+            return 0
+        allowed: int = request.draft_history.allowed
+        return allowed
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        history = request.draft_history
+        if history is None:
+            return
+        if num_drafts:
+            history.own.add(num_drafts, num_accepted)
+            self._shared.add(num_drafts, num_accepted)
+            self._estimate(history)
+            self._settled_until = 0
+        if num_accepted or not num_drafts:
+            history.wait = _FIRST_WAIT
+
+    def _decide(self, rows: Sequence[Request]) -> None:
+        ranked: list[tuple[float, int, DraftHistory]] = []
+        for request in rows:
+            history = request.draft_history
+            if history is None:
+                history = request.draft_history = DraftHistory(self._max_drafts)
+                self._estimate(history)
+            history.allowed = 0
+            length = len(request.token_ids)
+            for survival in history.survivals[: self._limit(request)]:
+                if survival < _LEAST_SURVIVAL:
+                    break
+                ranked.append((survival, length, history))
+        ranked.sort(key=_survival, reverse=True)
+        num_rows = len(rows)
+        expected, num_reads, num_granted = float(num_rows), 0, 0
+        fastest = _LEAST_GAIN * expected / self._seconds_of(num_rows)
+        for num, (survival, length, _) in enumerate(ranked, 1):
+            expected += survival
+            num_reads += length
+            speed = expected / (self._seconds_of(num_rows + num) + num_reads * self._costs.seconds_per_read)
+            if speed > fastest:
+                fastest, num_granted = speed, num
+        for _, _, history in ranked[:num_granted]:
+            history.allowed += 1
+
+    def _probe(self, request: Request, history: DraftHistory) -> None:
+        """Have a row without drafts try one after a while, where drafts that are right would pay."""
+        if not history.probe_at:
+            history.probe_at = self._step + history.wait
+        elif self._step >= history.probe_at:
+            history.wait = min(2 * history.wait, _LONGEST_WAIT)
+            history.probe_at = self._step + history.wait
+            history.allowed = int(self._could_pay(request))
+            if history.allowed:
+                # Only in this step.
+                self._settled_until = self._step + 1
+        self._settled_until = min(self._settled_until, history.probe_at)
+
+    def _could_pay(self, request: Request) -> bool:
+        limit, num_rows = self._limit(request), self._num_rows
+        reads = limit * len(request.token_ids) * self._costs.seconds_per_read
+        seconds = self._seconds_of(num_rows + limit) + reads
+        return (num_rows + limit) / seconds > _LEAST_GAIN * num_rows / self._seconds_of(num_rows)
+
+    def _limit(self, request: Request) -> int:
+        return self._max_drafts
+
+    def _estimate(self, history: DraftHistory) -> None:
+        survival, survivals = 1.0, []
+        shared, own = self._shared, history.own
+        for depth in range(self._max_drafts):
+            prior = shared.hits[depth] / shared.trials[depth]
+            survival *= (own.hits[depth] + _SHARED_WEIGHT * prior) / (own.trials[depth] + _SHARED_WEIGHT)
+            survivals.append(survival)
+        history.survivals = survivals
+
+    def _seconds_of(self, num_positions: int) -> float:
+        seconds = self._seconds
+        while len(seconds) <= num_positions:
+            # Measurements are noisy, but more positions never take less.
+            seconds.append(max(seconds[-1], self._costs.of(len(seconds))))
+        return seconds[num_positions]
+
+
+def _survival(entry: tuple[float, int, DraftHistory]) -> float:
+    return entry[0]

@@ -71,6 +71,7 @@ class PlanBuilder:
                 request.sampling,
                 kept,
                 request.extras,
+                request.cache_salt,
             )
         )
 

@@ -51,12 +51,34 @@ def test_flags_environment_and_defaults_make_a_configuration():
         ),
         (["--max-num-seqs", "65537"], "--max-num-seqs is 65537"),
         (["--steps-in-flight", "65"], "--steps-in-flight is 65"),
+        (["--num-speculative-tokens", "65"], "--num-speculative-tokens is 65"),
+        (
+            ["--speculative", "ngram", "--pipeline-parallel-size", "2"],
+            "--speculative is ngram, it has to be off",
+        ),
+        (
+            ["--speculative", "ngram", "--speculative-config", "{}"],
+            "--speculative is ngram, it has",
+        ),
+        (["--speculative-config", "5"], "--speculative-config is '5', it has to be a JSON"),
+        (["--speculative-config", '{"model": "x"}'], "--speculative-config is"),
+        (
+            ["--speculative-config", '{"method": "eagle"}'],
+            "--speculative-config is 'eagle', it has to be one of",
+        ),
+        (["--speculative-config", '{"num_speculative_tokens": "x"}'], "--num-speculative-tokens is x"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_value_that_cannot_work_is_refused_by_its_flag(arguments, flag):
     with pytest.raises(ConfigError, match=flag):
         load_config(EngineConfig, ["folder", *arguments], service="engine", env={})
+
+
+def test_speculation_can_be_given_as_vllm_has_it():
+    given = '{"method": "ngram", "num_speculative_tokens": 5}'
+    assert EngineConfig(model="folder", speculative_config=given).speculation == ("ngram", 5)
+    assert EngineConfig(model="folder", speculative="ngram").speculation == ("ngram", 8)
 
 
 @pytest.mark.parametrize(

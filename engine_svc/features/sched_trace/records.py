@@ -15,7 +15,7 @@ from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import ContentSpan, FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
-from engine_svc.core.step import StepPlan
+from engine_svc.core.step import StepCosts, StepPlan
 from engine_svc.scheduler.config import SchedulerConfig
 
 FORMAT = 1
@@ -67,7 +67,11 @@ class Setup:
     def read(cls, record: Record) -> Setup:
         groups = tuple(_read_group(group) for group in record["kv_groups"])
         cache = CacheConfig(record["num_gpu_blocks"], groups, **_of(CacheConfig, record))
-        scheduler = SchedulerConfig(**_of(SchedulerConfig, record))
+        options = _of(SchedulerConfig, record)
+        if (costs := options.get("step_costs")) is not None:
+            counts, seconds = tuple(costs["counts"]), tuple(costs["seconds"])
+            options["step_costs"] = StepCosts(counts, seconds, costs["seconds_per_read"])
+        scheduler = SchedulerConfig(**options)
         return cls(scheduler, cache, record["policy"], record.get("scheduler_class", "default"))
 
 

@@ -255,4 +255,5 @@ def _as_result(event: Record, plan: StepPlan) -> StepResult:
         [list(sampled.get(request_id, ())) for request_id in plan.request_ids],
         event.get("drafts", {}),
         failed={row: faults[name] for row, name in enumerate(plan.request_ids) if name in faults},
+        num_drafts=event.get("num_drafts", []),
     )

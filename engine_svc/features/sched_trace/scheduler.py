@@ -185,6 +185,8 @@ class TracedScheduler:
         }
         if result.drafts:
             event["drafts"] = {request_id: list(tokens) for request_id, tokens in result.drafts.items()}
+        if result.num_drafts:
+            event["num_drafts"] = list(result.num_drafts)
         if faults := result.faults():
             event["faults"] = {plan.request_ids[row]: message for row, message in faults}
         outputs = self._scheduler.update(plan, result, now)

@@ -161,8 +161,9 @@ def test_ids_equal_those_of_transformers_through_chunks_preemptions_and_prefix_h
         {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
         {"enable_chunked_prefill": False, "num_kv_blocks": 200},
         {"scheduling_policy": "priority", "num_kv_blocks": 12, "long_prefill_token_threshold": 7},
+        {"speculative": "suffix", "num_kv_blocks": 12},
     ],
-    ids=["no prefix cache", "room for one", "no chunks", "priority"],
+    ids=["no prefix cache", "room for one", "no chunks", "priority", "drafts"],
 )
 def test_ids_do_not_depend_on_how_the_engine_is_run(llama, choices):
     built = Built(EngineConfig(model=str(llama), max_model_len=144, num_threads=1, **choices))
@@ -175,6 +176,7 @@ def test_ids_do_not_depend_on_how_the_engine_is_run(llama, choices):
     assert answers == [transformers_greedy(llama, prompt, 32) for prompt in prompts]
     stats = built.stats_snapshot.read().scheduler
     assert (stats.num_preemptions > 0) == (choices["num_kv_blocks"] < 100)
+    assert (stats.drafts.num_accepted_tokens > 0) == ("speculative" in choices)
     assert stats.num_used_blocks == 0
 
 

@@ -102,8 +102,9 @@ def random_plans(rng: random.Random, num_groups: int, num_steps: int) -> Iterato
             tokens = [rng.randrange(1 << 31) for _ in range(rng.randint(1, 40))]
             sampling = rng.choice([EVERYTHING, SamplingParams(max_tokens=rng.randint(1, 99))])
             extras = rng.choice([{}, {Marks: Marks((rng.randrange(256),))}])
+            salt = rng.choice(("", "salt"))
             plan.admitted.append(
-                AdmittedRequest(request_id, tokens, rng.randint(1, 40), sampling, blocks, extras)
+                AdmittedRequest(request_id, tokens, rng.randint(1, 40), sampling, blocks, extras, salt)
             )
         plan.request_ids = rng.sample(living, rng.randint(0, len(living)))
         for _ in plan.request_ids:
@@ -260,6 +261,7 @@ results = st.builds(
     drafts=st.dictionaries(st.text(max_size=5), some_ids, max_size=3),
     non_finite=some_ids,
     barred=some_ids,
+    num_drafts=some_ids,
     logprobs=st.dictionaries(st.integers(0, 9), token_logprobs, max_size=3),
     failed=st.dictionaries(st.integers(0, 9), st.text(max_size=9), max_size=3),
     extras=st.dictionaries(

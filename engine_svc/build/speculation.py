@@ -1,0 +1,33 @@
+"""Builds what proposes drafts, and measures what verifying them costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_svc.config import EngineConfig
+from engine_svc.core.step import StepCosts
+from engine_svc.runner.control import RunnerControl
+from engine_svc.runner.drafts import Proposer
+from engine_svc.speculation.ngram import NgramProposer
+from engine_svc.speculation.suffix import SuffixProposer
+
+_PROPOSERS = {"ngram": NgramProposer, "suffix": SuffixProposer, "auto": SuffixProposer}
+
+
+def make_proposer(config: EngineConfig) -> Proposer | None:
+    """The proposer of one rank; None: no drafts."""
+    method, _ = config.speculation
+    return _PROPOSERS[method]() if method in _PROPOSERS else None
+
+
+def measure_step_costs(config: EngineConfig, control: RunnerControl) -> StepCosts:
+    """Measures steps in all ranks at the same time; the slowest counts."""
+    max_positions = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculation[1]))
+    measured: list[dict[str, Any]] = [
+        dict(answer) for answer in control.call_all("step_costs", {"max_positions": max_positions})
+    ]
+    return StepCosts(
+        tuple(measured[0]["counts"]),
+        tuple(map(max, zip(*(answer["seconds"] for answer in measured), strict=True))),
+        max(answer["seconds_per_read"] for answer in measured),
+    )

@@ -1,0 +1,1 @@
+"""Proposers of drafts without a model. They know tokens alone: no device and no scheduler."""

@@ -1,0 +1,93 @@
+"""SurvivalLimit: drafts where they pay, and next to none where they do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepCosts
+from engine_svc.scheduler.draft_limit import SurvivalLimit
+from tests.engine_svc.scheduler.fakes import request
+
+MAX_DRAFTS = 8
+FLAT = StepCosts((1, 64), (10e-3, 12e-3))
+STEEP = StepCosts((1, 64), (1e-3, 64e-3))
+# What a processor takes: the weights are read once, and each position is computed.
+USUAL = StepCosts((1, 2, 4, 8, 16, 64), (10e-3, 10.6e-3, 11.8e-3, 14.2e-3, 19e-3, 48e-3))
+
+
+def rows_of(count: int, num_tokens: int = 10) -> list[Request]:
+    return [request(str(index), num_tokens) for index in range(count)]
+
+
+def learn(limit: SurvivalLimit, rows: Sequence[Request], num_accepted: Sequence[int]) -> list[int]:
+    """What rows may have once so many of their drafts were accepted again and again."""
+    limit.begin_step(rows)
+    for _ in range(40):
+        for row, accepted in zip(rows, num_accepted, strict=True):
+            limit.note(row, MAX_DRAFTS, accepted)
+    limit.begin_step(rows)
+    return [limit.allowed(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("costs", "accepted", "allowed"),
+    [(FLAT, 8, 8), (STEEP, 8, 0), (FLAT, 0, 0), (USUAL, 8, 8), (USUAL, 3, 3)],
+)
+def test_drafts_are_allowed_where_they_pay(costs, accepted, allowed):
+    assert learn(SurvivalLimit(costs, MAX_DRAFTS), rows_of(1), [accepted]) == [allowed]
+
+
+def test_rows_share_one_budget_by_what_they_had_accepted():
+    few, some, many = learn(SurvivalLimit(USUAL, MAX_DRAFTS), rows_of(3), [0, 3, 8])
+    assert few < some < many
+
+
+def test_reading_long_contexts_again_has_a_price():
+    costs = StepCosts(FLAT.counts, FLAT.seconds, seconds_per_read=1e-5)
+    assert learn(SurvivalLimit(costs, MAX_DRAFTS), rows_of(1, num_tokens=100), [8]) == [8]
+    assert learn(SurvivalLimit(costs, MAX_DRAFTS), rows_of(1, num_tokens=4000), [8]) == [0]
+
+
+def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays():
+    costs = StepCosts((1, 2, 16, 17), (10e-3, 18e-3, 18e-3, 90e-3))
+    assert learn(SurvivalLimit(costs, MAX_DRAFTS), rows_of(1), [8]) == [8]
+
+
+def test_a_text_that_becomes_predictable_gets_drafts_again():
+    limit, rows = SurvivalLimit(FLAT, MAX_DRAFTS), rows_of(1)
+    assert learn(limit, rows, [0]) == [0]
+    allowed = []
+    for _ in range(600):
+        limit.begin_step(rows)
+        allowed.append(limit.allowed(rows[0]))
+        if allowed[-1]:
+            limit.note(rows[0], allowed[-1], allowed[-1])
+    assert allowed[-1] == MAX_DRAFTS
+
+
+@pytest.mark.parametrize("costs", [FLAT, STEEP, USUAL], ids=["flat", "steep", "usual"])
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.7, 0.95])
+def test_tokens_never_come_slower_than_without_drafts(costs, num_rows, chance):
+    choose = random.Random(3)
+    seconds, num_tokens, num_steps = 0.0, 0, 0
+    limit = SurvivalLimit(costs, MAX_DRAFTS)
+    for _ in range(4):  # batches of new requests, of 200 steps each
+        rows = rows_of(num_rows)
+        for _ in range(200):
+            limit.begin_step(rows)
+            allowed = [limit.allowed(row) for row in rows]
+            seconds += costs.of(num_rows + sum(allowed))
+            num_steps += 1
+            for row, num_drafts in zip(rows, allowed, strict=True):
+                accepted = next((n for n in range(num_drafts) if choose.random() >= chance), num_drafts)
+                num_tokens += 1 + accepted
+                limit.note(row, num_drafts, accepted)
+    gain = (num_tokens / seconds) / (num_steps * num_rows / (num_steps * costs.of(num_rows)))
+    assert gain > 0.98
+    if num_rows == 1 and chance == 0.95 and costs is not STEEP:
+        assert gain > 3

@@ -1,0 +1,1 @@
+"""Tests of proposers without a model."""
