@@ -19,8 +19,8 @@ _MAX_NUM_SEQS = 65_536
 # Each step in flight has its own result buffers, and more than one beside the running one gains nothing.
 _MAX_STEPS_IN_FLIGHT = 64
 _MAX_GROUP_CHARACTERS = 128
-# What proposes drafts; auto is the one that mostly finds most.
-PROPOSERS = ("off", "ngram", "suffix", "auto")
+# What proposes drafts besides entry points; auto is the one that mostly finds most.
+PROPOSERS = ("off", "auto", "ngram", "suffix")
 # A step would compute far more than it can accept.
 _MAX_SPECULATIVE_TOKENS = 64
 _MAX_LABELS = 32
@@ -132,17 +132,20 @@ class CoreConfig:
     )
     speculative: str = option(
         "off",
-        choices=PROPOSERS,
         help="what proposes tokens that a step verifies together, so that it may have several; ngram: what "
         "followed the same tokens earlier in the request; suffix: also in finished answers of the same "
-        "cache_salt; auto: suffix",
+        "cache_salt; auto: suffix; or the entry point of another package",
     )
     speculative_config: str | None = option(
         None,
         help="both as JSON, as vLLM has it: method (ngram or suffix) and num_speculative_tokens",
     )
-    num_speculative_tokens: int = option(
-        8, help="most proposed tokens of a request in a step; fewer where they would not pay"
+    num_speculative_tokens: int = option(8, help="most proposed tokens of a request in a step")
+    draft_limit: str = option(
+        "gain",
+        choices=("gain", "none"),
+        help="how many proposed tokens a step verifies: as many as make answers faster, by how often they "
+        "were accepted and what a step costs; or all",
     )
     enable_prefix_caching: bool = option(True, help="reuse the KV of equal prefixes")
     enable_chunked_prefill: bool = option(True, help="let a long prompt be computed over several steps")
@@ -273,7 +276,6 @@ class CoreConfig:
             "left out where --speculative-config is given",
         )
         method, num_tokens = self.speculation
-        require(method in PROPOSERS, "speculative_config", repr(method), f"one of {', '.join(PROPOSERS)}")
         require(
             isinstance(num_tokens, int) and 1 <= num_tokens <= _MAX_SPECULATIVE_TOKENS,
             "num_speculative_tokens",

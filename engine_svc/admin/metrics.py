@@ -179,6 +179,18 @@ def _register_scheduler(metrics: Metrics, engine: ServedEngine) -> None:
         "Rows with NaN or infinite logits; each ended its request with an error.",
         now(lambda stats: stats.num_non_finite_rows),
     )
+    counter(
+        "triptych_engine_draft_tokens_total",
+        "Proposed tokens that were verified.",
+        now(lambda stats: stats.drafts.num_draft_tokens),
+        aliases=("vllm:spec_decode_num_draft_tokens_total",),
+    )
+    counter(
+        "triptych_engine_accepted_draft_tokens_total",
+        "Proposed tokens that were accepted.",
+        now(lambda stats: stats.drafts.num_accepted_tokens),
+        aliases=("vllm:spec_decode_num_accepted_tokens_total",),
+    )
     gauge(
         "triptych_engine_step_max_rows",
         "Requests in the largest step so far.",

@@ -434,7 +434,12 @@ def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig
         async_scheduling=side.steps_in_flight > 1,
         max_steps_in_flight=side.steps_in_flight,
         num_speculative_tokens=num_drafts if method != "off" else 0,
-        step_costs=None if method == "off" else measure_step_costs(config, side.control),
+        drafts_at_launch=method != "off",
+        step_costs=(
+            measure_step_costs(config, side.control)
+            if method != "off" and config.draft_limit == "gain"
+            else None
+        ),
     )
 
 

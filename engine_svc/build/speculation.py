@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from engine_svc.build.start_check import PROPOSER_ENTRY_POINTS
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepCosts
 from engine_svc.runner.control import RunnerControl
 from engine_svc.runner.drafts import Proposer
 from engine_svc.speculation.ngram import NgramProposer
 from engine_svc.speculation.suffix import SuffixProposer
+from service_kit.plugins import find_offered
 
-_PROPOSERS = {"ngram": NgramProposer, "suffix": SuffixProposer, "auto": SuffixProposer}
+_PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "auto": SuffixProposer,
+}
 
 
 def make_proposer(config: EngineConfig) -> Proposer | None:
     """The proposer of one rank; None: no drafts."""
     method, _ = config.speculation
-    return _PROPOSERS[method]() if method in _PROPOSERS else None
+    if method == "off":
+        return None
+    return find_offered(method, _PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative")()
 
 
 def measure_step_costs(config: EngineConfig, control: RunnerControl) -> StepCosts:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine_svc.config import EngineConfig
+from engine_svc.config import PROPOSERS, EngineConfig
 from engine_svc.core.artifacts import ArtifactKind, check_content
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.folder import (
@@ -34,6 +34,7 @@ from service_kit.plugins import GROUP as PLUGINS
 
 POLICY_ENTRY_POINTS = "triptych.policies"
 SCHEDULER_ENTRY_POINTS = "triptych.schedulers"
+PROPOSER_ENTRY_POINTS = "triptych.proposers"
 
 _GIB = 1 << 30
 _BYTES_OF_DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
@@ -90,6 +91,7 @@ def _check_offered(config: EngineConfig) -> None:
     for name, own, group, option in (
         (config.scheduling_policy, tuple(POLICIES), POLICY_ENTRY_POINTS, "--scheduling-policy"),
         (config.scheduler_class, ("default",), SCHEDULER_ENTRY_POINTS, "--scheduler-class"),
+        (config.speculation[0], PROPOSERS, PROPOSER_ENTRY_POINTS, "--speculative"),
     ):
         check_offered(name, own, group=group, option=option)
 

@@ -27,7 +27,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # tokens of one request in a step; 0 = no such limit
     reserve_full_prompt: bool = True  # admit only with room for all known tokens, not just for a chunk
     num_speculative_tokens: int = 0  # most drafts of a request in a step
-    step_costs: StepCosts | None = None  # None: always as many drafts as were proposed before
+    drafts_at_launch: bool = False  # proposed when a step is launched, not with the result of the last
+    step_costs: StepCosts | None = None  # to limit drafts that are proposed at launch; None: no limit
     async_scheduling: bool = False  # plan a step before the tokens of the step before it are known
     max_steps_in_flight: int = 1  # planned steps whose tokens are not known yet
     pipeline_stages: int = 1  # steps on the device at the same time, each with other decodes

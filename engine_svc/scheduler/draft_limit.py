@@ -10,6 +10,7 @@ from typing import Protocol
 
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepCosts
+from engine_svc.scheduler.config import SchedulerConfig
 
 # Drafts are verified only if that makes tokens faster by this factor, as costs are estimates.
 _LEAST_GAIN = 1.03
@@ -194,6 +195,12 @@ class SurvivalLimit:
             # Measurements are noisy, but more positions never take less.
             seconds.append(max(seconds[-1], self._costs.of(len(seconds))))
         return seconds[num_positions]
+
+
+def make_limit(config: SchedulerConfig) -> DraftLimit:
+    if config.step_costs is None:
+        return FixedLimit(config.num_speculative_tokens)
+    return SurvivalLimit(config.step_costs, config.num_speculative_tokens)
 
 
 def _survival(entry: tuple[float, int, DraftHistory]) -> float:

@@ -22,7 +22,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.draft_limit import DraftLimit, SurvivalLimit
+from engine_svc.scheduler.draft_limit import DraftLimit, make_limit
 from engine_svc.scheduler.feature import SchedulerFeature, verdict_of
 from engine_svc.scheduler.in_flight import StepsInFlight
 from engine_svc.scheduler.plan_builder import PlanBuilder
@@ -85,8 +85,8 @@ class Scheduler:
         self._max_rows = 0
         self._drafts = DraftCounter()
         self._draft_limit: DraftLimit | None = None
-        if config.step_costs is not None:
-            self._draft_limit = SurvivalLimit(config.step_costs, config.num_speculative_tokens)
+        if config.drafts_at_launch:
+            self._draft_limit = make_limit(config)
 
     @property
     def has_work(self) -> bool:

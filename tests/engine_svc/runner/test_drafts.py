@@ -20,7 +20,6 @@ from engine_svc.runner.feature import LogitRows, RunnerFeature
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.draft_limit import FixedLimit
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
@@ -105,10 +104,9 @@ def serve(
         async_scheduling=depth > 1,
         max_steps_in_flight=depth,
         num_speculative_tokens=0 if proposer is None else NUM_DRAFTS,
+        drafts_at_launch=proposer is not None,
     )
     scheduler = build_core(config, CacheConfig(num_blocks, (FullAttention(BLOCK_SIZE),))).scheduler
-    if proposer is not None:
-        scheduler.limit_drafts(FixedLimit(NUM_DRAFTS))
     chains = ChainRows(model.ours.facts.vocab_size)
     runner = model.runner(features=(chains, *features), proposer=proposer)
     answers, requests = Answers(), {}

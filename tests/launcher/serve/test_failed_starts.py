@@ -210,6 +210,7 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
     "template": (a_broken_template, ("--chat-template", "the chat template cannot be used")),
     "policy": (flags("--scheduling-policy=slowest"), ("--scheduling-policy is 'slowest'",)),
     "scheduler": (flags("--scheduler-class=mine"), ("--scheduler-class is 'mine'",)),
+    "proposer": (flags("--speculative=mine"), ("--speculative is 'mine'",)),
     "plugin": (flags("--plugins=mine"), ("--plugins is 'mine', it has to be one of all",)),
     "heads": (flags("-tp", "3"), ("--tensor-parallel-size 3 does not divide the model's 4 attention heads",)),
     "stages": (flags("-pp", "9"), ("--pipeline-parallel-size is 9, the model has 4 layers",)),

@@ -1,0 +1,287 @@
+"""Answers with drafts are those without: ids, ends and log probabilities, whatever happens to the requests.
+
+    python -m benchmarks speculation --model M1 --model embedded --json benchmarks/results/speculation.json
+
+Engines and a frontend serve each model in processes of their own, first without drafts, then with each
+proposer; `scripted` knows the answers and is right with probability 0.7. Prompts repeat themselves, so that
+the others find something. Of each cell, drafts have to be accepted and rejected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from benchmarks.report import Report, Row
+from benchmarks.rig import faults
+from benchmarks.rig.history import OutputSeen, outputs_of
+from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
+from benchmarks.rig.scripted_drafts import NAME as SCRIPTED
+from benchmarks.rig.scripted_drafts import write_entry_point
+from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Case, Kind, Load, StreamRecord
+from benchmarks.scenarios.languages.answers import changed, send
+from launcher.services import embedded_model
+from service_kit.channel import open_channel
+from triptych.common.v1 import sampling_pb2
+
+_AT_ONCE = 64
+_NUM_OUTPUTS = 4
+_NUM_LOGPROBS = 3
+_POLL_S = 0.02
+_MIN_IN_FLIGHT = 8
+_MIN_DISTINCT_IDS = 20
+_LANGUAGE = "(red|green|blue|black)( (red|green|blue|black)){80}"
+_ENGINE_FLAGS = ("--num-threads=1", f"--max-num-seqs={_AT_ONCE}", "--max-num-batched-tokens=256")
+_FEW_BLOCKS = ("--block-size=4",)
+_OPTIONS: Sequence[Mapping[str, float]] = (
+    {},
+    {"top_k": 20, "top_p": 0.9},
+    {"min_p": 0.05},
+    {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
+)
+_TEMPERATURES = (0.0, 0.7, 1.0)
+_ONE_ENGINE = ("together", "alone", "n = 4", "logprobs", "grammar")
+
+Answers = dict[int, list[OutputSeen]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", help="checkpoint folder, or embedded (the default)")
+    parser.add_argument("--proposer", action="append", help="default: ngram, suffix and scripted")
+    parser.add_argument("--variant", action="append", help="default: all")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--few-blocks", type=int, default=500, help="of 4 tokens, of the preempted engine")
+
+
+def run(options: argparse.Namespace) -> Report:
+    cells = _Cells(options)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.model or ["embedded"]:
+            model = embedded_model() if name == "embedded" else Path(name)
+            asyncio.run(cells.run_model(name, model, Path(folder)))
+    settings = {"requests": options.requests, "tokens": options.tokens, "at_once": _AT_ONCE}
+    return Report("speculation", settings, cells.rows, cells.shortfalls)
+
+
+def make_cases(num_requests: int, num_tokens: int, seed: int = 34) -> list[Case]:
+    """Prompts in which parts return, at every temperature with every option."""
+    rng = random.Random(seed)
+    combined = itertools.cycle(itertools.product(_OPTIONS, _TEMPERATURES))
+    cases = []
+    for key, (chosen, temperature) in zip(range(num_requests), combined, strict=False):
+        part = [rng.randrange(FIRST_PLAIN_ID, FIRST_MARKER_ID) for _ in range(rng.randint(6, 24))]
+        prompt = (*part, *(rng.randrange(FIRST_PLAIN_ID, FIRST_MARKER_ID) for _ in range(5)), *part)
+        sampling = sampling_pb2.SamplingParams(
+            temperature=temperature, seed=500 + key, max_tokens=num_tokens, ignore_eos=True, **chosen
+        )
+        cases.append(Case(key, Kind.SEEDED, prompt, sampling))
+    return cases
+
+
+@dataclass
+class _Cells:
+    """One row for each model, proposer and variant."""
+
+    options: argparse.Namespace
+    rows: list[Row] = field(default_factory=list)
+    shortfalls: list[str] = field(default_factory=list)
+
+    async def run_model(self, name: str, model: Path, folder: Path) -> None:
+        cases = make_cases(self.options.requests, self.options.tokens)
+        several = [
+            changed(case, kind=Kind.SEVERAL, n=_NUM_OUTPUTS)
+            for case in cases
+            if case.sampling.temperature > 0.0
+        ]
+        logprobs = [changed(case, kind=Kind.LOGPROBS, logprobs=_NUM_LOGPROBS) for case in cases]
+        requests = {"n = 4": several, "logprobs": logprobs, "grammar": [_constrained(case) for case in cases]}
+        expected: dict[str, Answers] = {}
+        async with _stack(model, folder) as (_, channel):
+            for variant in ("together", "n = 4", "logprobs", "grammar"):
+                if variant == "together" or self._wants(variant):
+                    expected[variant] = await _answers(channel, requests.get(variant, cases), _AT_ONCE)
+        if self._wants("tp 2"):
+            async with _stack(model, folder, "--tensor-parallel-size=2") as (_, channel):
+                expected["tp 2"] = await _answers(channel, cases, _AT_ONCE)
+        if len(_distinct_ids(expected["together"])) < _MIN_DISTINCT_IDS:
+            self.shortfalls.append(f"{name}: fewer than {_MIN_DISTINCT_IDS} distinct ids")
+        texts = [
+            (*cases[key].token_ids, *output.token_ids)
+            for answers in expected.values()
+            for key, outputs in answers.items()
+            for output in outputs
+        ]
+        environment = write_entry_point(folder / f"{model.name}-texts", texts)
+        for proposer in self.options.proposer or ["ngram", "suffix", SCRIPTED]:
+            cell = _Cell(self, name, model, folder, proposer, environment, expected)
+            await cell.run_variants(cases, requests)
+
+    def _wants(self, variant: str) -> bool:
+        return not self.options.variant or variant in self.options.variant
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One model with one proposer."""
+
+    cells: _Cells
+    name: str
+    model: Path
+    folder: Path
+    proposer: str
+    environment: Mapping[str, str]
+    expected: Mapping[str, Answers]
+
+    async def run_variants(self, cases: Sequence[Case], requests: Mapping[str, Sequence[Case]]) -> None:
+        wanted = [variant for variant in _ONE_ENGINE if self.cells._wants(variant)]
+        if wanted:
+            async with self._stack() as (fleet, channel):
+                for variant in wanted:
+                    at_once = 1 if variant == "alone" else _AT_ONCE
+                    await self._compare(variant, fleet, channel, requests.get(variant, cases), at_once)
+        if self.cells._wants("preempted"):
+            few = (*_FEW_BLOCKS, f"--num-kv-blocks={self.cells.options.few_blocks}")
+            async with self._stack(*few) as (fleet, channel):
+                await self._compare("preempted", fleet, channel, cases)
+        if self.cells._wants("killed"):
+            async with self._stack(num_engines=2) as (fleet, channel):
+                for engine in fleet.of("engine"):
+                    await self._compare("killed", fleet, channel, cases, killed=engine)
+                    await fleet.start()
+                    await fleet.until_routed()
+        if self.cells._wants("tp 2"):
+            async with self._stack("--tensor-parallel-size=2") as (fleet, channel):
+                await self._compare("tp 2", fleet, channel, cases)
+
+    def _stack(
+        self, *flags: str, num_engines: int = 1
+    ) -> contextlib.AbstractAsyncContextManager[tuple[Fleet, grpc.aio.Channel]]:
+        flags = (f"--speculative={self.proposer}", "--draft-limit=none", *flags)
+        return _stack(self.model, self.folder, *flags, num_engines=num_engines, environment=self.environment)
+
+    async def _compare(
+        self,
+        variant: str,
+        fleet: Fleet,
+        channel: grpc.aio.Channel,
+        cases: Sequence[Case],
+        at_once: int = _AT_ONCE,
+        killed: ServiceProcess | None = None,
+    ) -> None:
+        counted = [engine for engine in fleet.of("engine") if engine is not killed]
+        before = await _num_drafts(counted)
+        began_at = time.monotonic()
+        strike = None if killed is None else partial(_strike, killed, len(cases) // 8)
+        records = await send(channel, cases, f"{self.proposer} {variant}", at_once, strike)
+        seconds = time.monotonic() - began_at
+        drafts, accepted = (
+            after - earlier for after, earlier in zip(await _num_drafts(counted), before, strict=True)
+        )
+        expected = self.expected.get(variant, self.expected["together"])
+        found = _of_records(records)
+        num_outputs = sum(map(len, expected.values()))
+        num_equal = sum(
+            one == other
+            for key, outputs in expected.items()
+            for one, other in zip(outputs, found.get(key, ()), strict=False)
+        )
+        events = [event for record in records for _, event in record.events]
+        ends = [event.finished.stats for event in events if event.HasField("finished")]
+        row: Row = {
+            "model": self.name,
+            "proposer": self.proposer,
+            "variant": variant,
+            "outputs": num_outputs,
+            "equal": num_equal,
+            "drafts": drafts,
+            "accepted": accepted,
+            "preempted": sum(stats.num_preemptions > 0 for stats in ends),
+            "moved": sum(stats.num_migrations > 0 for stats in ends),
+            "seconds": round(seconds, 1),
+        }
+        self.cells.rows.append(row)
+        print(dict(row), file=sys.stderr, flush=True)
+        cell = f"{self.name}, {self.proposer}, {variant}"
+        for is_kept, what in (
+            (num_equal == num_outputs, f"{num_equal} of {num_outputs} outputs are equal"),
+            (accepted > 0, "no draft was accepted"),
+            (accepted < drafts, "no draft was rejected"),
+            (variant != "preempted" or row["preempted"], "no request was preempted"),
+            (killed is None or row["moved"], "no request moved"),
+        ):
+            if not is_kept:
+                self.cells.shortfalls.append(f"{cell}: {what}")
+
+
+@contextlib.asynccontextmanager
+async def _stack(
+    model: Path,
+    folder: Path,
+    *flags: str,
+    num_engines: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[tuple[Fleet, grpc.aio.Channel]]:
+    """Engines and a frontend that knows them, without a coordinator."""
+    with tempfile.TemporaryDirectory(dir=folder) as logs:
+        async with Fleet(Path(logs)) as fleet:
+            common = (str(model), *_ENGINE_FLAGS)
+            for index in range(num_engines):
+                fleet.add(ServicePlan("engine", index, (*common, *flags), environment or {}))
+            known = [f"--engine={engine.address}" for engine in fleet.of("engine")]
+            frontend = fleet.add(ServicePlan("frontend", 0, (*known, "--text-workers=1", "--drain-lag-s=0")))
+            await fleet.start()
+            await fleet.until_routed()
+            async with open_channel(frontend.address, profile="public") as channel:
+                yield fleet, channel
+
+
+def _constrained(case: Case) -> Case:
+    constrained = changed(case)
+    constrained.sampling.structured_output.regex = _LANGUAGE
+    return constrained
+
+
+async def _answers(channel: grpc.aio.Channel, cases: Sequence[Case], at_once: int) -> Answers:
+    return _of_records(await send(channel, cases, "without drafts", at_once))
+
+
+def _of_records(records: Sequence[StreamRecord]) -> Answers:
+    """Of the streams that did not fail, by key."""
+    for record in records:
+        if record.code is not grpc.StatusCode.OK:
+            print(f"{record.request_id}: {record.code} {record.details}", file=sys.stderr)
+    return {record.case.key: outputs_of(record) for record in records if record.code is grpc.StatusCode.OK}
+
+
+def _distinct_ids(answers: Answers) -> set[int]:
+    return {token for outputs in answers.values() for output in outputs for token in output.token_ids}
+
+
+async def _num_drafts(engines: Sequence[ServiceProcess]) -> tuple[int, int]:
+    """Drafts that were verified, and those that were accepted."""
+    found = [await engine.status() for engine in engines]
+    names = ("draft_tokens", "accepted_draft_tokens")
+    drafts, accepted = (sum(int(status.get(name, 0)) for status in found) for name in names)
+    return drafts, accepted
+
+
+async def _strike(engine: ServiceProcess, num_ended: int, load: Load) -> None:
+    while len(load.records) - load.num_open < num_ended or load.num_begun < _MIN_IN_FLIGHT:
+        if not load.num_open:
+            raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
+        await asyncio.sleep(_POLL_S)
+    await faults.kill(engine)
