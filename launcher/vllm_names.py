@@ -151,7 +151,7 @@ _FAMILIES: Sequence[tuple[str, str]] = (
     (r"lora", _NO_LORA),
     (r"(^|_)mm(_|$)|media|multimodal|video|image|audio", _NO_MEDIA),
     (r"guided_|structured_outputs", _GRAMMAR),
-    (r"(?<!num_)speculative_(?!config)|lookahead|draft|^spec_", _DRAFTS),
+    (r"(?<!num_)speculative_(?!config)|lookahead|draft_model|^spec_", _DRAFTS),
     (r"worker_.*cls|logits_processor|io_processor", _NO_CODE),
     (r"^ssl_|_ssl_", _NO_TLS),
     (r"offload", _NO_OFFLOAD),

@@ -178,7 +178,8 @@ class SurvivalLimit:
         return (num_rows + limit) / seconds > _LEAST_GAIN * num_rows / self._seconds_of(num_rows)
 
     def _limit(self, request: Request) -> int:
-        return self._max_drafts
+        most = request.sampling.max_draft_tokens
+        return self._max_drafts if most is None else min(most, self._max_drafts)
 
     def _estimate(self, history: DraftHistory) -> None:
         survival, survivals = 1.0, []

@@ -55,7 +55,8 @@ def grant_drafts(limit: DraftLimit, running: Iterable[Request]) -> None:
     ]
     limit.begin_step(rows)
     for request in rows:
-        request.draft_token_ids = [UNKNOWN_DRAFT] * limit.allowed(request)
+        num_drafts, most = limit.allowed(request), request.sampling.max_draft_tokens
+        request.draft_token_ids = [UNKNOWN_DRAFT] * (num_drafts if most is None else min(num_drafts, most))
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:

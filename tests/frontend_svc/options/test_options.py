@@ -142,6 +142,7 @@ def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams
             max_pattern_size=rng.choice([0, 1, 256]), min_count=rng.choice([2, 64])
         ),
         "skip_reading_prefix_cache": rng.random() < 0.5,
+        "max_draft_tokens": rng.choice([0, 1, 64]),
     }
     chosen = rng.sample(sorted(options), rng.randint(0, len(options)))
     return sampling_pb2.SamplingParams(**{name: options[name] for name in chosen})

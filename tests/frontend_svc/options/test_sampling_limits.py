@@ -59,6 +59,8 @@ def test_the_ends_of_each_range_are_taken(fields):
         ({"max_tokens": -(2**40)}, "max_tokens", "is -1099511627776, must be at least 1"),
         ({"min_tokens": -1}, "min_tokens", "is -1, must be at least 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "is 5, must be at most max_tokens, 4"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens", "is -1, must be in 0..64"),
+        ({"max_draft_tokens": 65}, "max_draft_tokens", "is 65, must be in 0..64"),
         ({"n": 0}, "n", "is 0, must be in 1..64"),
         ({"n": 65}, "n", "is 65, must be in 1..64"),
         ({"n": 2**33}, "n", "is 8589934592, must be in 1..64"),
