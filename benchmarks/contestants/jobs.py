@@ -20,15 +20,19 @@ class Job:
     """Requests that all come at once, greedy, each with exactly `num_output_tokens` of output.
 
     json_schema: what every output is constrained to; it has to have room for so many tokens.
+    given: the prompts, if they are not random ones of these lengths.
     """
 
     prompt_lengths: list[int]
     num_output_tokens: int
     seed: int
     json_schema: str = ""
+    given: Prompts | None = None
 
     def prompts(self) -> Prompts:
         """The prompts: the same for every contestant, and none that an earlier job had."""
+        if self.given is not None:
+            return self.given
         choose = random.Random(self.seed)
         return [
             [choose.randrange(_FIRST_ID, _END_ID) for _ in range(length)] for length in self.prompt_lengths

@@ -15,6 +15,9 @@ from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints, to_device
 
+# More than a plan is ever made before the result of a step is known.
+_MAX_STEPS_AHEAD = 64
+
 _TokenIds = npt.NDArray[np.int32]
 
 
@@ -34,6 +37,7 @@ class Drafting:
             batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
         )
         self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
+        self._num_plain_steps = 0  # without drafts, since the last with any
         self._unread: deque[tuple[StepInputs, RunningStep]] = deque()
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
@@ -62,9 +66,13 @@ class Drafting:
 
     def settle(self, plan: StepPlan) -> StepPlan:
         """The plan with the drafts of its rows, which are entered, and with where these begin."""
+        has_drafts = any(plan.draft_token_ids)
+        self._num_plain_steps = 0 if has_drafts else self._num_plain_steps + 1
+        if self._num_plain_steps > _MAX_STEPS_AHEAD:
+            return plan
         rows = [self._batch.row_of[request_id] for request_id in plan.request_ids]
         starts = np.minimum(plan.num_computed_tokens, self._num_known[rows] - 1).tolist()
-        if not any(plan.draft_token_ids):
+        if not has_drafts:
             return replace(plan, num_computed_tokens=starts)
         num_tokens, proposed = plan.num_tokens.copy(), []
         for index, (row, planned) in enumerate(zip(rows, plan.draft_token_ids, strict=True)):
