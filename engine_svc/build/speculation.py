@@ -38,5 +38,5 @@ def measure_step_costs(config: EngineConfig, control: RunnerControl) -> StepCost
     return StepCosts(
         tuple(measured[0]["counts"]),
         tuple(map(max, zip(*(answer["seconds"] for answer in measured), strict=True))),
-        max(answer["seconds_per_read"] for answer in measured),
+        *(max(answer[name] for answer in measured) for name in ("seconds_per_read", "seconds_per_draw")),
     )

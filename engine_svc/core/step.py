@@ -134,18 +134,20 @@ class StepCosts:
     """What a step takes by the positions that it computes, measured at start.
 
     counts: ascending, from 1.  seconds: of steps of so many positions with short contexts.
-    seconds_per_read: more for each further position of a row and each token that it attends to.
+    seconds_per_read: more for each position and each token that it attends to.
+    seconds_per_draw: more for each position whose token is drawn.
     """
 
     counts: tuple[int, ...]
     seconds: tuple[float, ...]
     seconds_per_read: float = 0.0
+    seconds_per_draw: float = 0.0
 
     def of(self, num_positions: int) -> float:
-        """Seconds of a step, between and beyond what was measured on straight lines."""
+        """Seconds of a step, between what was measured on straight lines, beyond it in proportion."""
         counts, seconds = self.counts, self.seconds
-        if len(counts) == 1:
-            return seconds[0] * num_positions / counts[0]
+        if num_positions >= counts[-1]:
+            return seconds[-1] * num_positions / counts[-1]
         after = min(max(bisect_left(counts, num_positions), 1), len(counts) - 1)
         first, last = counts[after - 1], counts[after]
         slope = (seconds[after] - seconds[after - 1]) / (last - first)

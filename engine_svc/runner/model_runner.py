@@ -31,9 +31,9 @@ from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WeightSource
-from engine_svc.runner.warm_up import NUM_REPETITIONS, measure_costs, rows_to_compute, warm_up_sampler
+from engine_svc.runner.warm_up import measure_costs, rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
-from triptych_kernels import AttentionBatch, Ops
+from triptych_kernels import AttentionBatch, Ops, uniform_noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,45 +229,49 @@ class ModelRunner:
         num_tokens: the maximum that a step computes.
         """
         for count, total in rows_to_compute(num_tokens, self._max_model_len, self._kv.device):
-            self._compute_alone(count, total)
+            self._compute_alone([count], total)
         if self._kv.device.type != "cpu":
             vocab_size = self._resident.facts.vocab_size
             warm_up_sampler(self._sampler, self._features, vocab_size, self._batch.token_ids)
 
-    def _compute_alone(self, num_tokens: int, total: int, num_logits: int = 1) -> Tensor:
-        """The last tokens of a row, over whatever the first block holds; the logits of its last tokens."""
+    def _compute_alone(self, counts: Sequence[int], total: int) -> Tensor:
+        """The last tokens of rows of so many, over whatever the first block holds; the logits of each row."""
         device = self._kv.device
-        token_indices = torch.arange(num_tokens, device=device)
-        slots = torch.full_like(token_indices, -1)
+        positions = torch.cat([torch.arange(total - count, total, device=device) for count in counts])
+        slots = torch.full_like(positions, -1)
         size = self._kv.sizing.block_size
-        table = torch.zeros(1, -(-total // size), dtype=torch.int32, device=device)
-        batch = AttentionBatch.of(table, [num_tokens], [total], size)
+        table = torch.zeros(len(counts), -(-total // size), dtype=torch.int32, device=device)
+        batch = AttentionBatch.of(table, counts, [total] * len(counts), size)
         groups = range(1 + max(layer.group for layer in self._kv.layers))
         context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
         with nullcontext() if self._exchange is None else self._exchange.alone():
             return self._resident.awake_model().forward(
-                torch.zeros_like(token_indices),
-                token_indices + (total - num_tokens),
-                token_indices[-num_logits:],
+                torch.zeros_like(positions),
+                positions,
+                torch.tensor(counts, device=device).cumsum(0) - 1,
                 context,
             )
 
     @torch.inference_mode()
     def step_costs(self, max_positions: int) -> StepCosts:
-        """Measure steps of several positions, of which each gets logits. All ranks at the same time."""
+        """Measure steps of several rows. All ranks at the same time."""
+        device, vocab_size = self._kv.device, self._resident.facts.vocab_size
 
-        def measure(count: int, total: int) -> float:
-            return min(self._time_alone(count, total) for _ in range(NUM_REPETITIONS))
+        def measure(num_rows: int, total: int) -> float:
+            with _timed(device) as seconds:
+                self._ops.greedy(self._compute_alone([1] * num_rows, total).float())
+            return seconds[0]
 
-        return measure_costs(measure, max_positions, self._max_model_len)
+        def draw(count: int) -> float:
+            logits = torch.randn(count, vocab_size, device=device)
+            numbers = torch.arange(count, device=device)
+            ones = torch.ones(count, device=device)
+            with _timed(device) as seconds:
+                noise = uniform_noise(numbers, numbers, draw=0)
+                self._ops.sample(logits, ones, torch.zeros_like(numbers), ones, torch.zeros_like(ones), noise)
+            return seconds[0]
 
-    def _time_alone(self, num_tokens: int, total: int) -> float:
-        began_at = time.perf_counter()
-        logits = self._compute_alone(num_tokens, total, num_logits=num_tokens)
-        self._ops.greedy(logits.float())
-        if self._kv.device.type == "cuda":
-            torch.cuda.synchronize(self._kv.device)
-        return time.perf_counter() - began_at
+        return measure_costs(measure, draw, max_positions, self._max_model_len, device)
 
     def sleep(self, level: int) -> None:
         """See Resident.sleep. No step may be in flight, and no request may keep its KV."""
@@ -324,6 +328,17 @@ class ModelRunner:
                     inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept
                 )
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+
+
+@contextmanager
+def _timed(device: torch.device) -> Iterator[list[float]]:
+    """The seconds that the device takes for what is launched inside, once that is done."""
+    seconds: list[float] = []
+    began_at = time.perf_counter()
+    yield seconds
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds.append(time.perf_counter() - began_at)
 
 
 class _HostTokens:

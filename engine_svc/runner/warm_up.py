@@ -30,9 +30,11 @@ _EVERYTHING = SamplingParams(
 
 
 # Of the steps that are measured, each so often; the shortest counts.
-_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-NUM_REPETITIONS = 3
-_LONG_CONTEXT = 2048
+_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+# A GPU reads the weights for longer than it computes so many.
+_POSITIONS_ON_GPU = (48, 64, 96, 128, 192, 256, 384, 512)
+_NUM_REPETITIONS = 4
+_LONG_CONTEXT = 1024
 _SOME_POSITIONS = 8
 
 
@@ -52,19 +54,33 @@ def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -
     return rows + [(1, total) for total in _doubled(2, max_model_len + 1)]
 
 
-def measure_costs(measure: Callable[[int, int], float], max_positions: int, max_model_len: int) -> StepCosts:
+def measure_costs(
+    measure: Callable[[int, int], float],
+    draw: Callable[[int], float],
+    max_positions: int,
+    max_model_len: int,
+    device: torch.device,
+) -> StepCosts:
     """What steps take by their positions.
 
-    measure: seconds for so many positions at the end of so many tokens.
+    measure: seconds of a step of so many rows, each with one token that attends to so many.  draw: seconds to
+    draw so many tokens.
     """
-    counts = [count for count in _POSITIONS if count <= min(max_positions, max_model_len)]
-    seconds = [measure(count, count) for count in counts]
-    long = min(_LONG_CONTEXT, max_model_len)
-    some = max(count for count in counts if count <= _SOME_POSITIONS)
-    if some == 1:
-        return StepCosts(tuple(counts), tuple(seconds))
-    more = (measure(some, long) - measure(1, long)) - (measure(some, some) - measure(1, 1))
-    return StepCosts(tuple(counts), tuple(seconds), max(0.0, more) / ((some - 1) * long))
+
+    def shortest(function: Callable[..., float], *arguments: int) -> float:
+        return min(function(*arguments) for _ in range(_NUM_REPETITIONS))
+
+    positions = _POSITIONS if device.type == "cpu" else _POSITIONS + _POSITIONS_ON_GPU
+    counts = [count for count in positions if count <= max_positions]
+    seconds = [shortest(measure, count, 1) for count in counts]
+    some, long = min(_SOME_POSITIONS, max_positions), min(_LONG_CONTEXT, max_model_len)
+    reads = shortest(measure, some, long) - shortest(measure, some, 1)
+    return StepCosts(
+        tuple(counts),
+        tuple(seconds),
+        seconds_per_read=max(0.0, reads) / (some * long),
+        seconds_per_draw=shortest(draw, some) / some,
+    )
 
 
 def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int, token_ids: Tensor) -> None:

@@ -13,7 +13,7 @@ from engine_svc.core.step import StepCosts
 from engine_svc.scheduler.config import SchedulerConfig
 
 # Drafts are verified only if that makes tokens faster by this factor, as costs are estimates.
-_LEAST_GAIN = 1.03
+_LEAST_GAIN = 1.05
 _LEAST_SURVIVAL = 0.05
 # What is known at a depth before anything was verified: a chance, and how many observations it is worth.
 _FIRST_CHANCE = 0.5
@@ -133,26 +133,28 @@ class SurvivalLimit:
             history.wait = _FIRST_WAIT
 
     def _decide(self, rows: Sequence[Request]) -> None:
-        ranked: list[tuple[float, int, DraftHistory]] = []
+        ranked: list[tuple[float, float, DraftHistory]] = []
+        more = 0.0  # seconds beside those of the positions, of what every row computes anyway
         for request in rows:
             history = request.draft_history
             if history is None:
                 history = request.draft_history = DraftHistory(self._max_drafts)
                 self._estimate(history)
             history.allowed = 0
-            length = len(request.token_ids)
+            extra = self._extra_seconds(request)
+            more += extra
             for survival in history.survivals[: self._limit(request)]:
                 if survival < _LEAST_SURVIVAL:
                     break
-                ranked.append((survival, length, history))
+                ranked.append((survival, extra, history))
         ranked.sort(key=_survival, reverse=True)
         num_rows = len(rows)
-        expected, num_reads, num_granted = float(num_rows), 0, 0
-        fastest = _LEAST_GAIN * expected / self._seconds_of(num_rows)
-        for num, (survival, length, _) in enumerate(ranked, 1):
+        expected, num_granted = float(num_rows), 0
+        fastest = _LEAST_GAIN * expected / (self._seconds_of(num_rows) + more)
+        for num, (survival, extra, _) in enumerate(ranked, 1):
             expected += survival
-            num_reads += length
-            speed = expected / (self._seconds_of(num_rows + num) + num_reads * self._costs.seconds_per_read)
+            more += extra
+            speed = expected / (self._seconds_of(num_rows + num) + more)
             if speed > fastest:
                 fastest, num_granted = speed, num
         for _, _, history in ranked[:num_granted]:
@@ -173,9 +175,16 @@ class SurvivalLimit:
 
     def _could_pay(self, request: Request) -> bool:
         limit, num_rows = self._limit(request), self._num_rows
-        reads = limit * len(request.token_ids) * self._costs.seconds_per_read
-        seconds = self._seconds_of(num_rows + limit) + reads
-        return (num_rows + limit) / seconds > _LEAST_GAIN * num_rows / self._seconds_of(num_rows)
+        extra = self._extra_seconds(request)
+        seconds = self._seconds_of(num_rows + limit) + (num_rows + limit) * extra
+        least = _LEAST_GAIN * num_rows / (self._seconds_of(num_rows) + num_rows * extra)
+        return (num_rows + limit) / seconds > least
+
+    def _extra_seconds(self, request: Request) -> float:
+        """Of each position of a row, beside those of its place in the step."""
+        costs = self._costs
+        seconds = len(request.token_ids) * costs.seconds_per_read
+        return seconds + costs.seconds_per_draw if request.sampling.temperature > 0.0 else seconds
 
     def _limit(self, request: Request) -> int:
         most = request.sampling.max_draft_tokens
@@ -204,5 +213,5 @@ def make_limit(config: SchedulerConfig) -> DraftLimit:
     return SurvivalLimit(config.step_costs, config.num_speculative_tokens)
 
 
-def _survival(entry: tuple[float, int, DraftHistory]) -> float:
+def _survival(entry: tuple[float, float, DraftHistory]) -> float:
     return entry[0]

@@ -69,8 +69,8 @@ class Setup:
         cache = CacheConfig(record["num_gpu_blocks"], groups, **_of(CacheConfig, record))
         options = _of(SchedulerConfig, record)
         if (costs := options.get("step_costs")) is not None:
-            counts, seconds = tuple(costs["counts"]), tuple(costs["seconds"])
-            options["step_costs"] = StepCosts(counts, seconds, costs["seconds_per_read"])
+            lists = {name: tuple(costs[name]) for name in ("counts", "seconds")}
+            options["step_costs"] = StepCosts(**{**costs, **lists})
         scheduler = SchedulerConfig(**options)
         return cls(scheduler, cache, record["policy"], record.get("scheduler_class", "default"))
 

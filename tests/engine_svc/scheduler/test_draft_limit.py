@@ -46,10 +46,15 @@ def test_rows_share_one_budget_by_what_they_had_accepted():
     assert few < some < many
 
 
-def test_reading_long_contexts_again_has_a_price():
-    costs = StepCosts(FLAT.counts, FLAT.seconds, seconds_per_read=1e-5)
-    assert learn(SurvivalLimit(costs, MAX_DRAFTS), rows_of(1, num_tokens=100), [8]) == [8]
-    assert learn(SurvivalLimit(costs, MAX_DRAFTS), rows_of(1, num_tokens=4000), [8]) == [0]
+@pytest.mark.parametrize(("num_tokens", "allowed"), [(10, True), (4000, False)])
+def test_reading_long_contexts_has_a_price(num_tokens, allowed):
+    limit = SurvivalLimit(StepCosts(FLAT.counts, FLAT.seconds, seconds_per_read=1e-5), MAX_DRAFTS)
+    rows = rows_of(1, num_tokens)
+    limit.begin_step(rows)
+    for step in range(40):
+        limit.note(rows[0], MAX_DRAFTS, step % 2)
+    limit.begin_step(rows)
+    assert bool(limit.allowed(rows[0])) is allowed
 
 
 def test_a_step_in_the_costs_is_taken_if_what_lies_behind_it_pays():
