@@ -55,6 +55,7 @@ class SamplingOptions(TypedDict, total=False):
     thinking_token_budget: int
     repetition_detection: sampling_pb2.RepetitionDetection
     skip_reading_prefix_cache: bool
+    max_draft_tokens: int
 
 
 class PlacementOptions(TypedDict, total=False):

@@ -23,6 +23,7 @@ _CORE_FIELDS = frozenset({
 _CORE_SAMPLING = frozenset({
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos",
     "stop_token_ids", "repetition_detection", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache",
+    "max_draft_tokens",
     # About text, which frontends make: without effect here.
     "include_stop_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "stream_interval", "output_kind",

@@ -19,6 +19,7 @@ _RANGES = {
     "top_p": (math.ulp(0.0), 1.0, "above 0, at most 1"),
     "top_k": (-1, math.inf, "-1 or more"),
     "min_p": (0.0, 1.0, "0 to 1"),
+    "max_draft_tokens": (0, 64, "0 to 64"),
 }
 _MAX_LOGPROB_TOKEN_IDS = 128
 _MAX_PATTERN_SIZE = 256
@@ -70,6 +71,7 @@ def to_sampling(
         repetition=_to_repetition(given["repetition_detection"]) if "repetition_detection" in given else None,
         logprobs=given.get("logprobs"),
         logprob_token_ids=tuple(given.get("logprob_token_ids", ())),
+        max_draft_tokens=given.get("max_draft_tokens"),
     )
 
 

@@ -471,6 +471,7 @@ class Scheduler:
         continues = request.is_resumable or request.segments
         if not continues or output.finish_reason is FinishReason.ERROR:
             self._queues.finish(request, output.finish_reason, now)
+            output.drafts = request.drafts
             return
         output.continues = True
         self._in_flight.forget(request)

@@ -20,6 +20,7 @@ _MAX_STOP_TOKEN_IDS = 4096
 _MAX_STREAM_INTERVAL = 4096
 _MAX_PATTERN_SIZE = 256
 _MAX_PATTERN_COUNT = 64
+_MAX_DRAFT_TOKENS = 64
 
 
 class SamplingLimits(RequestOption):
@@ -29,7 +30,7 @@ class SamplingLimits(RequestOption):
         "sampling.stop_token_ids", "sampling.ignore_eos", "sampling.include_stop_in_output",
         "sampling.skip_special_tokens", "sampling.spaces_between_special_tokens", "sampling.detokenize",
         "sampling.output_kind", "sampling.stream_interval", "sampling.repetition_detection",
-        "sampling.skip_reading_prefix_cache",
+        "sampling.skip_reading_prefix_cache", "sampling.max_draft_tokens",
     )  # fmt: skip
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
@@ -65,6 +66,8 @@ class SamplingLimits(RequestOption):
             complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
         if asked.HasField("skip_reading_prefix_cache"):
             entry.skip_reading_prefix_cache = asked.skip_reading_prefix_cache
+        if asked.HasField("max_draft_tokens"):
+            complete.max_draft_tokens = asked.max_draft_tokens
 
 
 def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) -> None:
@@ -139,6 +142,8 @@ def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations)
         check_set(sampling, "min_tokens", least <= most, rule, violations)
     is_fine = 1 <= interval <= _MAX_STREAM_INTERVAL
     check_set(sampling, "stream_interval", is_fine, f"must be in 1..{_MAX_STREAM_INTERVAL}", violations)
+    is_fine = 0 <= sampling.max_draft_tokens <= _MAX_DRAFT_TOKENS
+    check_set(sampling, "max_draft_tokens", is_fine, f"must be in 0..{_MAX_DRAFT_TOKENS}", violations)
     kinds = sampling_pb2.OutputKind
     violations.need_enum("sampling.output_kind", sampling.output_kind, kinds, kinds.values())
 

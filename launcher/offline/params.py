@@ -98,6 +98,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool | None = None
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a value of a wrong type or range."""

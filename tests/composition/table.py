@@ -91,6 +91,7 @@ OPTIONS = (
     Option("logprobs", 0.3, between(0, 4)),
     Option("logprob_token_ids", 0.2, draws.token_ids(3)),
     Option("prompt_logprobs", 0.2, between(0, 3)),
+    Option("max_draft_tokens", 0.15, among(0, 2)),
     Option("skip_reading_prefix_cache", 0.15, among(True, False)),
     Option("detokenize false", 0.15, among(False)),
     Option("skip_special_tokens false", 0.15, among(False)),

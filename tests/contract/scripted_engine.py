@@ -43,7 +43,7 @@ _SERVED = {
 _HINTS = {
     "external_request_id", "data_parallel_rank",
 }  # fmt: skip
-_SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "seed"}
+_SERVED_SAMPLING = {"temperature", "max_tokens", "ignore_eos", "stop_token_ids", "seed", "max_draft_tokens"}
 # These are served where they change nothing: a hash has no distribution.
 _NEUTRAL = {
     "n": 1, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0,

@@ -127,6 +127,7 @@ def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams
         "seed": rng.choice([0, 2**64 - 1]),
         "max_tokens": rng.choice([1, 5, facts.max_model_len - NUM_PROMPT_TOKENS]),
         "min_tokens": rng.choice([0, 1, 5]),
+        "max_draft_tokens": rng.choice([0, 64]),
         "n": rng.choice([1, 1, 64]),
         "stop": ["x"],
         "stop_token_ids": ids,
