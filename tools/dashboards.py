@@ -371,6 +371,24 @@ _FLOW = (
         "a step has left.",
         {"{{engine}}": _rate("triptych_engine_chunked_prefills_total", "engine")},
     ),
+    Panel(
+        "Accepted drafts",
+        "percentunit",
+        "Share of the verified draft tokens that were accepted. None without speculative decoding.",
+        {
+            "{{engine}}": f"{_rate('triptych_engine_accepted_draft_tokens_total', 'engine')}"
+            f" / {_rate('triptych_engine_draft_tokens_total', 'engine')}"
+        },
+    ),
+    Panel(
+        "Accepted drafts per row",
+        "none",
+        "Draft tokens that a row of a step with drafts yields, beside the one that every row yields.",
+        {
+            "{{engine}}": f"{_rate('triptych_engine_accepted_draft_tokens_total', 'engine')}"
+            f" / {_rate('triptych_engine_draft_rows_total', 'engine')}"
+        },
+    ),
 )
 
 _STEPS = (

@@ -19,6 +19,8 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
+    num_draft_tokens: int | None = None  # that engines verified; None: none, or not known
+    num_accepted_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,13 @@ def read_finished(finished: generate_pb2.Finished) -> Finished:
 
 
 def read_usage(usage: output_pb2.Usage) -> Usage:
-    return Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
+    return Usage(
+        usage.num_prompt_tokens,
+        usage.num_cached_tokens,
+        usage.num_completion_tokens,
+        usage.num_draft_tokens if usage.HasField("num_draft_tokens") else None,
+        usage.num_accepted_draft_tokens if usage.HasField("num_accepted_draft_tokens") else None,
+    )
 
 
 def reason_of(reason: output_pb2.FinishReason) -> str:

@@ -274,7 +274,7 @@ def _distinct_ids(answers: Answers) -> set[int]:
 async def _num_drafts(engines: Sequence[ServiceProcess]) -> tuple[int, int]:
     """Drafts that were verified, and those that were accepted."""
     found = [await engine.status() for engine in engines]
-    names = ("draft_tokens", "accepted_draft_tokens")
+    names = ("num_drafts", "num_accepted_drafts")
     drafts, accepted = (sum(int(status.get(name, 0)) for status in found) for name in names)
     return drafts, accepted
 

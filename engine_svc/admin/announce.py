@@ -200,6 +200,8 @@ def stats(loop_stats: LoopStats) -> session_pb2.Stats:
         num_prompt_tokens=loop_stats.num_prompt_tokens,
         num_generated_tokens=loop_stats.num_generated_tokens,
         num_finished=loop_stats.num_finished,
+        num_draft_rows=scheduler.drafts.num_drafts,
+        num_accepted_drafts_by_position=scheduler.drafts.accepted_per_position,
     )
 
 
@@ -261,10 +263,10 @@ def status(engine: ServedEngine, num_sessions: int) -> dict[str, str | int | flo
             ),
             "num_preemptions": loop_stats.scheduler.num_preemptions,
             "num_chunked_prefills": loop_stats.scheduler.num_chunked_prefills,
-            "draft_tokens": loop_stats.scheduler.drafts.num_draft_tokens,
-            "accepted_draft_tokens": loop_stats.scheduler.drafts.num_accepted_tokens,
             "prefix_queries": loop_stats.scheduler.prefix_queries,
             "prefix_hits": loop_stats.scheduler.prefix_hits,
+            "num_drafts": loop_stats.scheduler.drafts.num_draft_tokens,
+            "num_accepted_drafts": loop_stats.scheduler.drafts.num_accepted_tokens,
             "max_rows": loop_stats.scheduler.max_rows,
         }
     return values

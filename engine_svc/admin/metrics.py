@@ -175,21 +175,34 @@ def _register_scheduler(metrics: Metrics, engine: ServedEngine) -> None:
         now(lambda stats: stats.num_chunked_prefills),
     )
     counter(
-        "triptych_engine_nan_rows_total",
-        "Rows with NaN or infinite logits; each ended its request with an error.",
-        now(lambda stats: stats.num_non_finite_rows),
+        "triptych_engine_draft_rows_total",
+        "Rows of steps that had draft tokens.",
+        now(lambda stats: stats.drafts.num_drafts),
+        aliases=("vllm:spec_decode_num_drafts_total",),
     )
     counter(
         "triptych_engine_draft_tokens_total",
-        "Proposed tokens that were verified.",
+        "Draft tokens that were verified.",
         now(lambda stats: stats.drafts.num_draft_tokens),
         aliases=("vllm:spec_decode_num_draft_tokens_total",),
     )
     counter(
         "triptych_engine_accepted_draft_tokens_total",
-        "Proposed tokens that were accepted.",
+        "Draft tokens that were accepted.",
         now(lambda stats: stats.drafts.num_accepted_tokens),
         aliases=("vllm:spec_decode_num_accepted_tokens_total",),
+    )
+    counter(
+        "triptych_engine_accepted_draft_tokens_by_position_total",
+        "Draft tokens that were accepted, by their position in the row from 0.",
+        lambda: _by_position(engine.stats_snapshot.read().scheduler or _NOTHING),
+        labels=("position",),
+        aliases=("vllm:spec_decode_num_accepted_tokens_per_pos_total",),
+    )
+    counter(
+        "triptych_engine_nan_rows_total",
+        "Rows with NaN or infinite logits; each ended its request with an error.",
+        now(lambda stats: stats.num_non_finite_rows),
     )
     gauge(
         "triptych_engine_step_max_rows",
@@ -332,6 +345,10 @@ def _register_lockstep(metrics: Metrics, engine: ServedEngine) -> None:
 
 def _one_of(states: type[Enum], present: Enum) -> Reading:
     return {(state.value,): state is present for state in states}
+
+
+def _by_position(stats: SchedulerStats) -> Reading:
+    return {(str(position),): count for position, count in enumerate(stats.drafts.accepted_per_position)}
 
 
 def _cache_info(engine: ServedEngine) -> Reading:

@@ -14,7 +14,7 @@ from engine_svc.convert.feature import AddContext, WireFeatures, to_us
 from engine_svc.convert.logprobs import add_logprobs, pack
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
-from engine_svc.core.request import NO_STOP_TOKEN, FinishReason, FirstOutput, PrefillStats, Request
+from engine_svc.core.request import NO_STOP_TOKEN, DraftUse, FinishReason, FirstOutput, PrefillStats, Request
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
@@ -164,6 +164,8 @@ def to_step(
             end.message = finished.message
             if finished.code:
                 end.code = to_number(finished.code)
+        if finished.drafts is not None:
+            _set_drafts(end.drafts, finished.drafts)
     if output.token_logprobs is not None:
         add_logprobs(step, output, output.token_logprobs)
     if output.extras:
@@ -200,6 +202,10 @@ def _set_prefill(stats: step_pb2.PrefillStats, first: FirstOutput, prefill: Pref
     stats.num_computed_tokens = prefill.num_prompt_tokens - first.num_cached_tokens
     stats.num_chunks = prefill.num_chunks
     stats.queue_us, stats.prefill_us = to_us(prefill.queue_s), to_us(prefill.prefill_s)
+
+
+def _set_drafts(record: step_pb2.DraftUse, drafts: DraftUse) -> None:
+    record.num_proposed, record.num_accepted = drafts.num_proposed, drafts.num_accepted
 
 
 def _set_stop(

@@ -75,6 +75,19 @@ class InputSegment:
 
 
 @dataclass(slots=True)
+class DraftUse:
+    """How many drafts a request had, over all its steps, and what became of them."""
+
+    num_proposed: int = 0  # that were planned for verification
+    num_accepted: int = 0
+
+    def add(self, num_proposed: int, num_accepted: int) -> None:
+        """Count the drafts of one step."""
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+
+
+@dataclass(slots=True)
 class BlockTable:
     """The blocks of one request in one group of layers, in token order. The cache owns it."""
 
@@ -125,6 +138,7 @@ class Request:
     timeline: Timeline = field(init=False)
     draft_token_ids: list[int] = field(default_factory=list, init=False)  # proposed for the next step
     draft_history: Any = field(default=None, init=False)  # of the draft limit alone
+    drafts: DraftUse | None = field(default=None, init=False)  # None: no draft was verified
     num_computed_tokens: int = field(default=0, init=False)  # with KV, including those of steps in flight
     num_placeholders: int = field(default=0, init=False)  # sampled by steps in flight, values not yet known
     num_cached_tokens: int = field(default=0, init=False)  # prefix hit at the first admission
@@ -216,6 +230,7 @@ class RequestOutput:
     code: str = ""  # the name of its gRPC status code then, if it has one
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
+    drafts: DraftUse | None = None  # in the last output of the request only, if any draft was verified
 
     @property
     def num_cached_tokens(self) -> int | None:

@@ -47,7 +47,7 @@ class SamplingParams:
     min_p: float = 0.0  # minimum share of the most likely token's probability; 0 = all
     logprobs: int | None = None  # number of most likely tokens to report; -1 = all, None = no logprobs
     logprob_token_ids: tuple[int, ...] = ()  # ids to report in addition
-    max_draft_tokens: int | None = None  # of a step; None: as many as the engine likes
+    max_draft_tokens: int | None = None  # for the scheduler: most in a step; None = its own limit alone
 
     @property
     def wants_logprobs(self) -> bool:

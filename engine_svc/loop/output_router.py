@@ -93,7 +93,7 @@ class OutputRouter:
 
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
-    return FinishedRow(row, reason, output.stop_token_id, output.message, output.code)
+    return FinishedRow(row, reason, output.stop_token_id, output.message, output.code, output.drafts)
 
 
 def _aborted(handle: int, step_number: int) -> StepOutput:

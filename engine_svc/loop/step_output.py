@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_svc.core.extras import Extras, merge_extras
-from engine_svc.core.request import FinishReason, FirstOutput
+from engine_svc.core.request import DraftUse, FinishReason, FirstOutput
 from engine_svc.core.step import TokenLogprobs
 
 # A sixteenth of the largest message that either side accepts: heartbeats wait behind a long message.
@@ -27,7 +27,7 @@ _MAX_UNMERGED_STEPS = 16
 class FinishedRow:
     """How the request of one row ended: `stop_token_id` if by a stop token, `message` if by an error.
 
-    code: the name of the error's gRPC status code, if it has one.
+    code: the name of the error's gRPC status code, if it has one.  drafts: None if none was verified.
     """
 
     row: int
@@ -35,6 +35,7 @@ class FinishedRow:
     stop_token_id: int | None = None
     message: str = ""
     code: str = ""
+    drafts: DraftUse | None = None
 
 
 @dataclass(slots=True)

@@ -73,6 +73,8 @@ def measure_costs(
     positions = _POSITIONS if device.type == "cpu" else _POSITIONS + _POSITIONS_ON_GPU
     counts = [count for count in positions if count <= max_positions]
     seconds = [shortest(measure, count, 1) for count in counts]
+    # No step is slower than a larger one. What was disturbed meanwhile would make others look free.
+    seconds = [min(seconds[index:]) for index in range(len(seconds))]
     some, long = min(_SOME_POSITIONS, max_positions), min(_LONG_CONTEXT, max_model_len)
     reads = shortest(measure, some, long) - shortest(measure, some, 1)
     return StepCosts(

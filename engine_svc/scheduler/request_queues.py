@@ -120,7 +120,7 @@ class RequestQueues:
     def end_early(self, request: Request, reason: FinishReason, now: float) -> RequestOutput:
         """End a request before its last token; returns its final output."""
         self.finish(request, reason, now)
-        output = RequestOutput(request.request_id, [], reason)
+        output = RequestOutput(request.request_id, [], reason, drafts=request.drafts)
         if request.timeline.first_token_at is None:
             output.first = FirstOutput(request.num_cached_tokens)
         return output

@@ -12,6 +12,7 @@ from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.request import (
     NO_STOP_TOKEN,
+    DraftUse,
     FinishReason,
     InputSegment,
     Request,
@@ -299,7 +300,10 @@ class Scheduler:
             if drafts:
                 roll_back_rejected(request, len(drafts) + 1 - len(tokens))
                 num_drafts = result.num_drafts[row] if result.num_drafts else len(drafts)
-                self._drafts.add(num_drafts, len(tokens) - 1)
+                if num_drafts:
+                    self._drafts.add(num_drafts, len(tokens) - 1)
+                    request.drafts = request.drafts or DraftUse()
+                    request.drafts.add(num_drafts, len(tokens) - 1)
                 if self._draft_limit is not None:
                     self._draft_limit.note(request, num_drafts, len(tokens) - 1)
             output = RequestOutput(request.request_id, tokens)
@@ -487,6 +491,7 @@ class Scheduler:
         continues = request.is_resumable or request.segments
         if not continues or output.finish_reason is FinishReason.ERROR:
             self._queues.finish(request, output.finish_reason, now)
+            output.drafts = request.drafts
             return
         output.continues = True
         self._in_flight.forget(request)

@@ -76,11 +76,16 @@ def stop_match_message(ending: Ending) -> output_pb2.StopMatch | None:
 
 def usage_message(opened: OpenRequest, output: Output, pieces: Sequence[OutputPiece]) -> output_pb2.Usage:
     """The tokens of `pieces`, and those of the prompt, counted once."""
-    return output_pb2.Usage(
+    usage = output_pb2.Usage(
         num_prompt_tokens=len(opened.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         num_completion_tokens=sum(piece.num_output_tokens for piece in pieces),
     )
+    drafts = [piece.ending.drafts for piece in pieces if piece.ending and piece.ending.drafts]
+    if drafts:
+        usage.num_draft_tokens = sum(of_piece.num_proposed for of_piece in drafts)
+        usage.num_accepted_draft_tokens = sum(of_piece.num_accepted for of_piece in drafts)
+    return usage
 
 
 def logprobs_message(logprobs: Logprobs | None) -> output_pb2.Logprobs | None:

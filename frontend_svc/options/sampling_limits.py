@@ -18,9 +18,9 @@ _MIN_TEMPERATURE = 0.01
 _MAX_TEMPERATURE = 2.0
 _MAX_STOP_TOKEN_IDS = 4096
 _MAX_STREAM_INTERVAL = 4096
-_MAX_DRAFT_TOKENS = 64
 _MAX_PATTERN_SIZE = 256
 _MAX_PATTERN_COUNT = 64
+_MAX_DRAFT_TOKENS = 64
 
 
 class SamplingLimits(RequestOption):
@@ -64,10 +64,10 @@ class SamplingLimits(RequestOption):
         if detection.max_pattern_size:
             complete.repetition_detection.CopyFrom(detection)
             complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
-        if asked.HasField("max_draft_tokens"):
-            complete.max_draft_tokens = asked.max_draft_tokens
         if asked.HasField("skip_reading_prefix_cache"):
             entry.skip_reading_prefix_cache = asked.skip_reading_prefix_cache
+        if asked.HasField("max_draft_tokens"):
+            complete.max_draft_tokens = asked.max_draft_tokens
 
 
 def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) -> None:
@@ -142,9 +142,8 @@ def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations)
         check_set(sampling, "min_tokens", least <= most, rule, violations)
     is_fine = 1 <= interval <= _MAX_STREAM_INTERVAL
     check_set(sampling, "stream_interval", is_fine, f"must be in 1..{_MAX_STREAM_INTERVAL}", violations)
-    num_drafts = sampling.max_draft_tokens
-    rule = f"must be in 0..{_MAX_DRAFT_TOKENS}"
-    check_set(sampling, "max_draft_tokens", 0 <= num_drafts <= _MAX_DRAFT_TOKENS, rule, violations)
+    is_fine = 0 <= sampling.max_draft_tokens <= _MAX_DRAFT_TOKENS
+    check_set(sampling, "max_draft_tokens", is_fine, f"must be in 0..{_MAX_DRAFT_TOKENS}", violations)
     kinds = sampling_pb2.OutputKind
     violations.need_enum("sampling.output_kind", sampling.output_kind, kinds, kinds.values())
 

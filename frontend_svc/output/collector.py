@@ -35,10 +35,19 @@ class EndReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftUse:
+    """How many draft tokens an engine verified for an output, and how many it accepted."""
+
+    num_proposed: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """How an output ended. For STOP, at most one of the three matches is set; `message` is for ERROR.
 
     failure: the status with which the engine ended it; it is the whole request's.
+    drafts: None if the engine reported none.
     """
 
     reason: EndReason
@@ -47,6 +56,7 @@ class Ending:
     stop_string: str | None = None
     message: str = ""  # for people
     failure: ServiceError | None = None
+    drafts: DraftUse | None = None
 
     @property
     def is_by_token(self) -> bool:

@@ -128,7 +128,8 @@ class RequestState:
         if self._text is not None:
             text, parts, stop = self._text.advance(token_ids, len(self.output_token_ids), ending)
             if stop is not None:
-                ending = Ending(EndReason.STOP, stop_string=stop)
+                drafts = None if ending is None else ending.drafts
+                ending = Ending(EndReason.STOP, stop_string=stop, drafts=drafts)
         self.output_token_ids.extend(token_ids)
         if ending is not None:
             self.has_ended = True

@@ -20,6 +20,8 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
+    num_draft_tokens: int | None = None  # that engines verified; None: none, or not known
+    num_accepted_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,13 @@ def _result(
         outputs=outputs,
         num_cached_tokens=started.num_cached_tokens,
         prompt_logprobs=_logprobs(started.prompt_logprobs) if started.HasField("prompt_logprobs") else None,
-        usage=Usage(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens),
+        usage=Usage(
+            usage.num_prompt_tokens,
+            usage.num_cached_tokens,
+            usage.num_completion_tokens,
+            usage.num_draft_tokens if usage.HasField("num_draft_tokens") else None,
+            usage.num_accepted_draft_tokens if usage.HasField("num_accepted_draft_tokens") else None,
+        ),
     )
 
 

@@ -15,6 +15,9 @@ from triptych.common.v1 import output_pb2
 from triptych_client.events import stop_match_of
 from triptych_client.logprobs import read_logprobs
 
+# Of the prompt, which all outputs share.
+_PROMPT_COUNTS = frozenset({"num_prompt_tokens", "num_cached_tokens"})
+
 
 @dataclass(slots=True)
 class Output:
@@ -112,8 +115,9 @@ class Generation:
                 self._count(usage_of(finished.usage))
 
     def _count(self, usage: dict[str, int]) -> None:
-        before = self.answer.usage.get("num_completion_tokens", 0)
-        self.answer.usage = usage | {"num_completion_tokens": before + usage["num_completion_tokens"]}
+        before = self.answer.usage
+        summed = {name: before.get(name, 0) + usage[name] for name in usage.keys() - _PROMPT_COUNTS}
+        self.answer.usage = before | usage | summed
 
 
 def event_record(response: generate_pb2.GenerateResponse, trace_id: str) -> dict[str, Any]:
@@ -170,12 +174,16 @@ def cumulative_of(finished: generate_pb2.Finished) -> float | None:
 
 
 def usage_of(usage: output_pb2.Usage) -> dict[str, int]:
-    """Token counts by their field names."""
-    return {
+    """Token counts by their field names; those of drafts only where they are known."""
+    counts = {
         "num_prompt_tokens": usage.num_prompt_tokens,
         "num_cached_tokens": usage.num_cached_tokens,
         "num_completion_tokens": usage.num_completion_tokens,
     }
+    if usage.HasField("num_draft_tokens"):
+        counts["num_draft_tokens"] = usage.num_draft_tokens
+        counts["num_accepted_draft_tokens"] = usage.num_accepted_draft_tokens
+    return counts
 
 
 def stats_of(stats: output_pb2.OutputStats) -> dict[str, float]:

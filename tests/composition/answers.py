@@ -88,7 +88,8 @@ def _content_of(whole: Whole) -> bytes:
     content.CopyFrom(whole)
     for name in ("request_id", "num_cached_tokens", "resume_token"):
         content.started.ClearField(name)
-    content.usage.ClearField("num_cached_tokens")
+    for name in ("num_cached_tokens", "num_draft_tokens", "num_accepted_draft_tokens"):
+        content.usage.ClearField(name)
     for output in content.outputs:
         output.ClearField("stats")
     return content.SerializeToString(deterministic=True)

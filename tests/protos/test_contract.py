@@ -42,6 +42,7 @@ ZERO_IS_A_VALUE = [
     "stream_interval",
     "skip_reading_prefix_cache",
     "thinking_token_budget",
+    "max_draft_tokens",
 ]
 # Of these, protoc makes C++ or Java that does not compile: each message has accessors of the same name.
 ACCESSORS_OF_EVERY_MESSAGE = {
@@ -135,7 +136,9 @@ def test_a_sampling_parameter_of_zero_differs_from_an_unset_one(name: str) -> No
     assert sampling_pb2.SamplingParams.FromString(params.SerializeToString()).HasField(name)
 
 
-@pytest.mark.parametrize("name", ["n", "max_tokens", "logprobs", "prompt_logprobs", "seed"])
+@pytest.mark.parametrize(
+    "name", ["n", "max_tokens", "logprobs", "prompt_logprobs", "seed", "max_draft_tokens"]
+)
 def test_a_parameter_beyond_32_bits_is_not_truncated(name: str) -> None:
     params = sampling_pb2.SamplingParams()
     setattr(params, name, 2**40 + 1)

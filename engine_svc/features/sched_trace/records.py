@@ -162,6 +162,7 @@ def request_record(request: Request) -> Record:
         "arrival_time": request.arrival_at,
         "cache_salt": request.cache_salt or None,
         "skip_prefix_lookup": sampling.skip_reading_prefix_cache,
+        "max_draft_tokens": sampling.max_draft_tokens,
         "extra_keys": list(request.extra_keys),
         "spans": [asdict(span) for span in request.spans],
         "num_encoder_tokens": request.num_encoder_tokens,
@@ -179,6 +180,7 @@ def read_request(record: Record) -> Request:
         stop_token_ids=frozenset(record["stop_token_ids"]),
         skip_reading_prefix_cache=record["skip_prefix_lookup"],
         repetition=None if repetition is None else RepetitionLimits(**repetition),
+        max_draft_tokens=record.get("max_draft_tokens"),
     )
     prompt = list(record["prompt"])
     return Request(

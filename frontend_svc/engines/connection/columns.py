@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.collector import DraftUse, Ending, EndReason
 from frontend_svc.output.engine_times import EventKind, Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
@@ -146,4 +146,9 @@ def _ending(finished: step_pb2.StepFinished) -> Ending:
         eos_token_id=finished.eos_token_id if kind == "eos_token_id" else None,
         message=message,
         failure=from_status(finished.code, message, b"") if finished.code else None,
+        drafts=_drafts(finished.drafts) if finished.HasField("drafts") else None,
     )
+
+
+def _drafts(drafts: step_pb2.DraftUse) -> DraftUse:
+    return DraftUse(drafts.num_proposed, drafts.num_accepted)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from engine_svc.admin import announce
 from engine_svc.admin.metrics import register_engine
+from engine_svc.loop.mailbox import LoopStats
+from engine_svc.scheduler.stats import DraftStats
 from service_kit.metrics import LabelValues
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, connected, make_entry, served
 from triptych.engine.v1 import engine_pb2, session_pb2
@@ -48,6 +52,28 @@ async def test_tokens_ends_and_aborts_are_counted_by_reason_and_cause():
     assert after["triptych_engine_step_duration_seconds_count"] == {(): steps}
     assert after["triptych_engine_state"]["ready",] == 1
     assert after["triptych_engine_stream_sent_bytes_total"][()] > 100
+
+
+async def test_drafts_are_counted_by_row_token_and_position_in_metrics_load_and_status():
+    async with served() as (rig, stub):
+        engine = rig.engine
+        register_engine(engine.metrics, engine, rig.servicer)
+        before = readings(rig)
+        drafts = DraftStats(5, 15, 8, (5, 2, 1))
+        seen = replace(engine.stats_snapshot.read().scheduler, drafts=drafts)
+        engine.stats_snapshot.post(LoopStats(scheduler=seen))
+        after = readings(rig)
+        stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
+        status = announce.status(engine, 0)
+    names = ["draft_rows", "draft_tokens", "accepted_draft_tokens"]
+    assert [before[f"triptych_engine_{name}_total"][()] for name in names] == [0, 0, 0]
+    assert [after[f"triptych_engine_{name}_total"][()] for name in names] == [5, 15, 8]
+    by_position = {("0",): 5, ("1",): 2, ("2",): 1}
+    assert after["triptych_engine_accepted_draft_tokens_by_position_total"] == by_position
+    assert after["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == by_position
+    assert (stats.num_draft_rows, stats.num_drafts, stats.num_accepted_drafts) == (5, 15, 8)
+    assert list(stats.num_accepted_drafts_by_position) == [5, 2, 1]
+    assert (status["num_drafts"], status["num_accepted_drafts"]) == (15, 8)
 
 
 async def test_sessions_are_counted_over_all_of_their_streams():

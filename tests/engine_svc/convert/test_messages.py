@@ -10,7 +10,7 @@ import pytest
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
-from engine_svc.core.request import NO_STOP_TOKEN, FinishReason, FirstOutput, PrefillStats
+from engine_svc.core.request import NO_STOP_TOKEN, DraftUse, FinishReason, FirstOutput, PrefillStats
 from engine_svc.core.sampling_params import RepetitionLimits
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
@@ -113,6 +113,8 @@ def test_tenants_share_no_cache_even_with_crafted_salts():
         ({"min_p": -0.1}, "min_p", ["-0.1", "0 to 1"]),
         ({"min_p": 1.5}, "min_p", ["1.5"]),
         ({"min_p": float("nan")}, "min_p", ["nan"]),
+        ({"max_draft_tokens": -1}, "max_draft_tokens", ["-1", "0 to 64"]),
+        ({"max_draft_tokens": 2**40}, "max_draft_tokens", [str(2**40), "0 to 64"]),
         ({"logprobs": -1}, "logprobs", ["-1", "0 to 20"]),
         ({"logprobs": 21}, "logprobs", ["21"]),
         ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids", ["1000"]),
@@ -130,6 +132,8 @@ def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, wor
 def test_every_sampling_option_of_the_core_arrives():
     sampling = read_add(make_entry(1, min_p=0.25, logprobs=20, logprob_token_ids=[9, 0])).sampling
     assert (sampling.min_p, sampling.logprobs, sampling.logprob_token_ids) == (0.25, 20, (9, 0))
+    given = [read_add(make_entry(1, max_draft_tokens=most)).sampling.max_draft_tokens for most in (0, 64)]
+    assert (given, read_add(make_entry(1)).sampling.max_draft_tokens) == ([0, 64], None)
 
 
 def test_unset_options_change_nothing():
@@ -315,6 +319,16 @@ def test_an_error_has_its_status():
     ]
     step = messages.to_step(StepOutput(4, [9, 10], [0, 0], [], finished=finished), {}, FEATURES, 0.0)
     assert [(end.code, end.message) for end in step.finished] == [(3, "no such thing"), (0, "no luck")]
+
+
+def test_an_end_has_the_drafts_of_its_request_if_there_were_any():
+    use = DraftUse()
+    use.add(4, 1)
+    use.add(4, 2)
+    finished = [FinishedRow(0, FinishReason.LENGTH, drafts=use), FinishedRow(1, FinishReason.LENGTH)]
+    step = messages.to_step(StepOutput(4, [9, 10], [1, 1], [5, 5], finished=finished), {}, FEATURES, 0.0)
+    assert step.finished[0].drafts == step_pb2.DraftUse(num_proposed=8, num_accepted=3)
+    assert not step.finished[1].HasField("drafts")
 
 
 def test_the_first_record_says_how_the_prompt_was_computed():

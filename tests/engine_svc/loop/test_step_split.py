@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from engine_svc.convert import messages
-from engine_svc.core.request import FinishReason, FirstOutput, RequestOutput
+from engine_svc.core.request import DraftUse, FinishReason, FirstOutput, RequestOutput
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptRun
 from engine_svc.loop.mailbox import Outbox
@@ -172,7 +172,9 @@ def any_output(rng: random.Random) -> StepOutput:
         if rng.random() < 0.3:
             output.first.append((row, FirstOutput(rng.randrange(100))))
         if rng.random() < 0.3:
-            output.finished.append(FinishedRow(row, FinishReason.ERROR, message="x" * rng.randrange(40)))
+            drafts = rng.choice((None, DraftUse(2**31, 2**31)))
+            message = "x" * rng.randrange(40)
+            output.finished.append(FinishedRow(row, FinishReason.ERROR, message=message, drafts=drafts))
         if num_tokens and rng.random() < 0.5:
             output.token_logprobs.sampled[handle] = logprobs_of(num_tokens, rng.randrange(5))
         if rng.random() < 0.3:
@@ -204,7 +206,7 @@ def contents(found: list[StepOutput]) -> dict[int, dict[str, list[object]]]:
                 row["ranks"] += token_logprobs.sampled[handle].ranks
                 row["others"] += token_logprobs.sampled[handle].top_token_ids
         for finished in piece.finished:
-            rows[finished.row]["ends"].append((finished.reason, finished.message))
+            rows[finished.row]["ends"].append((finished.reason, finished.message, finished.drafts))
         for first_row, num_cached_tokens in piece.first:
             rows[first_row]["cached"].append(num_cached_tokens)
     return by_handle

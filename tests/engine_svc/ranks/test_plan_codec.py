@@ -63,6 +63,7 @@ EVERYTHING = SamplingParams(
     min_p=0.05,
     logprobs=0,
     logprob_token_ids=(6, 5),
+    max_draft_tokens=0,
 )
 
 

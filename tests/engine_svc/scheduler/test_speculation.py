@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.core.request import Request
+from engine_svc.core.request import DraftUse, Request
 from engine_svc.scheduler.speculation import UNKNOWN_DRAFT, DraftCounter, is_last_token_in_flight
 from engine_svc.scheduler.stats import DraftStats
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
@@ -51,6 +51,20 @@ def test_drafts_are_counted_by_row_and_position(drafts, sampled, stats):
     assert stage.scheduler.stats().drafts == DraftStats()
     stage.update(stage.schedule(), dict(zip(names, sampled, strict=True)))
     assert stage.scheduler.stats().drafts == stats
+
+
+def test_the_last_output_of_a_request_has_its_drafts_and_no_other_has():
+    stage = Stage(num_speculative_tokens=2)
+    drafting, aborted, plain = (request(name, 8, max_tokens=2) for name in "abc")
+    stage.add(drafting, aborted, plain)
+    first = stage.update(stage.schedule())
+    for drafted in (drafting, aborted):
+        drafted.drafts = DraftUse(2, 1)
+    ended = stage.scheduler.abort([aborted.request_id], 1.0)
+    last = stage.update(stage.schedule())
+    found = {output.request_id: output.drafts for output in (*ended, *last)}
+    assert found == {"a": DraftUse(2, 1), "b": DraftUse(2, 1), "c": None}
+    assert [output.drafts for output in first] == [None] * 3
 
 
 def test_counts_of_drafts_go_on_from_step_to_step():

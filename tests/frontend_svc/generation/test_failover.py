@@ -148,7 +148,7 @@ async def test_what_is_sent_again_is_the_request_as_it_was_and_the_output_so_far
     first, second = FakeEngine(source), FakeEngine(source, dp_rank=1, is_ready=False)
     asked = {
         "seed": 5, "max_tokens": 30, "min_tokens": 11, "frequency_penalty": 0.5, "bad_words": ["dog"],
-        "cache_salt": "salt", "priority": 3,
+        "cache_salt": "salt", "priority": 3, "max_draft_tokens": 2,
     }  # fmt: skip
     async with serving(first, second, reconnect_window_s=WAIT_S) as (client, _):
         stream = aiter(client.generate("the cat", request_id="mine", timeout=WAIT_S, **asked))

@@ -24,6 +24,7 @@ from service_kit.errors import DeadlineExceeded, NotFound
 from service_kit.metrics import to_text
 from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
+    AT_EOS,
     AT_LENGTH,
     EOS_ID,
     MAX_MODEL_LEN,
@@ -103,6 +104,26 @@ async def test_unary_answers_once_with_everything():
     assert output.reason == output_pb2.FINISH_REASON_STOP
     assert response.started.num_cached_tokens == 16
     assert response.usage.num_completion_tokens == len(output.token_ids)
+
+
+async def test_usage_has_the_drafts_that_engines_report_of_one_output_or_of_all():
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        end = step_pb2.StepFinished()
+        end.CopyFrom(AT_EOS)
+        if request.entry.group_index < 2:
+            end.drafts.num_proposed, end.drafts.num_accepted = 4 + request.entry.group_index, 2
+        engine.step({request: [EOS_ID]}, finished={request: end})
+
+    async with serving(FakeEngine(script)) as (client, _):
+        asked = make_request("the cat", n=3, temperature=1.0)
+        response = await client.inference.GenerateOnce(asked, timeout=WAIT_S)
+        ends = [one.finished async for one in client.generate(n=3) if one.HasField("finished")]
+    usage = response.usage
+    assert (usage.num_draft_tokens, usage.num_accepted_draft_tokens) == (9, 4)
+    of_outputs = sorted((end.output_index, end.usage.num_draft_tokens) for end in ends)
+    assert of_outputs == [(0, 4), (1, 5), (2, 0)]
+    has_drafts = {end.output_index: end.usage.HasField("num_draft_tokens") for end in ends}
+    assert has_drafts == {0: True, 1: True, 2: False}
 
 
 async def test_cumulative_and_final_only_outputs():

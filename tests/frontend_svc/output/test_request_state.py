@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, OutputPiece, ReaderLimit
+from frontend_svc.output.collector import (
+    Collector,
+    DraftUse,
+    Ending,
+    EndReason,
+    OutputKind,
+    OutputPiece,
+    ReaderLimit,
+)
 from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.output.processor import OutputProcessor, StepColumns
@@ -56,6 +64,12 @@ async def test_stop_string_beats_the_end_in_the_same_step_and_keeps_all_ids():
         assert output.text == text
         assert len(output.token_ids) == 6
         assert output.ending == Ending(EndReason.STOP, stop_string="cd")
+
+
+async def test_the_drafts_of_an_output_are_kept_whatever_ends_it():
+    use = DraftUse(4, 2)
+    output = await run(state("cd"), letters("abcd"), ending=Ending(EndReason.LENGTH, drafts=use))
+    assert output.ending == Ending(EndReason.STOP, stop_string="cd", drafts=use)
 
 
 async def test_stop_string_across_steps_ends_the_request():

@@ -27,6 +27,27 @@ def one_token(engine: FakeEngine, request: FakeRequest) -> None:
     )
 
 
+def drafted(engine: FakeEngine, request: FakeRequest) -> None:
+    end = step_pb2.StepFinished()
+    end.CopyFrom(AT_LENGTH)
+    end.drafts.num_proposed, end.drafts.num_accepted = 4, 3
+    engine.step({request: [TOKEN_ID]}, finished={request: end})
+
+
+async def test_drafts_are_summed_over_the_outputs_and_left_out_where_there_were_none() -> None:
+    usages = []
+    for script in (drafted, one_token):
+        async with serving(FakeEngine(script)) as (_, frontend), open_channel(frontend.address) as channel:
+            generation = Generation(channel, make_request("a", n=2, max_draft_tokens=4))
+            async for _ in generation.events(10.0):
+                pass
+        usages.append(generation.answer.usage)
+    with_drafts, without = usages
+    assert (with_drafts["num_draft_tokens"], with_drafts["num_accepted_draft_tokens"]) == (8, 6)
+    assert with_drafts["num_prompt_tokens"] == without["num_prompt_tokens"] == 1
+    assert without.keys() == {"num_prompt_tokens", "num_cached_tokens", "num_completion_tokens"}
+
+
 async def test_an_answer_has_the_log_probabilities_that_were_asked_for() -> None:
     async with serving(FakeEngine(one_token)) as (_, frontend), open_channel(frontend.address) as channel:
         generation = Generation(channel, make_request("a", logprobs=0, n=2))

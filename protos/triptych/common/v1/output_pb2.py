@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/common/v1/output.proto\x12\x12triptych.common.v1\"I\n\tStopMatch\x12\x12\n\x08token_id\x18\x01 \x01(\rH\x00\x12\r\n\x03\x65os\x18\x02 \x01(\rH\x00\x12\x10\n\x06string\x18\x03 \x01(\tH\x00\x42\x07\n\x05match\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x03 \x01(\r\"w\n\x0bOutputStats\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x11\n\tdecode_ms\x18\x03 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12\x16\n\x0enum_migrations\x18\x05 \x01(\r\"{\n\x08Logprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12,\n\x03top\x18\x04 \x03(\x0b\x32\x1f.triptych.common.v1.TopLogprobs\x12\r\n\x05texts\x18\x05 \x03(\t\"A\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05texts\x18\x03 \x03(\t*\xaf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1c\n\x18\x46INISH_REASON_REPETITION\x10\x05\x42H\n\x12triptych.common.v1P\x01Z\x1btriptych/common/v1;commonv1\xaa\x02\x12Triptych.Common.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/common/v1/output.proto\x12\x12triptych.common.v1\"I\n\tStopMatch\x12\x12\n\x08token_id\x18\x01 \x01(\rH\x00\x12\r\n\x03\x65os\x18\x02 \x01(\rH\x00\x12\x10\n\x06string\x18\x03 \x01(\tH\x00\x42\x07\n\x05match\"\xd6\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x03 \x01(\r\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12&\n\x19num_accepted_draft_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x13\n\x11_num_draft_tokensB\x1c\n\x1a_num_accepted_draft_tokens\"w\n\x0bOutputStats\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x11\n\tdecode_ms\x18\x03 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12\x16\n\x0enum_migrations\x18\x05 \x01(\r\"{\n\x08Logprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12,\n\x03top\x18\x04 \x03(\x0b\x32\x1f.triptych.common.v1.TopLogprobs\x12\r\n\x05texts\x18\x05 \x03(\t\"A\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05texts\x18\x03 \x03(\t*\xaf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1c\n\x18\x46INISH_REASON_REPETITION\x10\x05\x42H\n\x12triptych.common.v1P\x01Z\x1btriptych/common/v1;commonv1\xaa\x02\x12Triptych.Common.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,16 +32,16 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.common.v1.output_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022triptych.common.v1P\001Z\033triptych/common/v1;commonv1\252\002\022Triptych.Common.V1'
-  _globals['_FINISHREASON']._serialized_start=538
-  _globals['_FINISHREASON']._serialized_end=713
+  _globals['_FINISHREASON']._serialized_start=661
+  _globals['_FINISHREASON']._serialized_end=836
   _globals['_STOPMATCH']._serialized_start=55
   _globals['_STOPMATCH']._serialized_end=128
-  _globals['_USAGE']._serialized_start=130
-  _globals['_USAGE']._serialized_end=222
-  _globals['_OUTPUTSTATS']._serialized_start=224
-  _globals['_OUTPUTSTATS']._serialized_end=343
-  _globals['_LOGPROBS']._serialized_start=345
-  _globals['_LOGPROBS']._serialized_end=468
-  _globals['_TOPLOGPROBS']._serialized_start=470
-  _globals['_TOPLOGPROBS']._serialized_end=535
+  _globals['_USAGE']._serialized_start=131
+  _globals['_USAGE']._serialized_end=345
+  _globals['_OUTPUTSTATS']._serialized_start=347
+  _globals['_OUTPUTSTATS']._serialized_end=466
+  _globals['_LOGPROBS']._serialized_start=468
+  _globals['_LOGPROBS']._serialized_end=591
+  _globals['_TOPLOGPROBS']._serialized_start=593
+  _globals['_TOPLOGPROBS']._serialized_end=658
 # @@protoc_insertion_point(module_scope)

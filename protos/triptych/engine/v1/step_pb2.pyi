@@ -74,20 +74,30 @@ class StepTopLogprobs(_message.Message):
     def __init__(self, k: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class StepFinished(_message.Message):
-    __slots__ = ("row", "reason", "stop_token_id", "eos_token_id", "message", "code")
+    __slots__ = ("row", "reason", "stop_token_id", "eos_token_id", "message", "code", "drafts")
     ROW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     row: int
     reason: _output_pb2.FinishReason
     stop_token_id: int
     eos_token_id: int
     message: str
     code: int
-    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[int] = ...) -> None: ...
+    drafts: DraftUse
+    def __init__(self, row: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., message: _Optional[str] = ..., code: _Optional[int] = ..., drafts: _Optional[_Union[DraftUse, _Mapping]] = ...) -> None: ...
+
+class DraftUse(_message.Message):
+    __slots__ = ("num_proposed", "num_accepted")
+    NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    num_proposed: int
+    num_accepted: int
+    def __init__(self, num_proposed: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class StepFirst(_message.Message):
     __slots__ = ("row", "num_cached_tokens", "prefill_stats")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine_svc.features.sched_trace.recorded_case import SUFFIX, read_case
-from engine_svc.features.sched_trace.records import Record, encode
+from engine_svc.features.sched_trace.records import Record, encode, read_request, request_record
 from engine_svc.features.sched_trace.replay import BadTrace, read_lines, replay
 from tests.conformance.test_recorded_cases import CASES, PATHS
 from tests.engine_svc.features.sched_trace.tracing import SETUP, Tracing, build, replayed, request
@@ -28,6 +28,15 @@ def traced() -> list[Record]:
 
 def lines_of(records: list[Record]) -> list[bytes]:
     return [encode(record).encode() + b"\n" for record in records]
+
+
+def test_the_limit_of_drafts_is_a_part_of_a_request():
+    drafting = request("r0", num_tokens=9, max_tokens=3)
+    drafting.sampling.max_draft_tokens = 2
+    assert read_request(request_record(drafting)).sampling == drafting.sampling
+    # Recorded before there was such a limit.
+    record = {name: value for name, value in request_record(drafting).items() if name != "max_draft_tokens"}
+    assert read_request(record).sampling.max_draft_tokens is None
 
 
 CHANGES: dict[str, tuple[Callable[[list[Record]], object], str]] = {

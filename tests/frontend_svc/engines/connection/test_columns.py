@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from frontend_svc.engines.connection.columns import MalformedStep, read_step
-from frontend_svc.output.collector import Ending, EndReason
+from frontend_svc.output.collector import DraftUse, Ending, EndReason
 from frontend_svc.output.engine_times import EventKind, Progress
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
@@ -21,6 +21,7 @@ def test_columns_of_rows_with_and_without_tokens():
     step = step_pb2.Step(handles=u32(7, 2**32 - 1, 9), num_tokens=bytes([2, 0, 1]), token_ids=u32(1, 2, 3))
     step.finished.add(row=1, reason=output_pb2.FINISH_REASON_ABORT)
     step.finished.add(row=2, reason=output_pb2.FINISH_REASON_STOP, stop_token_id=0)
+    step.finished[1].drafts.num_proposed, step.finished[1].drafts.num_accepted = 5, 3
     step.first.add(row=0, num_cached_tokens=48)
 
     columns = read_step(step)
@@ -28,7 +29,10 @@ def test_columns_of_rows_with_and_without_tokens():
     assert list(columns.handles) == [7, 2**32 - 1, 9]
     assert list(columns.num_tokens) == [2, 0, 1]
     assert columns.token_ids == [1, 2, 3]
-    assert columns.endings == {1: Ending(EndReason.ABORT), 2: Ending(EndReason.STOP, stop_token_id=0)}
+    assert columns.endings == {
+        1: Ending(EndReason.ABORT),
+        2: Ending(EndReason.STOP, stop_token_id=0, drafts=DraftUse(5, 3)),
+    }
     assert columns.cached == {0: 48}
     assert columns.progress == {0: Progress(first_age_ns=0)}
 
