@@ -9,7 +9,7 @@ import pytest
 
 from engine_svc.cache.attention import ChunkedLocal, FullAttention, SlidingWindow
 from engine_svc.core.errors import DeviceLost
-from engine_svc.core.step import StepPlan
+from engine_svc.core.step import StepCosts, StepPlan
 from engine_svc.features.sched_trace import scheduler
 from engine_svc.features.sched_trace.records import DECISION, PREFIX_CACHE, SNAPSHOT, Setup
 from engine_svc.loop.engine import Engine
@@ -32,12 +32,17 @@ from tests.engine_svc.features.sched_trace.tracing import (
 
 ASYNC = replace(SCHEDULER, async_scheduling=True, max_steps_in_flight=2)
 DRAFTS = replace(SCHEDULER, num_speculative_tokens=2)
+COSTS = StepCosts((1, 8), (1.0, 1.5), seconds_per_read=1e-3)
 WINDOW = replace(CACHE, groups=(FullAttention(4), SlidingWindow(4, 10)))
 SETUPS = {
     **{policy: Setup(SCHEDULER, CACHE, policy) for policy in POLICIES},
     **{f"{policy}, in flight": Setup(ASYNC, CACHE, policy) for policy in POLICIES},
     "drafts": Setup(DRAFTS, replace(CACHE, num_lookahead_tokens=2, drop_last_matched_block=True)),
     "drafts, in flight": Setup(replace(ASYNC, num_speculative_tokens=2), CACHE),
+    "drafts by gain": Setup(replace(DRAFTS, drafts_at_launch=True, step_costs=COSTS), CACHE),
+    "drafts by gain, in flight": Setup(
+        replace(ASYNC, num_speculative_tokens=2, drafts_at_launch=True, step_costs=COSTS), CACHE
+    ),
     "a window, in flight": Setup(ASYNC, WINDOW),
     "chunks": Setup(SCHEDULER, replace(CACHE, groups=(FullAttention(4), ChunkedLocal(4, 8)))),
     "limited prompts": Setup(

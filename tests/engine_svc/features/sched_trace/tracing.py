@@ -202,11 +202,16 @@ class Traffic:
         sampled: list[list[int]] = []
         drafts: dict[str, list[int]] = {}
         broken = []
+        num_drafts: list[int] = []
         for row, (request_id, samples, proposed) in enumerate(
             zip(plan.request_ids, plan.samples, plan.draft_token_ids, strict=True)
         ):
             # Drafts without a value that pad a row are never right, those of a step in flight may be.
             known = proposed if self._config.async_scheduling or -1 not in proposed else []
+            if self._config.drafts_at_launch:
+                # A proposer may have fewer than the plan allows.
+                known = proposed[: rng.randrange(len(proposed) + 1)]
+            num_drafts.append(len(known))
             accepted = [rng.randrange(3, 40) if token < 0 else token for token in known]
             num_accepted = rng.randrange(len(accepted) + 1)
             is_broken = rng.random() < 0.005
@@ -214,9 +219,13 @@ class Traffic:
                 broken.append(row)
             is_sampled = samples and not is_broken
             sampled.append([*accepted[:num_accepted], rng.randrange(EOS, 40)] if is_sampled else [])
-            if self._config.num_speculative_tokens and not self._config.async_scheduling:
+            is_known_later = not self._config.async_scheduling and not self._config.drafts_at_launch
+            if self._config.num_speculative_tokens and is_known_later:
                 drafts[request_id] = [rng.randrange(3, 40) for _ in range(rng.randrange(3))]
-        return StepResult(plan.step_number, sampled, drafts, broken)
+        result = StepResult(plan.step_number, sampled, drafts, broken)
+        if self._config.drafts_at_launch:
+            result.num_drafts = num_drafts
+        return result
 
     def _note_ends(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
