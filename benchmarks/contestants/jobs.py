@@ -6,8 +6,9 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 # Ids that every vocabulary compared here has, and that are no special tokens.
 _FIRST_ID, _END_ID = 10, 16_000
@@ -39,10 +40,15 @@ class Job:
         ]
 
 
-def serve(name: str, generate: Callable[[Prompts, Job], list[int]]) -> None:
+def serve(
+    name: str,
+    generate: Callable[[Prompts, Job], list[int]],
+    facts: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     """Say that it is ready, then do jobs until the input ends.
 
-    `generate` takes the prompts and the job; it returns the number of tokens that each got.
+    `generate` takes the prompts and the job; it returns the number of tokens that each got. It may change the
+    facts, which are told of each job beside its time.
     """
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
@@ -53,4 +59,4 @@ def serve(name: str, generate: Callable[[Prompts, Job], list[int]]) -> None:
         seconds = time.perf_counter() - started_at
         if counts != [job.num_output_tokens] * len(prompts):
             raise SystemExit(f"{name} generated {counts} tokens instead of {job.num_output_tokens} each")
-        print(json.dumps({"seconds": seconds}), flush=True)
+        print(json.dumps({"seconds": seconds, **facts}), flush=True)

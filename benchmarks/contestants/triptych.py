@@ -32,6 +32,8 @@ def main() -> None:
         if thread.name == "model" and thread.native_id is not None:
             os.sched_setaffinity(thread.native_id, {int(core)})
 
+    facts: dict[str, float] = {}
+
     def generate(prompts: Prompts, job: Job) -> list[int]:
         sampling = SamplingParams(
             temperature=0.0,
@@ -40,10 +42,11 @@ def main() -> None:
             structured_output=StructuredOutput(json_schema=job.json_schema) if job.json_schema else None,
         )
         results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
+        facts["accepted_drafts"] = sum(result.usage.num_accepted_draft_tokens or 0 for result in results)
         return [len(result.outputs[0].token_ids) for result in results]
 
     try:
-        serve("triptych", generate)
+        serve("triptych", generate, facts)
     finally:
         llm.close()
 

@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -90,6 +91,7 @@ def _measure(pair: Sequence[Contestant], job: Job, num_rounds: int) -> Row:
     for round_index in range(num_rounds):
         for contestant in pair if round_index % 2 == 0 else reversed(pair):
             seconds[contestant.name].append(contestant.do(job))
+    accepted = pair[1].process.ask(**asdict(job))["accepted_drafts"]
     off, on = (seconds[contestant.name] for contestant in pair)
     interval = median_interval([before / after for before, after in zip(off, on, strict=True)], 0)
     num_tokens = len(job.prompts()) * job.num_output_tokens
@@ -100,6 +102,8 @@ def _measure(pair: Sequence[Contestant], job: Job, num_rounds: int) -> Row:
         "ratio": interval.estimate,
         "low": interval.low,
         "high": interval.high,
+        # Every other token took a step of its row.
+        "accepted_per_step": accepted / (num_tokens - accepted),
         "falls_short": interval.falls_short(_BOUND, higher_is_better=True),
     }
 
