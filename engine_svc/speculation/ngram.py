@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.runner.drafts import IntArray
-from engine_svc.speculation.text_index import TextIndex
+from engine_svc.speculation.text_index import IntArray, TextIndex
 
 
 class NgramProposer:

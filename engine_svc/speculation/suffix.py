@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.runner.drafts import IntArray
-from engine_svc.speculation.text_index import SEPARATOR, Match, TextIndex
+from engine_svc.speculation.text_index import SEPARATOR, IntArray, Match, TextIndex
 
 # Of finished answers, in two halves of which the older is dropped when the newer is full: of one salt, and
 # of all together.

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
 MIN_LENGTH = 2  # of a match
 _MAX_LENGTH = 32
 _MAX_CANDIDATES = 8
