@@ -48,7 +48,7 @@ def serve(
     """Say that it is ready, then do jobs until the input ends.
 
     `generate` takes the prompts and the job; it returns the number of tokens that each got. It may change the
-    facts, which are told of each job beside its time.
+    facts, which each answer has beside the time.
     """
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
