@@ -112,9 +112,9 @@ class _Cells:
         expected: dict[str, Answers] = {}
         async with _stack(model, folder) as (_, channel):
             for variant in ("together", "n = 4", "logprobs", "grammar"):
-                if variant == "together" or self._wants(variant):
+                if variant == "together" or self.wants(variant):
                     expected[variant] = await _answers(channel, requests.get(variant, cases), _AT_ONCE)
-        if self._wants("tp 2"):
+        if self.wants("tp 2"):
             async with _stack(model, folder, "--tensor-parallel-size=2") as (_, channel):
                 expected["tp 2"] = await _answers(channel, cases, _AT_ONCE)
         if len(_distinct_ids(expected["together"])) < _MIN_DISTINCT_IDS:
@@ -130,7 +130,7 @@ class _Cells:
             cell = _Cell(self, name, model, folder, proposer, environment, expected)
             await cell.run_variants(cases, requests)
 
-    def _wants(self, variant: str) -> bool:
+    def wants(self, variant: str) -> bool:
         return not self.options.variant or variant in self.options.variant
 
 
@@ -147,23 +147,23 @@ class _Cell:
     expected: Mapping[str, Answers]
 
     async def run_variants(self, cases: Sequence[Case], requests: Mapping[str, Sequence[Case]]) -> None:
-        wanted = [variant for variant in _ONE_ENGINE if self.cells._wants(variant)]
+        wanted = [variant for variant in _ONE_ENGINE if self.cells.wants(variant)]
         if wanted:
             async with self._stack() as (fleet, channel):
                 for variant in wanted:
                     at_once = 1 if variant == "alone" else _AT_ONCE
                     await self._compare(variant, fleet, channel, requests.get(variant, cases), at_once)
-        if self.cells._wants("preempted"):
+        if self.cells.wants("preempted"):
             few = (*_FEW_BLOCKS, f"--num-kv-blocks={self.cells.options.few_blocks}")
             async with self._stack(*few) as (fleet, channel):
                 await self._compare("preempted", fleet, channel, cases)
-        if self.cells._wants("killed"):
+        if self.cells.wants("killed"):
             async with self._stack(num_engines=2) as (fleet, channel):
                 for engine in fleet.of("engine"):
                     await self._compare("killed", fleet, channel, cases, killed=engine)
                     await fleet.start()
                     await fleet.until_routed()
-        if self.cells._wants("tp 2"):
+        if self.cells.wants("tp 2"):
             async with self._stack("--tensor-parallel-size=2") as (fleet, channel):
                 await self._compare("tp 2", fleet, channel, cases)
 
