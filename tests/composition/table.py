@@ -112,10 +112,10 @@ CONDITIONS = (
     Condition("preemption", ("--block-size=4", "--num-kv-blocks=29")),
     Condition("tensor parallelism 2", tensor_parallel_size=2, is_kept=True),
     Condition("two steps in flight", ("--steps-in-flight=2",)),
-    Condition("drafts", ("--speculative=suffix", "--draft-limit=none")),
     Condition("policy priority", ("--scheduling-policy=priority",)),
     Condition("few rows", ("--max-num-seqs=3",)),
     Condition("windows and experts", model=MIXTURE, is_kept=True),
+    Condition("drafts", ("--speculative=suffix", "--draft-limit=none")),
 )
 
 FAULTS = (
