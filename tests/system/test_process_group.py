@@ -485,7 +485,7 @@ def test_an_error_in_a_rank_ends_all_of_them_and_is_reported(folders) -> None:
             samples=[True],
         )
         pending = ranked.group.launch(plan)
-        with pytest.raises(RankLost, match="raised ValueError: step 1 has draft tokens"):
+        with pytest.raises(RankLost, match="raised ValueError: step 1 has drafts"):
             pending.result()
 
 
