@@ -132,7 +132,7 @@ class CoreConfig:
     )
     speculative: str = option(
         "off",
-        help="what proposes tokens that a step verifies together, so that it may have several; ngram: what "
+        help="speculative decoding: what proposes tokens that a step verifies together; ngram: what "
         "followed the same tokens earlier in the request; suffix: also in finished answers of the same "
         "cache_salt; auto: suffix; or the entry point of another package",
     )

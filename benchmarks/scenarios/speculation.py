@@ -26,13 +26,12 @@ import grpc
 import grpc.aio
 
 from benchmarks.report import Report, Row
-from benchmarks.rig import faults
 from benchmarks.rig.history import OutputSeen, outputs_of
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from benchmarks.rig.scripted_drafts import NAME as SCRIPTED
 from benchmarks.rig.scripted_drafts import write_entry_point
-from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Case, Kind, Load, StreamRecord
-from benchmarks.scenarios.languages.answers import changed, send
+from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Case, Kind, StreamRecord
+from benchmarks.scenarios.languages.answers import changed, kill_amid, send
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
 from triptych.common.v1 import sampling_pb2
@@ -40,7 +39,6 @@ from triptych.common.v1 import sampling_pb2
 _AT_ONCE = 64
 _NUM_OUTPUTS = 4
 _NUM_LOGPROBS = 3
-_POLL_S = 0.02
 _MIN_IN_FLIGHT = 8
 _MIN_DISTINCT_IDS = 20
 _LANGUAGE = "(red|green|blue|black)( (red|green|blue|black)){80}"
@@ -185,7 +183,7 @@ class _Cell:
         counted = [engine for engine in fleet.of("engine") if engine is not killed]
         before = await _num_drafts(counted)
         began_at = time.monotonic()
-        strike = None if killed is None else partial(_strike, killed, len(cases) // 8)
+        strike = None if killed is None else partial(kill_amid, killed, len(cases) // 8, _MIN_IN_FLIGHT)
         records = await send(channel, cases, f"{self.proposer} {variant}", at_once, strike)
         seconds = time.monotonic() - began_at
         drafts, accepted = (
@@ -277,11 +275,3 @@ async def _num_drafts(engines: Sequence[ServiceProcess]) -> tuple[int, int]:
     names = ("num_drafts", "num_accepted_drafts")
     drafts, accepted = (sum(int(status.get(name, 0)) for status in found) for name in names)
     return drafts, accepted
-
-
-async def _strike(engine: ServiceProcess, num_ended: int, load: Load) -> None:
-    while len(load.records) - load.num_open < num_ended or load.num_begun < _MIN_IN_FLIGHT:
-        if not load.num_open:
-            raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
-        await asyncio.sleep(_POLL_S)
-    await faults.kill(engine)

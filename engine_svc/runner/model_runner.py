@@ -300,11 +300,12 @@ class ModelRunner:
                 self._drafting.remove_row(row)
         for admitted in plan.admitted:
             row = self._batch.enter(admitted)
+            if self._drafting is not None:
+                # Before what may raise: the row is released whatever comes.
+                self._drafting.add_row(row, admitted)
             admitted = self.preparer.with_prepared(admitted)
             self._features.add_row(row, admitted)
             self._sampler.enter(row, admitted)
-            if self._drafting is not None:
-                self._drafting.add_row(row, admitted)
         fresh = self._batch.extend(plan)
         if fresh:
             self._kv.reach(max(fresh))

@@ -42,6 +42,7 @@ class RunningStep:
         self._parts = parts
         self._failed = failed
         self._drafts = drafts
+        self._counting: Ints | None = None  # the sampled tokens, once drafts are verified
         self._check = check
         self._sampled = sampled
         self._done: torch.cuda.Event | None = None
@@ -60,7 +61,10 @@ class RunningStep:
         token_ids: Ints = self._token_ids.numpy()
         if self._drafts is None:
             return token_ids
-        return np.where(self._drafts.find_valid(token_ids, self._highest.isfinite().numpy()), token_ids, -1)
+        if self._counting is None:
+            is_valid = self._drafts.find_valid(token_ids, self._highest.isfinite().numpy())
+            self._counting = np.where(is_valid, token_ids, -1)
+        return self._counting
 
     def result(self) -> StepResult:
         """The step's result; waits until it is done. Raises DeviceLost, DeviceFull and PeersLost."""
@@ -106,15 +110,11 @@ class RunningStep:
 
     def _rows_of_entries(self) -> list[int]:
         """The plan's row of each sampled token, -1 for those that do not count."""
-        plan = self._plan
-        indices = [
-            index
-            for index, samples in enumerate(plan.samples)
-            if samples
-            for _ in range(1 + len(plan.draft_token_ids[index]))
-        ]
+        sampling = [index for index, samples in enumerate(self._plan.samples) if samples]
         if self._drafts is None:
-            return indices
+            return sampling
+        drafts = self._plan.draft_token_ids
+        indices = [index for index in sampling for _ in range(1 + len(drafts[index]))]
         return [index if token >= 0 else -1 for index, token in zip(indices, self.sampled_ids(), strict=True)]
 
     def _add_of_features(self, result: StepResult) -> None:

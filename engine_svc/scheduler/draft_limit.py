@@ -52,7 +52,7 @@ class FixedLimit:
     def begin_step(self, rows: Sequence[Request]) -> None: ...
 
     def allowed(self, request: Request) -> int:
-        return self._num_drafts
+        return _most(request, self._num_drafts)
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
 
@@ -143,7 +143,7 @@ class SurvivalLimit:
             history.allowed = 0
             extra = self._extra_seconds(request)
             more += extra
-            for survival in history.survivals[: self._limit(request)]:
+            for survival in history.survivals[: _most(request, self._max_drafts)]:
                 if survival < _LEAST_SURVIVAL:
                     break
                 ranked.append((survival, extra, history))
@@ -174,7 +174,7 @@ class SurvivalLimit:
         self._settled_until = min(self._settled_until, history.probe_at)
 
     def _could_pay(self, request: Request) -> bool:
-        limit, num_rows = self._limit(request), self._num_rows
+        limit, num_rows = _most(request, self._max_drafts), self._num_rows
         extra = self._extra_seconds(request)
         seconds = self._seconds_of(num_rows + limit) + (num_rows + limit) * extra
         least = _LEAST_GAIN * num_rows / (self._seconds_of(num_rows) + num_rows * extra)
@@ -185,10 +185,6 @@ class SurvivalLimit:
         costs = self._costs
         seconds = len(request.token_ids) * costs.seconds_per_read
         return seconds + costs.seconds_per_draw if request.sampling.temperature > 0.0 else seconds
-
-    def _limit(self, request: Request) -> int:
-        most = request.sampling.max_draft_tokens
-        return self._max_drafts if most is None else min(most, self._max_drafts)
 
     def _estimate(self, history: DraftHistory) -> None:
         survival, survivals = 1.0, []
@@ -211,6 +207,12 @@ def make_limit(config: SchedulerConfig) -> DraftLimit:
     if config.step_costs is None:
         return FixedLimit(config.num_speculative_tokens)
     return SurvivalLimit(config.step_costs, config.num_speculative_tokens)
+
+
+def _most(request: Request, num_drafts: int) -> int:
+    """So many drafts, or the request's own limit if that is lower."""
+    most = request.sampling.max_draft_tokens
+    return num_drafts if most is None else min(most, num_drafts)
 
 
 def _survival(entry: tuple[float, float, DraftHistory]) -> float:

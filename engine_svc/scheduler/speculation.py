@@ -55,8 +55,7 @@ def grant_drafts(limit: DraftLimit, running: Iterable[Request]) -> None:
     ]
     limit.begin_step(rows)
     for request in rows:
-        num_drafts, most = limit.allowed(request), request.sampling.max_draft_tokens
-        request.draft_token_ids = [UNKNOWN_DRAFT] * (num_drafts if most is None else min(num_drafts, most))
+        request.draft_token_ids = [UNKNOWN_DRAFT] * limit.allowed(request)
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:

@@ -28,12 +28,11 @@ import grpc
 import grpc.aio
 
 from benchmarks.report import Report, Row
-from benchmarks.rig import faults
 from benchmarks.rig.history import OutputSeen, outputs_of
 from benchmarks.rig.languages import Completions, Language, make_languages
-from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
-from benchmarks.rig.streams import Case, Kind, Load, StreamRecord
-from benchmarks.scenarios.languages.answers import changed, chat, make_cases, send
+from benchmarks.rig.processes import Fleet, ServicePlan
+from benchmarks.rig.streams import Case, Kind, StreamRecord
+from benchmarks.scenarios.languages.answers import changed, chat, kill_amid, make_cases, send
 from benchmarks.scenarios.languages.models import Model, make_models
 from frontend_svc.generation.preprocess import child_seed
 from service_kit.channel import open_channel
@@ -44,7 +43,6 @@ _AT_ONCE = 64
 _NUM_OUTPUTS = 4
 _NUM_LOGPROBS = 3
 _MIN_IN_FLIGHT = 24
-_POLL_S = 0.02
 _ENGINE_FLAGS = ("--num-threads=1", "--max-num-batched-tokens=256", f"--max-num-seqs={_AT_ONCE}")
 
 Answers = Mapping[int, Sequence[OutputSeen]]
@@ -232,21 +230,13 @@ async def _killed(run: _Run) -> None:
     async with _stack(run.model, run.folder, num_engines=2) as (fleet, channel):
         for engine in fleet.of("engine"):
             began_at = time.monotonic()
-            strike = partial(_strike, engine, len(run.cases) // 3)
+            strike = partial(kill_amid, engine, len(run.cases) // 3, _MIN_IN_FLIGHT)
             records = await send(channel, run.cases, f"killed {engine.name}", _AT_ONCE, strike)
             num_moved = sum(ended.stats.num_migrations > 0 for ended in _ends(records))
             row = run.compare("kill -9", _answers(records), run.of(run.expected), began_at, moved=num_moved)
             run.results.add_variant(row, had_effect=num_moved > 0)
             await fleet.start()
             await fleet.until_routed()
-
-
-async def _strike(engine: ServiceProcess, num_ended: int, load: Load) -> None:
-    while len(load.records) - load.num_open < num_ended or load.num_begun < _MIN_IN_FLIGHT:
-        if not load.num_open:
-            raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
-        await asyncio.sleep(_POLL_S)
-    await faults.kill(engine)
 
 
 async def _divided(run: _Run) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
+from benchmarks.rig import faults
 from benchmarks.rig.history import OutputSeen
 from benchmarks.rig.languages import Language
+from benchmarks.rig.processes import ServiceProcess
 from benchmarks.rig.streams import Case, Kind, Load, StreamRecord
 from benchmarks.scenarios.languages.models import Model
 from service_kit.grammars.constraint import Constraint
@@ -24,6 +26,7 @@ from triptych.common.v1 import sampling_pb2
 _PREFACE = "Answer with one text of the language that is asked for, and with nothing else. The language is "
 _MAX_SHOWN_CHARS = 300
 _LIMIT_S = 900.0
+_POLL_S = 0.02
 
 
 async def make_cases(channel: grpc.aio.Channel, model: Model, languages: Sequence[Language]) -> list[Case]:
@@ -76,6 +79,15 @@ async def send(
         if meanwhile is not None:
             tasks.create_task(meanwhile(load))
     return load.records
+
+
+async def kill_amid(engine: ServiceProcess, num_ended: int, num_begun: int, load: Load) -> None:
+    """Kill an engine once so many requests of a load have ended, and so many have begun."""
+    while len(load.records) - load.num_open < num_ended or load.num_begun < num_begun:
+        if not load.num_open:
+            raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
+        await asyncio.sleep(_POLL_S)
+    await faults.kill(engine)
 
 
 async def chat(

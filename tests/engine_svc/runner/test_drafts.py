@@ -20,6 +20,7 @@ from engine_svc.runner.feature import LogitRows, RunnerFeature
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.speculation.suffix import SuffixProposer
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
@@ -192,3 +193,21 @@ def test_a_row_without_finite_logits_keeps_the_tokens_before(tiny_model, depth):
     assert found.texts == expected.texts
     assert found.ends() == expected.ends()
     assert sum("not finite" in str(end) for end in found.ends().values()) > 4
+
+
+def test_a_row_that_was_entered_in_part_can_be_released(tiny_model, monkeypatch):
+    runner = tiny_model("llama", "native").runner(proposer=SuffixProposer())
+    sampling, _ = split_options()
+    admitted = AdmittedRequest("a", [5, 6, 7], 3, sampling, [[0]])
+    columns = {"request_ids": ["a"], "num_tokens": [3], "num_computed_tokens": [0], "new_block_ids": [[]]}
+    columns |= {"draft_token_ids": [[]], "samples": [True]}
+
+    def fail(row: int, admitted: AdmittedRequest) -> None:
+        raise ValueError("no luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.sampler, "enter", fail)
+        with pytest.raises(ValueError, match="no luck"):
+            runner.execute(StepPlan(1, admitted=[admitted], **columns))
+    step = runner.execute(StepPlan(2, released=["a"], admitted=[admitted], **columns))
+    assert len(step.result().sampled[0]) == 1
