@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from engine_svc.admin import announce
 from engine_svc.admin.metrics import register_engine
-from engine_svc.loop.mailbox import LoopStats
+from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from engine_svc.scheduler.stats import DraftStats
 from service_kit.metrics import LabelValues
+from tests.engine_svc.fakes import make_scheduler
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, connected, make_entry, served
 from triptych.engine.v1 import engine_pb2, session_pb2
 
@@ -57,10 +58,11 @@ async def test_tokens_ends_and_aborts_are_counted_by_reason_and_cause():
 async def test_drafts_are_counted_by_row_token_and_position_in_metrics_load_and_status():
     async with served() as (rig, stub):
         engine = rig.engine
+        engine.stats_snapshot = StatsSnapshot()  # one that the loop does not post to
         register_engine(engine.metrics, engine, rig.servicer)
         before = readings(rig)
         drafts = DraftStats(5, 15, 8, (5, 2, 1))
-        seen = replace(engine.stats_snapshot.read().scheduler, drafts=drafts)
+        seen = replace(make_scheduler().stats(), drafts=drafts)
         engine.stats_snapshot.post(LoopStats(scheduler=seen))
         after = readings(rig)
         stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
