@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, make_dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine_svc.features import packages
 from service_kit.config import option, require
@@ -19,14 +19,26 @@ _MAX_NUM_SEQS = 65_536
 # Each step in flight has its own result buffers, and more than one beside the running one gains nothing.
 _MAX_STEPS_IN_FLIGHT = 64
 _MAX_GROUP_CHARACTERS = 128
-# What proposes drafts besides entry points; auto is the one that mostly finds most.
-PROPOSERS = ("off", "auto", "ngram", "suffix")
+# What proposes drafts besides entry points.
+PROPOSERS = ("off", "auto", "ngram", "suffix", "draft", "eagle", "mtp")
+# The names of these in vLLM, where they differ.
+_VLLM_METHODS = {"draft_model": "draft", "eagle3": "eagle"}
+_WITH_CHECKPOINT = ("draft", "eagle")
 # A step would compute far more than it can accept.
 _MAX_SPECULATIVE_TOKENS = 64
+_MAX_DRAFT_WINDOW = 1 << 20
 _MAX_LABELS = 32
 _MAX_LABEL_CHARACTERS = 256
 # Names under which frontends know built-in facts of every engine; labels must not use them.
 _FACTS = ("host", "dp_rank", "dp_group")
+
+
+class Speculation(NamedTuple):
+    """What proposes drafts, how many of a request in a step at most, and the checkpoint that it needs."""
+
+    method: str
+    num_tokens: int
+    model: str | None
 
 
 @dataclass(frozen=True)
@@ -134,11 +146,17 @@ class CoreConfig:
         "off",
         help="speculative decoding: what proposes tokens that a step verifies together; ngram: what "
         "followed the same tokens earlier in the request; suffix: also in finished answers of the same "
-        "cache_salt; auto: suffix; or the entry point of another package",
+        "cache_salt; draft: a smaller model with the same tokenizer; eagle: an EAGLE-3 head; mtp: the "
+        "head of the checkpoint; auto: mtp where the checkpoint has one, else suffix; or the entry point of "
+        "another package",
     )
+    speculative_model: str | None = option(None, help="the checkpoint folder of --speculative draft or eagle")
     speculative_config: str | None = option(
         None,
-        help="both as JSON, as vLLM has it: method (ngram or suffix) and num_speculative_tokens",
+        help="these as JSON, as vLLM has it: method, model and num_speculative_tokens",
+    )
+    draft_window: int = option(
+        1024, help="tokens of a request that a draft model or head attends to: its first ones and the newest"
     )
     num_speculative_tokens: int = option(8, help="most proposed tokens of a request in a step")
     draft_limit: str = option(
@@ -255,27 +273,35 @@ class CoreConfig:
         self._check_labels()
 
     @property
-    def speculation(self) -> tuple[str, int]:
-        """What proposes drafts, and how many at most."""
+    def speculation(self) -> Speculation:
+        """What proposes drafts."""
         if self.speculative_config is None:
-            return self.speculative, self.num_speculative_tokens
+            return Speculation(self.speculative, self.num_speculative_tokens, self.speculative_model)
         try:
             given = json.loads(self.speculative_config)
         except ValueError:
             given = None
-        is_known = isinstance(given, dict) and given.keys() <= {"method", "num_speculative_tokens"}
-        known = "a JSON object of method and num_speculative_tokens"
+        names = {"method", "model", "num_speculative_tokens"}
+        known = f"a JSON object of {', '.join(sorted(names))}"
+        is_known = isinstance(given, dict) and given.keys() <= names
         require(is_known, "speculative_config", repr(self.speculative_config), known)
-        return given.get("method", "auto"), given.get("num_speculative_tokens", self.num_speculative_tokens)
+        model = given.get("model")
+        method = given.get("method", "auto" if model is None else "draft")
+        num_tokens = given.get("num_speculative_tokens", self.num_speculative_tokens)
+        return Speculation(_VLLM_METHODS.get(method, method), num_tokens, model)
 
     def _check_speculation(self) -> None:
-        require(
-            self.speculative_config is None or self.speculative == "off",
-            "speculative",
-            self.speculative,
-            "left out where --speculative-config is given",
-        )
-        method, num_tokens = self.speculation
+        for name, is_given in (
+            ("speculative", self.speculative != "off"),
+            ("speculative_model", self.speculative_model is not None),
+        ):
+            require(
+                self.speculative_config is None or not is_given,
+                name,
+                getattr(self, name),
+                "left out where --speculative-config is given",
+            )
+        method, num_tokens, model = self.speculation
         require(
             isinstance(num_tokens, int) and 1 <= num_tokens <= _MAX_SPECULATIVE_TOKENS,
             "num_speculative_tokens",
@@ -287,6 +313,17 @@ class CoreConfig:
             "speculative",
             method,
             "off where --pipeline-parallel-size is above 1",
+        )
+        if method in _WITH_CHECKPOINT:
+            is_folder = isinstance(model, str) and model
+            require(bool(is_folder), "speculative_model", model, f"the checkpoint folder of {method}")
+        else:
+            require(model is None, "speculative_model", model, f"left out where --speculative is {method}")
+        require(
+            1 <= self.draft_window <= _MAX_DRAFT_WINDOW,
+            "draft_window",
+            self.draft_window,
+            f"1 to {_MAX_DRAFT_WINDOW}",
         )
 
     def _check_labels(self) -> None:

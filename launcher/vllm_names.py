@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _NO_LORA = "LoRA adapters are not served yet"
 _NO_MEDIA = "images, audio and video are not served yet"
 _GRAMMAR = "a request has `structured_output`, and names a backend itself"
-_DRAFTS = "drafts come without a model, see `speculative`"
+_DRAFTS = "what proposes drafts is `speculative`, a checkpoint for it `speculative_model`"
 _NO_CODE = "an engine runs no code of a caller"
 _NO_HTTP = "there is no OpenAI HTTP server yet; clients use gRPC"
 _NO_TLS = "there is no authentication and no TLS: put a mesh or a proxy before the frontend"
@@ -151,7 +151,7 @@ _FAMILIES: Sequence[tuple[str, str]] = (
     (r"lora", _NO_LORA),
     (r"(^|_)mm(_|$)|media|multimodal|video|image|audio", _NO_MEDIA),
     (r"guided_|structured_outputs", _GRAMMAR),
-    (r"(?<!num_)speculative_(?!config)|lookahead|draft_model|^spec_", _DRAFTS),
+    (r"(?<!num_)speculative_(?!config|model$)|lookahead|draft_model|^spec_", _DRAFTS),
     (r"worker_.*cls|logits_processor|io_processor", _NO_CODE),
     (r"^ssl_|_ssl_", _NO_TLS),
     (r"offload", _NO_OFFLOAD),

@@ -4,7 +4,8 @@
 
 Engines and a frontend serve each model in processes of their own, first without drafts, then with each
 proposer; `scripted` knows the answers and is right with probability 0.7. Prompts repeat themselves, so that
-the others find something. Of each cell, drafts have to be accepted and rejected.
+those without a model find something; draft, eagle and mtp have networks that are made from the model and
+trained on the answers. Of each cell, drafts have to be accepted and rejected.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,6 +54,7 @@ _OPTIONS: Sequence[Mapping[str, float]] = (
     {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
 )
 _TEMPERATURES = (0.0, 0.7, 1.0)
+_NETWORKS = {"draft", "eagle", "mtp"}
 _ONE_ENGINE = ("together", "alone", "n = 4", "logprobs", "grammar")
 
 Answers = dict[int, list[OutputSeen]]
@@ -58,7 +62,9 @@ Answers = dict[int, list[OutputSeen]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", action="append", help="checkpoint folder, or embedded (the default)")
-    parser.add_argument("--proposer", action="append", help="default: ngram, suffix and scripted")
+    parser.add_argument("--proposer", action="append", help="default: all")
+    parser.add_argument("--train-steps", type=int, default=200, help="to train each head")
+    parser.add_argument("--num-drafts", type=int, default=8, help="at most, of a request in a step")
     parser.add_argument("--variant", action="append", help="default: all")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
@@ -124,8 +130,14 @@ class _Cells:
             for output in outputs
         ]
         environment = write_entry_point(folder / f"{model.name}-texts", texts)
-        for proposer in self.options.proposer or ["ngram", "suffix", SCRIPTED]:
-            cell = _Cell(self, name, model, folder, proposer, environment, expected)
+        proposers = self.options.proposer or ["ngram", "suffix", SCRIPTED, *sorted(_NETWORKS)]
+        checkpoints = folder / f"{model.name}-checkpoints"
+        if not _NETWORKS.isdisjoint(proposers):
+            answers = texts[: self.options.requests]
+            num_steps = self.options.train_steps
+            await asyncio.to_thread(_make_checkpoints, model, answers, checkpoints, num_steps)
+        for proposer in proposers:
+            cell = _Cell(self, name, model, folder, proposer, checkpoints, environment, expected)
             await cell.run_variants(cases, requests)
 
     def wants(self, variant: str) -> bool:
@@ -141,6 +153,7 @@ class _Cell:
     model: Path
     folder: Path
     proposer: str
+    checkpoints: Path
     environment: Mapping[str, str]
     expected: Mapping[str, Answers]
 
@@ -168,8 +181,14 @@ class _Cell:
     def _stack(
         self, *flags: str, num_engines: int = 1
     ) -> contextlib.AbstractAsyncContextManager[tuple[Fleet, grpc.aio.Channel]]:
-        flags = (f"--speculative={self.proposer}", "--draft-limit=none", *flags)
-        return _stack(self.model, self.folder, *flags, num_engines=num_engines, environment=self.environment)
+        model, num_drafts = self.model, self.cells.options.num_drafts
+        flags = (f"--num-speculative-tokens={num_drafts}", "--draft-limit=none", *flags)
+        if self.proposer == "mtp":
+            model = self.checkpoints / self.proposer
+        elif self.proposer in _NETWORKS:
+            flags = (f"--speculative-model={self.checkpoints / self.proposer}", *flags)
+        flags = (f"--speculative={self.proposer}", *flags)
+        return _stack(model, self.folder, *flags, num_engines=num_engines, environment=self.environment)
 
     async def _compare(
         self,
@@ -245,6 +264,14 @@ async def _stack(
             await fleet.until_routed()
             async with open_channel(frontend.address, profile="public") as channel:
                 yield fleet, channel
+
+
+def _make_checkpoints(model: Path, texts: Sequence[Sequence[int]], folder: Path, num_steps: int) -> None:
+    """In a process of its own, as that needs much memory."""
+    folder.mkdir()
+    (folder / "texts.json").write_text(json.dumps([list(text) for text in texts]))
+    command = [sys.executable, "-m", "benchmarks.rig.draft_checkpoints", f"--steps={num_steps}"]
+    subprocess.run([*command, str(model), str(folder / "texts.json"), str(folder)], check=True)
 
 
 def _constrained(case: Case) -> Case:

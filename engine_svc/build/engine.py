@@ -423,7 +423,7 @@ def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionIn
 
 
 def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
-    method, num_drafts = config.speculation
+    method, num_drafts, _ = config.speculation
     return SchedulerConfig(
         max_model_len=side.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -24,6 +24,7 @@ from engine_svc.build.runner import (
     load_options,
     make_runner,
 )
+from engine_svc.build.speculation import make_proposer, reserved_bytes
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.extras import ExtraCodec
@@ -131,7 +132,8 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
     loaded = load_model(
         rank.config.model, load_options(rank.config), parallel=parallel, progress=_progress(rank)
     )
-    rank.connection.send({"loaded": _describe(rank, loaded)})
+    proposer = make_proposer(rank.config, loaded)
+    rank.connection.send({"loaded": _describe(rank, loaded, reserved_bytes(proposer))})
     sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # Set by the engine.
     loaded = _with_groups(loaded, sizes)
     sizing = KVSizing(
@@ -142,6 +144,7 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
         loaded,
         max_model_len=sizes["max_model_len"],
         sizing=sizing,
+        proposer=proposer,
         parallel=parallel,
         samples=rank.position.is_last_stage,
         on_failed=None if rank.position.reports else partial(_send_failed_rows, rank),
@@ -174,8 +177,8 @@ def _progress(rank: _Rank) -> Callable[[str, int, int], None]:
     return report_progress
 
 
-def _describe(rank: _Rank, loaded: LoadedModel) -> dict[str, object]:
-    free = free_memory(rank.config, loaded)
+def _describe(rank: _Rank, loaded: LoadedModel, reserved: int) -> dict[str, object]:
+    free = free_memory(rank.config, loaded, reserved)
     return {
         "facts": asdict(loaded.facts),
         "num_bytes": loaded.model.num_bytes if isinstance(loaded.model, NativeDecoder) else 0,

@@ -11,7 +11,7 @@ import torch
 
 from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
 from engine_svc.build.features import runner_features
-from engine_svc.build.speculation import make_proposer
+from engine_svc.build.speculation import make_proposer, reserved_bytes
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.loop.protocols import PreparingRanks
@@ -24,6 +24,7 @@ from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
 from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
+from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
 from engine_svc.runner.memory.kv_sizing import (
@@ -80,7 +81,9 @@ def build_runner(
         if experts is not None:
             experts.attach(loaded, Checkpoint(Path(config.model)))
         progress("memory", 0, 1)
-        max_model_len, sizing = size_cache(config, loaded.facts, free_memory(config, loaded))
+        proposer = make_proposer(config, loaded)
+        free = free_memory(config, loaded, reserved=reserved_bytes(proposer))
+        max_model_len, sizing = size_cache(config, loaded.facts, free)
         if config.num_kv_blocks is None and config.kv_cache_memory is not None:
             warn_if_cut(config.kv_cache_memory, [sizing])
         progress("warm-up", 0, 1)
@@ -89,6 +92,7 @@ def build_runner(
             loaded,
             max_model_len=max_model_len,
             sizing=sizing,
+            proposer=proposer,
             experts=experts,
             on_prepared=on_prepared,
         )
@@ -141,6 +145,7 @@ def make_runner(
     *,
     max_model_len: int,
     sizing: KVSizing,
+    proposer: Proposer | BatchProposer | None = None,
     parallel: Parallel | None = None,
     experts: HeldExperts | None = None,
     samples: bool = True,
@@ -180,7 +185,7 @@ def make_runner(
         ),
         ops,
         make_features=partial(runner_features, config, samples=samples),
-        proposer=make_proposer(config),
+        proposer=proposer,
         graphs=record(loaded.model),
         source=WeightSource(Checkpoint(Path(config.model)), load, record),
         exchange=None if experts is None else experts.exchange,
@@ -224,10 +229,15 @@ def size_cache(config: EngineConfig, facts: ModelFacts, free: FreeMemory) -> tup
     return max_model_len, size_kv_cache(facts, kv_options, max_model_len=max_model_len, free=free)
 
 
-def free_memory(config: EngineConfig, loaded: LoadedModel) -> FreeMemory:
-    """Memory of this rank's device for the KV cache; on a GPU measured only if no size is configured."""
+def free_memory(config: EngineConfig, loaded: LoadedModel, reserved: int = 0) -> FreeMemory:
+    """Memory of this rank's device for the KV cache; on a GPU measured only if no size is configured.
+
+    reserved: bytes that others will use; on a GPU they are allocated already.
+    """
     if loaded.device.type == "cpu":
-        return free_host_memory()
+        free = free_host_memory()
+        less = f", less {reserved >> 20} MiB for drafts" if reserved else ""
+        return FreeMemory(max(0, free.num_bytes - reserved), free.how + less)
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
         return present_device_memory()
     return free_device_memory(

@@ -2,41 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine_svc.build.start_check import PROPOSER_ENTRY_POINTS
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepCosts
+from engine_svc.model.decoder import Model
+from engine_svc.model.loading.checkpoint import Checkpoint
+from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
+from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
+from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.control import RunnerControl
-from engine_svc.runner.drafts import Proposer
+from engine_svc.runner.drafts import BatchProposer, Proposer
+from engine_svc.speculation.network import DraftNetwork, ModelNetwork, NetworkProposer
 from engine_svc.speculation.ngram import NgramProposer
 from engine_svc.speculation.suffix import SuffixProposer
+from service_kit.config import ConfigError
 from service_kit.plugins import find_offered
 
-_PROPOSERS: dict[str, Callable[[], Proposer]] = {
-    "ngram": NgramProposer,
-    "suffix": SuffixProposer,
-    "auto": SuffixProposer,
-}
+_TEXT_PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+_TOKENIZER = "tokenizer.json"
+_SENTENCEPIECE = "tokenizer.model"
 
 
-def make_proposer(config: EngineConfig) -> Proposer | None:
-    """The proposer of one rank; None: no drafts."""
-    method, _ = config.speculation
+def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer | BatchProposer | None:
+    """The proposer of one rank; None: no drafts.
+
+    Raises ConfigError, CheckpointError or UnsupportedModel with a message for operators.
+    """
+    method, num_drafts, folder = config.speculation
     if method == "off":
         return None
-    return find_offered(method, _PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative")()
+    if method == "auto":
+        method = "mtp" if has_mtp_head(Path(config.model), loaded.model) else "suffix"
+    if method == "draft":
+        _check_tokenizer(Path(config.model), Path(folder or ""))
+    make_network = _network_makers(config, loaded, Path(folder or "")).get(method)
+    if make_network is None:
+        return find_offered(method, _TEXT_PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative")()
+    return NetworkProposer(
+        make_network,
+        loaded.model,
+        Checkpoint(Path(config.model)),
+        num_rows=config.max_num_seqs,
+        num_drafts=num_drafts,
+        vocab_size=loaded.facts.vocab_size,
+        window=config.draft_window,
+        max_tokens=config.max_num_batched_tokens,
+        device=loaded.device,
+    )
+
+
+def reserved_bytes(proposer: Proposer | BatchProposer | None) -> int:
+    """Memory that a proposer will use and has not touched yet."""
+    return proposer.num_bytes if isinstance(proposer, BatchProposer) else 0
+
+
+def _network_makers(
+    config: EngineConfig, loaded: LoadedModel, folder: Path
+) -> dict[str, Callable[[Model, Checkpoint], DraftNetwork]]:
+    """By method. None of them refers to the weights of `loaded`, which a reload replaces."""
+    facts, ops, device = loaded.facts, loaded.ops, loaded.device
+
+    def make_model(target: Model, checkpoint: Checkpoint) -> DraftNetwork:
+        options = LoadOptions(
+            dtype=config.dtype,
+            device=device.type,
+            num_threads=config.num_threads,
+            is_deterministic=None if config.deterministic == "auto" else config.deterministic == "on",
+        )
+        draft = load_model(folder, options, ops=ops)
+        return ModelNetwork(draft.model, draft.facts)
+
+    def make_eagle(target: Model, checkpoint: Checkpoint) -> DraftNetwork:
+        return load_eagle_head(folder, _native(target, "eagle"), facts)
+
+    def make_mtp(target: Model, checkpoint: Checkpoint) -> DraftNetwork:
+        return load_mtp_head(checkpoint, _native(target, "mtp"), facts)
+
+    return {"draft": make_model, "eagle": make_eagle, "mtp": make_mtp}
+
+
+def _native(target: Model, method: str) -> NativeDecoder:
+    if not isinstance(target, NativeDecoder):
+        raise ConfigError(f"--speculative {method} needs a native model, and transformers runs this one")
+    return target
+
+
+def _check_tokenizer(folder: Path, draft_folder: Path) -> None:
+    """Raise ConfigError unless both folders' tokenizers give the same ids to the same texts."""
+    for name, read in ((_TOKENIZER, _ids_of), (_SENTENCEPIECE, Path.read_bytes)):
+        paths = folder / name, draft_folder / name
+        if all(path.is_file() for path in paths):
+            try:
+                is_same = read(paths[0]) == read(paths[1])
+            except (OSError, ValueError, AttributeError) as error:
+                raise ConfigError(f"--speculative-model: {name} cannot be read: {error}") from error
+            if not is_same:
+                raise ConfigError(
+                    f"--speculative-model {draft_folder} has another tokenizer than the model: {name} differs"
+                )
+            return
+    raise ConfigError(
+        f"--speculative-model {draft_folder}: whether it has the model's tokenizer cannot be checked, as not "
+        f"both folders have {_TOKENIZER} or {_SENTENCEPIECE}"
+    )
+
+
+def _ids_of(path: Path) -> tuple[object, ...]:
+    """What of a tokenizer.json decides on ids."""
+    content = json.loads(path.read_text("utf-8"))
+    model = content.get("model") or {}
+    added = [(token.get("id"), token.get("content")) for token in content.get("added_tokens") or ()]
+    return model.get("type"), model.get("vocab"), model.get("merges"), added
 
 
 def measure_step_costs(config: EngineConfig, control: RunnerControl) -> StepCosts:
     """Measures steps in all ranks at the same time; the slowest counts."""
-    max_positions = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculation[1]))
+    max_positions = min(
+        config.max_num_batched_tokens, config.max_num_seqs * (1 + config.speculation.num_tokens)
+    )
     measured: list[dict[str, Any]] = [
         dict(answer) for answer in control.call_all("step_costs", {"max_positions": max_positions})
     ]
     return StepCosts(
         tuple(measured[0]["counts"]),
-        tuple(map(max, zip(*(answer["seconds"] for answer in measured), strict=True))),
-        *(max(answer[name] for answer in measured) for name in ("seconds_per_read", "seconds_per_draw")),
+        _slowest(measured, "seconds"),
+        seconds_per_read=max(answer["seconds_per_read"] for answer in measured),
+        seconds_per_draw=max(answer["seconds_per_draw"] for answer in measured),
+        proposal_seconds=_slowest(measured, "proposal_seconds"),
     )
+
+
+def _slowest(measured: Sequence[dict[str, Any]], name: str) -> tuple[float, ...]:
+    return tuple(map(max, zip(*(answer[name] for answer in measured), strict=True)))

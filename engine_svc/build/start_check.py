@@ -91,7 +91,7 @@ def _check_offered(config: EngineConfig) -> None:
     for name, own, group, option in (
         (config.scheduling_policy, tuple(POLICIES), POLICY_ENTRY_POINTS, "--scheduling-policy"),
         (config.scheduler_class, ("default",), SCHEDULER_ENTRY_POINTS, "--scheduler-class"),
-        (config.speculation[0], PROPOSERS, PROPOSER_ENTRY_POINTS, "--speculative"),
+        (config.speculation.method, PROPOSERS, PROPOSER_ENTRY_POINTS, "--speculative"),
     ):
         check_offered(name, own, group=group, option=option)
 

@@ -136,16 +136,25 @@ class StepCosts:
     counts: ascending, from 1.  seconds: of steps of so many positions with short contexts.
     seconds_per_read: more for each position and each token that it attends to.
     seconds_per_draw: more for each position whose token is drawn.
+    proposal_seconds: to propose one draft for each of so many rows; () where that takes no time.
     """
 
     counts: tuple[int, ...]
     seconds: tuple[float, ...]
     seconds_per_read: float = 0.0
     seconds_per_draw: float = 0.0
+    proposal_seconds: tuple[float, ...] = ()
 
     def of(self, num_positions: int) -> float:
         """Seconds of a step, between what was measured on straight lines, beyond it in proportion."""
-        counts, seconds = self.counts, self.seconds
+        return self._between(self.seconds, num_positions)
+
+    def of_proposals(self, num_rows: int) -> float:
+        """Seconds to propose one draft for each of so many rows, likewise."""
+        return self._between(self.proposal_seconds, num_rows) if num_rows and self.proposal_seconds else 0.0
+
+    def _between(self, seconds: tuple[float, ...], num_positions: int) -> float:
+        counts = self.counts
         if num_positions >= counts[-1]:
             return seconds[-1] * num_positions / counts[-1]
         after = min(max(bisect_left(counts, num_positions), 1), len(counts) - 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from triptych_kernels import AttentionBatch
@@ -31,18 +32,36 @@ class EmbeddedTokens:
 
 
 @dataclass(slots=True)
+class HiddenStates:
+    """Hidden states of all tokens of a step, for a draft head; a forward writes them.
+
+    layers: before which layers the residual stream is kept, in ascending order; (): what logits are computed
+    from, instead.  found: [T, hidden] of each.
+    """
+
+    layers: tuple[int, ...]
+    found: list[Tensor] = field(default_factory=list)
+
+    def joined(self) -> Tensor:
+        """[T, all together]."""
+        return self.found[0] if len(self.found) == 1 else torch.cat(self.found, dim=-1)
+
+
+@dataclass(slots=True)
 class ForwardContext:
     """One step as attention sees it. `layers` is in the order in which a forward runs them.
 
     slot_mappings: per group, [T] int64.  attention: per group.  embedded: None where all tokens have ids.
+    hidden: None where hidden states are not read.
     """
 
     layers: Sequence[LayerCache]
     slot_mappings: Sequence[Tensor]
     attention: Sequence[AttentionBatch]
     embedded: EmbeddedTokens | None = None
+    hidden: HiddenStates | None = None
 
     @property
-    def has_ids_alone(self) -> bool:
-        """Whether every token of the step comes as its id, as recorded steps need."""
-        return self.embedded is None
+    def can_be_recorded(self) -> bool:
+        """Whether the step reads ids and writes logits alone, as recorded steps do."""
+        return self.embedded is None and self.hidden is None

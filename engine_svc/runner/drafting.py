@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest, StepPlan
-from engine_svc.runner.drafts import Proposer
+from engine_svc.model.context import HiddenStates
+from engine_svc.model.decoder import Model
+from engine_svc.model.loading.checkpoint import Checkpoint
+from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints, to_device
+
+logger = logging.getLogger(__name__)
 
 # More than a plan is ever made before the result of a step is known.
 _MAX_STEPS_AHEAD = 64
@@ -26,12 +33,25 @@ class Drafting:
 
     A plan is made as if every draft before it were accepted. Where rows begin follows from how many of their
     tokens are known, so all ranks agree. On a GPU a step with drafts, and the one after it, wait for the
-    tokens of the step before.
+    tokens of the step before; all steps do where hidden states are read.
     """
 
-    def __init__(self, proposer: Proposer, batch: InputBatch) -> None:
+    def __init__(
+        self,
+        proposer: Proposer | BatchProposer,
+        batch: InputBatch,
+        draw: Callable[[Tensor, Ints, Ints], Tensor],
+    ) -> None:
+        """draw: see BatchProposer.propose."""
         self._proposer = proposer
+        self._network: BatchProposer | None = None
+        self._by_row: Proposer | None = None
+        if isinstance(proposer, BatchProposer):
+            self._network = proposer
+        else:
+            self._by_row = proposer
         self._batch = batch
+        self._draw = draw
         self._is_on_host = batch.device.type == "cpu"
         self._token_ids: _TokenIds = (
             batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
@@ -39,6 +59,17 @@ class Drafting:
         self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
         self._num_plain_steps = 0  # without drafts, since the last with any
         self._unread: deque[tuple[StepInputs, RunningStep]] = deque()
+
+    @property
+    def network(self) -> BatchProposer | None:
+        """What proposes, if it has weights."""
+        return self._network
+
+    def wanted_hidden(self) -> HiddenStates | None:
+        """For the next forward: which hidden states are read."""
+        if self._network is None or self._network.hidden_layers is None:
+            return None
+        return HiddenStates(self._network.hidden_layers)
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         self._num_known[row] = len(admitted.token_ids)
@@ -52,6 +83,7 @@ class Drafting:
     def read(self, plan: StepPlan) -> None:
         """Read the tokens that the plan depends on, before its rows are released and entered."""
         needs_newest = self._is_on_host or bool(plan.released) or any(plan.draft_token_ids)
+        needs_newest |= self._network is not None and self._network.hidden_layers is not None
         while self._unread and (
             needs_newest or len(self._unread) > 1 or self._unread[0][0].drafts is not None
         ):
@@ -74,21 +106,59 @@ class Drafting:
         starts = np.minimum(plan.num_computed_tokens, self._num_known[rows] - 1).tolist()
         if not has_drafts:
             return replace(plan, num_computed_tokens=starts)
-        num_tokens, proposed = plan.num_tokens.copy(), []
-        for index, (row, planned) in enumerate(zip(rows, plan.draft_token_ids, strict=True)):
-            drafts = self._propose(row, len(planned)) if planned else planned
-            num_tokens[index] += len(drafts) - len(planned)
-            proposed.append(list(drafts))
+        limits = [len(planned) for planned in plan.draft_token_ids]
+        proposed = self._propose(rows, limits)
+        num_tokens = [
+            num - limit + len(drafts)
+            for num, limit, drafts in zip(plan.num_tokens, limits, proposed, strict=True)
+        ]
         settled = replace(plan, num_computed_tokens=starts, num_tokens=num_tokens, draft_token_ids=proposed)
         self._put(rows, proposed)
         return settled
+
+    def observe(self, inputs: StepInputs, hidden: HiddenStates) -> None:
+        """A forward of these inputs was launched. Before `keep`."""
+        assert self._network is not None, "hidden states were wanted"
+        lengths = self._num_known[inputs.rows]
+        self._network.observe(
+            self._token_ids, inputs.rows, inputs.starts, inputs.counts, lengths, hidden.joined()
+        )
 
     def keep(self, inputs: StepInputs, step: RunningStep) -> None:
         """A step was launched in which rows sample."""
         self._unread.append((inputs, step))
 
-    def _propose(self, row: int, limit: int) -> Sequence[int]:
-        return self._proposer.propose(row, self._known(row), limit)[:limit]
+    def release(self) -> None:
+        """Release the memory of what proposes."""
+        if self._network is not None:
+            self._network.release()
+
+    def restore(self, model: Model, checkpoint: Checkpoint) -> None:
+        """Bring it back, for a model that is on the device, maybe with other weights than before."""
+        if self._network is None:
+            return
+        try:
+            self._network.restore(model, checkpoint)
+        except (ValueError, OSError) as error:
+            # The model itself is there, and answers are the same without drafts.
+            logger.warning("no drafts are proposed from now on", extra={"reason": str(error)})
+
+    def _propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+        """Drafts of each row, at most as many as its limit."""
+        if self._by_row is not None:
+            return [
+                list(self._by_row.propose(row, self._known(row), limit)[:limit]) if limit else []
+                for row, limit in zip(rows, limits, strict=True)
+            ]
+        assert self._network is not None, "something proposes"
+        proposed: list[list[int]] = [[] for _ in rows]
+        asked = [index for index, limit in enumerate(limits) if limit]
+        some = np.array([rows[index] for index in asked], dtype=np.int64)
+        most = np.array([limits[index] for index in asked], dtype=np.int64)
+        found = self._network.propose(self._token_ids, some, self._num_known[some], most, self._draw)
+        for index, drafts in zip(asked, found, strict=True):
+            proposed[index] = list(drafts)
+        return proposed
 
     def _known(self, row: int) -> _TokenIds:
         return self._token_ids[row, : self._num_known[row]]

@@ -20,7 +20,7 @@ from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.drafting import Drafting
-from engine_svc.runner.drafts import Proposer
+from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
@@ -63,7 +63,7 @@ class ModelRunner:
         ops: Ops,
         *,
         make_features: MakeFeatures = lambda context: (),
-        proposer: Proposer | None = None,
+        proposer: Proposer | BatchProposer | None = None,
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
@@ -81,7 +81,7 @@ class ModelRunner:
         self._exchange = exchange
         self._on_failed = on_failed
         self._profiler = Profiler()
-        self._max_model_len = config.max_model_len
+        self._max_model_len, self._max_num_seqs = config.max_model_len, config.max_num_seqs
         # On a CPU the reference ops compute half precision, even if `ops` are others.
         is_reference = kv.device.type == "cpu" and facts.dtype == "float16"
         self._needs_clean_blocks = ops.needs_clean_blocks or is_reference
@@ -106,7 +106,6 @@ class ModelRunner:
         features = (MinTokens(facts.vocab_size, config.max_num_seqs, kv.device), *make_features(context))
         self._features = RunnerFeatures(features, config.max_num_seqs)
         self._host_tokens = _HostTokens(self._features, kv.device)
-        self._drafting = None if proposer is None else Drafting(proposer, self._batch)
         self.preparer = Preparer(features, on_prepared)
         self._sampler = Sampler(
             ops,
@@ -116,6 +115,7 @@ class ModelRunner:
             features=self._features,
             logprobs_mode=config.logprobs_mode,
         )
+        self._drafting = None if proposer is None else Drafting(proposer, self._batch, self._sampler.draw)
 
     @property
     def batch(self) -> InputBatch:
@@ -143,7 +143,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> RunningStep:
         model = self._resident.awake_model()
-        if self._drafting is None and any(plan.draft_token_ids):
+        has_drafts = any(plan.draft_token_ids)
+        if self._drafting is None and has_drafts:
             raise ValueError(f"step {plan.step_number} has drafts, and nothing here proposes any")
         self._profiler.begin_step()
         with self._profiler.range("apply"):
@@ -157,6 +158,8 @@ class ModelRunner:
             inputs = self._batch.gather(plan)
         features = self._features
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
+        if self._drafting is not None:
+            context.hidden = self._drafting.wanted_hidden()
         features.before_forward(inputs, context)
         num_sampling = len(inputs.sampling_rows)
         extra = features.extra_positions(inputs)
@@ -170,6 +173,9 @@ class ModelRunner:
         beside = self._host_tokens.given(inputs) if reads_tokens else nullcontext()
         with self._profiler.range("forward"), beside:
             found = self._forward(model, inputs, context, needs_all=bool(extra))
+        if self._drafting is not None and context.hidden is not None:
+            with self._profiler.range("observe"):
+                self._drafting.observe(inputs, context.hidden)
         parts: list[FeaturePart] = []
         # An earlier stage of a pipeline has no logits.
         if extra and isinstance(found, Tensor) and found.shape[0]:
@@ -188,6 +194,7 @@ class ModelRunner:
             parts=parts,
             failed=failed,
             drafts=inputs.drafts,
+            counts_drafts=has_drafts,
             check=self._check,
         )
         if sampled is not None:
@@ -271,18 +278,44 @@ class ModelRunner:
                 self._ops.sample(logits, ones, torch.zeros_like(numbers), ones, torch.zeros_like(ones), noise)
             return seconds[0]
 
-        return measure_costs(measure, draw, max_positions, self._max_model_len, device)
+        network = None if self._drafting is None else self._drafting.network
+
+        def propose(num_rows: int) -> float:
+            assert network is not None, "something with weights proposes"
+            with _timed(device) as seconds:
+                network.rehearse(num_rows)
+            return seconds[0]
+
+        return measure_costs(
+            measure,
+            draw,
+            None if network is None else propose,
+            max_positions,
+            self._max_num_seqs,
+            self._max_model_len,
+            device,
+        )
 
     def sleep(self, level: int) -> None:
         """See Resident.sleep. No step may be in flight, and no request may keep its KV."""
         self._resident.sleep(level)
+        if level and self._drafting is not None:
+            self._drafting.release()
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         self._resident.wake(tags)
+        self._restore_drafting()
 
     def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
         """See Resident.reload. Cached KV belongs to the old weights."""
-        return self._resident.reload(folder, names)
+        facts = self._resident.reload(folder, names)
+        self._restore_drafting()
+        return facts
+
+    def _restore_drafting(self) -> None:
+        checkpoint = self._resident.checkpoint
+        if self._drafting is not None and checkpoint is not None and not self._resident.asleep:
+            self._drafting.restore(self._resident.awake_model(), checkpoint)
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
         """Record steps from now on, in the thread that runs them; returns the file to be written."""
@@ -317,7 +350,7 @@ class ModelRunner:
     ) -> Tensor | Largest:
         """Logits [N, V]; unless `needs_all`, only those of rows that read more than the largest."""
         graphs = self._resident.graphs
-        is_recorded = context.has_ids_alone and inputs.is_decode
+        is_recorded = context.can_be_recorded and inputs.is_decode
         if graphs is not None and is_recorded and graphs.has_room(len(inputs.rows)):
             return graphs.forward(inputs)
         # Recorded steps compute all logits; an engine with recorded steps runs few others.

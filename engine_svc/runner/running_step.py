@@ -31,10 +31,12 @@ class RunningStep:
         parts: Sequence[FeaturePart] = (),
         failed: Mapping[int, str] = MappingProxyType({}),
         drafts: DraftEntries | None = None,
+        counts_drafts: bool = False,
         check: Callable[[], None] | None = None,
     ) -> None:
         """rows: the batch's, of the plan's rows.  failed: rows of the plan that end, as a feature raised.
 
+        counts_drafts: the scheduler's plan had drafts; how many there are is returned, also if none is left.
         check: raises PeersLost if a GPU may have continued without the data of other ranks.
         """
         self._plan = plan
@@ -42,6 +44,7 @@ class RunningStep:
         self._parts = parts
         self._failed = failed
         self._drafts = drafts
+        self._counts_drafts = counts_drafts
         self._counting: Ints | None = None  # the sampled tokens, once drafts are verified
         self._check = check
         self._sampled = sampled
@@ -80,7 +83,7 @@ class RunningStep:
             if self._check is not None:
                 self._check()
         result = StepResult(plan.step_number, sampled=self._columns())
-        if self._drafts is not None:
+        if self._counts_drafts:
             result.num_drafts = [len(drafts) for drafts in plan.draft_token_ids]
         if self._parts or self._failed:
             self._add_of_features(result)

@@ -173,6 +173,11 @@ class Sampler:
             logprobs = self._logprob_specs.gather_sampled(scores, self._pick(tokens, asking), asking, rows)
         return Sampled(tokens, highest, logprobs, self._features.after_sampling(logits, tokens, rows))
 
+    def draw(self, logits: Tensor, rows: Ints, positions: Ints) -> Tensor:
+        """Tokens [N] as `choose` chooses them from these logits [N, V], without any feature."""
+        _, tokens = self._ops.greedy(logits)
+        return self._draw(logits, rows, positions, tokens) if self._parameters.any_draws else tokens
+
     def _draw(self, logits: Tensor, rows: Ints, positions: Ints, greedy_tokens: Tensor) -> Tensor:
         """The tokens [N], replaced by draws for rows that draw."""
         drawn = self._parameters.is_drawn(rows).nonzero()[0]

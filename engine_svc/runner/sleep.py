@@ -79,6 +79,11 @@ class Resident:
         """The parts that are not on the device."""
         return frozenset(tag for tag, location in self._locations.items() if location is not Location.DEVICE)
 
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Where the weights come from; None without a source."""
+        return None if self._source is None else self._source.checkpoint
+
     def awake_model(self) -> Model:
         """The model. RuntimeError while any part that a step needs is asleep."""
         if self._model is None or self._parked:

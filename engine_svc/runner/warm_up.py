@@ -57,14 +57,17 @@ def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -
 def measure_costs(
     measure: Callable[[int, int], float],
     draw: Callable[[int], float],
+    propose: Callable[[int], float] | None,
     max_positions: int,
+    max_num_seqs: int,
     max_model_len: int,
     device: torch.device,
 ) -> StepCosts:
     """What steps take by their positions.
 
     measure: seconds of a step of so many rows, each with one token that attends to so many.  draw: seconds to
-    draw so many tokens.
+    draw so many tokens.  propose: seconds to propose one draft for each of so many rows; None:
+    that takes none.
     """
 
     def shortest(function: Callable[..., float], *arguments: int) -> float:
@@ -72,9 +75,10 @@ def measure_costs(
 
     positions = _POSITIONS if device.type == "cpu" else _POSITIONS + _POSITIONS_ON_GPU
     counts = [count for count in positions if count <= max_positions]
-    seconds = [shortest(measure, count, 1) for count in counts]
-    # No step is slower than a larger one. What was disturbed meanwhile would make others look free.
-    seconds = [min(seconds[index:]) for index in range(len(seconds))]
+    seconds = _ascending([shortest(measure, count, 1) for count in counts])
+    proposing: list[float] = []
+    if propose is not None:
+        proposing = _ascending([shortest(propose, min(count, max_num_seqs)) for count in counts])
     some, long = min(_SOME_POSITIONS, max_positions), min(_LONG_CONTEXT, max_model_len)
     reads = shortest(measure, some, long) - shortest(measure, some, 1)
     return StepCosts(
@@ -82,6 +86,7 @@ def measure_costs(
         tuple(seconds),
         seconds_per_read=max(0.0, reads) / (some * long),
         seconds_per_draw=shortest(draw, some) / some,
+        proposal_seconds=tuple(proposing),
     )
 
 
@@ -99,6 +104,11 @@ def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int,
     sampler.choose(logits, rows, positions, known)
     sampler.leave(0)
     features.remove_row(0)
+
+
+def _ascending(seconds: list[float]) -> list[float]:
+    """No step is slower than a larger one. What was disturbed meanwhile would make others look free."""
+    return [min(seconds[index:]) for index in range(len(seconds))]
 
 
 def _doubled(first: int, end: int) -> list[int]:

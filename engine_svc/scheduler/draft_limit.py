@@ -133,7 +133,7 @@ class SurvivalLimit:
             history.wait = _FIRST_WAIT
 
     def _decide(self, rows: Sequence[Request]) -> None:
-        ranked: list[tuple[float, float, DraftHistory]] = []
+        ranked: list[tuple[float, int, float, DraftHistory]] = []
         more = 0.0  # seconds beside those of the positions, of what every row computes anyway
         for request in rows:
             history = request.draft_history
@@ -143,21 +143,23 @@ class SurvivalLimit:
             history.allowed = 0
             extra = self._extra_seconds(request)
             more += extra
-            for survival in history.survivals[: _most(request, self._max_drafts)]:
+            for depth, survival in enumerate(history.survivals[: _most(request, self._max_drafts)]):
                 if survival < _LEAST_SURVIVAL:
                     break
-                ranked.append((survival, extra, history))
+                ranked.append((survival, depth, extra, history))
         ranked.sort(key=_survival, reverse=True)
         num_rows = len(rows)
         expected, num_granted = float(num_rows), 0
         fastest = _LEAST_GAIN * expected / (self._seconds_of(num_rows) + more)
-        for num, (survival, extra, _) in enumerate(ranked, 1):
+        num_proposed = [0] * self._max_drafts  # by depth: a forward of what proposes for each
+        for num, (survival, depth, extra, _) in enumerate(ranked, 1):
             expected += survival
-            more += extra
+            more += extra + self._proposal_seconds(num_proposed[depth])
+            num_proposed[depth] += 1
             speed = expected / (self._seconds_of(num_rows + num) + more)
             if speed > fastest:
                 fastest, num_granted = speed, num
-        for _, _, history in ranked[:num_granted]:
+        for _, _, _, history in ranked[:num_granted]:
             history.allowed += 1
 
     def _probe(self, request: Request, history: DraftHistory) -> None:
@@ -177,8 +179,16 @@ class SurvivalLimit:
         limit, num_rows = _most(request, self._max_drafts), self._num_rows
         extra = self._extra_seconds(request)
         seconds = self._seconds_of(num_rows + limit) + (num_rows + limit) * extra
+        seconds += limit * self._proposal_seconds(0)
         least = _LEAST_GAIN * num_rows / (self._seconds_of(num_rows) + num_rows * extra)
         return (num_rows + limit) / seconds > least
+
+    def _proposal_seconds(self, num_rows: int) -> float:
+        """For one row more, at a depth at which drafts of so many are proposed."""
+        costs = self._costs
+        return (
+            costs.of_proposals(num_rows + 1) - costs.of_proposals(num_rows) if costs.proposal_seconds else 0.0
+        )
 
     def _extra_seconds(self, request: Request) -> float:
         """Of each position of a row, beside those of its place in the step."""
@@ -215,5 +225,5 @@ def _most(request: Request, num_drafts: int) -> int:
     return num_drafts if most is None else min(most, num_drafts)
 
 
-def _survival(entry: tuple[float, float, DraftHistory]) -> float:
+def _survival(entry: tuple[float, int, float, DraftHistory]) -> float:
     return entry[0]

@@ -61,7 +61,14 @@ def test_flags_environment_and_defaults_make_a_configuration():
             "--speculative is ngram, it has",
         ),
         (["--speculative-config", "5"], "--speculative-config is '5', it has to be a JSON"),
-        (["--speculative-config", '{"model": "x"}'], "--speculative-config is"),
+        (["--speculative-config", '{"quantization": "x"}'], "--speculative-config is"),
+        (["--speculative-config", '{"method": "eagle3"}'], "--speculative-model is None, it has to be the"),
+        (["--speculative", "mtp", "--speculative-model", "x"], "--speculative-model is x, it has to be left"),
+        (["--speculative-model", "x", "--speculative-config", "{}"], "--speculative-model is x, it has"),
+        (
+            ["--speculative", "draft", "--speculative-model", "x", "--draft-window", "0"],
+            "--draft-window is 0",
+        ),
         (["--speculative-config", '{"num_speculative_tokens": "x"}'], "--num-speculative-tokens is x"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -73,8 +80,12 @@ def test_a_value_that_cannot_work_is_refused_by_its_flag(arguments, flag):
 
 def test_speculation_can_be_given_as_vllm_has_it():
     given = '{"method": "ngram", "num_speculative_tokens": 5}'
-    assert EngineConfig(model="folder", speculative_config=given).speculation == ("ngram", 5)
-    assert EngineConfig(model="folder", speculative="ngram").speculation == ("ngram", 8)
+    assert EngineConfig(model="folder", speculative_config=given).speculation == ("ngram", 5, None)
+    given = '{"model": "small", "num_speculative_tokens": 3}'
+    assert EngineConfig(model="folder", speculative_config=given).speculation == ("draft", 3, "small")
+    given = '{"method": "eagle3", "model": "head"}'
+    assert EngineConfig(model="folder", speculative_config=given).speculation == ("eagle", 8, "head")
+    assert EngineConfig(model="folder", speculative="ngram").speculation == ("ngram", 8, None)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Setup:
         cache = CacheConfig(record["num_gpu_blocks"], groups, **_of(CacheConfig, record))
         options = _of(SchedulerConfig, record)
         if (costs := options.get("step_costs")) is not None:
-            lists = {name: tuple(costs[name]) for name in ("counts", "seconds")}
+            lists = {name: tuple(costs.get(name, ())) for name in ("counts", "seconds", "proposal_seconds")}
             options["step_costs"] = StepCosts(**{**costs, **lists})
         scheduler = SchedulerConfig(**options)
         return cls(scheduler, cache, record["policy"], record.get("scheduler_class", "default"))

@@ -24,7 +24,7 @@ from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.exchange import ExpertShare
 from engine_svc.model.native.gemma import GemmaBuilder
-from engine_svc.model.native.spec import NotNative, read_spec, rotary_table
+from engine_svc.model.native.spec import DecoderSpec, NotNative, read_spec, rotary_table
 from engine_svc.model.native.stated_config import read_stated_config
 from engine_svc.model.parallel import Parallel, Solo
 from triptych_kernels import Ops, ops_for, set_num_threads
@@ -159,7 +159,7 @@ def _load(
         raise CheckpointError(
             f"{folder} is not a folder: the model must be a Hugging Face folder, or org/name of a hub"
         )
-    config = _read_config(folder, options)
+    config = read_model_config(folder, options)
     if config.max_position < 0:
         raise CheckpointError(f"{folder}/config.json: the maximum sequence length is {config.max_position}")
     reader = WeightReader(
@@ -211,7 +211,8 @@ def _note_variance(requested: bool | None, device: torch.device, ops: Ops, where
         logger.warning(differs, extra={"ops": ops.name, "where": where})
 
 
-def _read_config(folder: Path, options: LoadOptions | None = None) -> ModelConfig:
+def read_model_config(folder: Path, options: LoadOptions | None = None) -> ModelConfig:
+    """The config of the folder; without transformers where that need not be imported."""
     if options is None or options.model_impl != "transformers":
         stated = read_stated_config(folder)
         if stated is not None:
@@ -225,9 +226,14 @@ def _read_config(folder: Path, options: LoadOptions | None = None) -> ModelConfi
 def has_experts(folder: str | Path) -> bool:
     """Whether the model in the folder is a mixture of experts that the native decoder runs."""
     try:
-        return read_spec(_read_config(Path(folder)).config).has_experts
+        return read_spec(read_model_config(Path(folder)).config).has_experts
     except NotNative:
         return False
+
+
+def builder_type(spec: DecoderSpec) -> type[DecoderBuilder]:
+    """What builds a decoder of this kind."""
+    return GemmaBuilder if spec.model_type == "gemma3_text" else DecoderBuilder
 
 
 def expert_builder(
@@ -250,7 +256,7 @@ def expert_builder(
     if weights_digest(folder, reader.files, _DTYPES[dtype], reader.replaced) != digest:
         raise CheckpointError(f"{folder} has other weights than when it was loaded")
     return DecoderBuilder(
-        spec=read_spec(_read_config(folder).config),
+        spec=read_spec(read_model_config(folder).config),
         weights=reader,
         ops=ops,
         parallel=Solo(),
@@ -302,8 +308,7 @@ def _native(
     share: ExpertShare | None,
 ) -> NativeDecoder:
     spec = read_spec(config.config)
-    builder_type = GemmaBuilder if spec.model_type == "gemma3_text" else DecoderBuilder
-    builder = builder_type(
+    builder = builder_type(spec)(
         spec=spec,
         weights=reader,
         ops=ops,

@@ -61,6 +61,7 @@ class DecoderBuilder:
     dtype: torch.dtype
     quantization: str = ""  # of the layers' projections
     share: ExpertShare | None = None  # set if the experts are divided over engines
+    num_attention_inputs: int | None = None  # of a token; None: the hidden size
     num_parameters: int = 0
     num_bytes: int = 0
 
@@ -76,8 +77,8 @@ class DecoderBuilder:
         first = spec.num_layers * parallel.pp_rank // parallel.pp_size
         end = spec.num_layers * (parallel.pp_rank + 1) // parallel.pp_size
         embedding = self._embedding() if is_first else None
-        layers = [self._layer(index, index - first) for index in range(first, end)]
-        final_norm = self._vector("model.norm.weight", spec.hidden_size) if is_last else None
+        layers = [self.layer(f"model.layers.{index}.", index, index - first) for index in range(first, end)]
+        final_norm = self.vector("model.norm.weight", spec.hidden_size) if is_last else None
         num_kv_heads = self._num_kv_heads
         return self.decoder_type(
             name=name,
@@ -157,15 +158,16 @@ class DecoderBuilder:
         self.num_bytes += head.num_bytes
         return head
 
-    def _layer(self, index: int, local_index: int) -> DecoderLayer:
-        prefix, hidden = f"model.layers.{index}.", self.spec.hidden_size
+    def layer(self, prefix: str, index: int, local_index: int) -> DecoderLayer:
+        """The layer whose tensors have this prefix, of the kind of layer `index`."""
+        hidden = self.spec.hidden_size
         experts = self.spec.experts[index]
         return DecoderLayer(
             ops=self.ops,
             parallel=self.parallel,
-            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            input_norm=self.vector(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn.", index, local_index),
-            post_attention_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            post_attention_norm=self.vector(prefix + "post_attention_layernorm.weight", hidden),
             feed_forward=self._dense(prefix + "mlp.")
             if experts is None
             else self._mixture(prefix, experts, index),
@@ -188,7 +190,12 @@ class DecoderBuilder:
         return self.attention_type(
             ops=self.ops,
             layer=local_index,
-            qkv=self._rows_linear(rows, spec.hidden_size, spec.has_qkv_bias, self.ops.pack_linear),
+            qkv=self._rows_linear(
+                rows,
+                self.num_attention_inputs or spec.hidden_size,
+                spec.has_qkv_bias,
+                self.ops.pack_linear,
+            ),
             out=self._columns_linear(
                 prefix + "o_proj",
                 spec.hidden_size,
@@ -202,8 +209,8 @@ class DecoderBuilder:
             head_dim=dim,
             scale=spec.attention_scale,
             window=spec.windows[index],
-            query_norm=self._vector(prefix + "q_norm.weight", dim) if spec.has_qk_norm else None,
-            key_norm=self._vector(prefix + "k_norm.weight", dim) if spec.has_qk_norm else None,
+            query_norm=self.vector(prefix + "q_norm.weight", dim) if spec.has_qk_norm else None,
+            key_norm=self.vector(prefix + "k_norm.weight", dim) if spec.has_qk_norm else None,
             eps=spec.eps,
         )
 
@@ -306,10 +313,26 @@ class DecoderBuilder:
         self.num_bytes += linear.num_bytes
         return linear
 
-    def _vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, size: int) -> Tensor:
+        """The weight of a norm."""
         vector = self._read(name, (size,))
         self._count(vector, vector.nbytes)
         return vector
+
+    def table(self, name: str, num_rows: int, num_columns: int) -> Tensor:
+        """A weight of this shape, whole."""
+        weight = self._read(name, (num_rows, num_columns))
+        self._count(weight, weight.nbytes)
+        return weight
+
+    def linear(
+        self, name: str, num_rows: int, num_columns: int, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        """A projection without a bias, whole.  out_dtype: None: that of its inputs."""
+        linear = self.ops.pack_linear(self._read(name, (num_rows, num_columns)), out_dtype=out_dtype)
+        self.num_parameters += num_rows * num_columns
+        self.num_bytes += linear.num_bytes
+        return linear
 
     def _count(self, tensor: Tensor, num_bytes: int) -> None:
         self.num_parameters += tensor.numel()

@@ -75,7 +75,7 @@ class NativeDecoder:
         x = self._last_hidden(token_ids, positions, logit_rows, context)
         if self.head is None:
             return x.new_empty(0, 0, dtype=torch.float32)
-        return self.parallel.all_gather(self.head(x))
+        return self.logits(x)
 
     def forward_greedy(
         self,
@@ -95,6 +95,20 @@ class NativeDecoder:
         logits = self.parallel.all_gather(self.head(x))
         return Largest(logits.index_select(0, kept), *self.ops.greedy(logits))
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings [T, hidden] of tokens [T] int64, new memory; on the first stage."""
+        assert self.embedding is not None, "the first stage has the embeddings"
+        return self.embedding(token_ids)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [N, V] fp32 of hidden states [N, hidden] after the last norm; on the last stage."""
+        assert self.head is not None, "the last stage has the head"
+        return self.parallel.all_gather(self.head(x))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x: [T, hidden]. As the norms of the layers, with this weight."""
+        return self.ops.rms_norm(x, weight, self.layers[0].eps)
+
     def take_part(self) -> None:
         """Serve other engines' tokens with this engine's experts, in a step without tokens of its own."""
         self.exchange.begin(0, 0)
@@ -106,15 +120,31 @@ class NativeDecoder:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         """[N, hidden], the input of the head. Any stage but the last sends its result to the next one."""
-        self.exchange.begin(token_ids.shape[0], logit_rows.shape[0])
-        residual = self._enter(token_ids, context)
-        if self.fused is not None:
+        hidden, rows = context.hidden, logit_rows
+        reads_last = hidden is not None and not hidden.layers
+        if reads_last:
+            rows = torch.arange(token_ids.shape[0], device=token_ids.device)
+        self.exchange.begin(token_ids.shape[0], rows.shape[0])
+        x = self._run_layers(self._enter(token_ids, context), positions, rows, context)
+        if hidden is None or not reads_last:
+            return x
+        hidden.found.append(x)
+        return x[logit_rows]
+
+    def _run_layers(
+        self, residual: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """residual: [T, hidden], written. Returns [N, hidden] of the tokens at `logit_rows`."""
+        kept = () if context.hidden is None else context.hidden.layers
+        if self.fused is not None and not kept:
             layers, slots, attention = context.layers, context.slot_mappings, context.attention
             return self.fused(residual, positions, logit_rows, layers, slots, attention)
         x = self.ops.rms_norm(residual, self.layers[0].input_norm, self.layers[0].eps)
         rows = logit_rows if self.head is not None else None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            if context.hidden is not None and index in kept:
+                context.hidden.found.append(residual.clone())
             x, residual = layer(
                 x, residual, positions, self.cos_sin, context, rows if index == last else None
             )
@@ -128,12 +158,8 @@ class NativeDecoder:
 
     def _enter(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         if self.embedding is not None:
-            x = self._embed(token_ids)
+            x = self.embed(token_ids)
             if context.embedded is not None:
                 x.index_copy_(0, context.embedded.positions, context.embedded.rows)
             return x
         return self.parallel.receive((token_ids.shape[0], self.hidden_size), self.dtype)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        assert self.embedding is not None, "the first stage has the embeddings"
-        return self.embedding(token_ids)

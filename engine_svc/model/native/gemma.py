@@ -97,13 +97,15 @@ class GemmaLayer(DecoderLayer):
 class GemmaDecoder(NativeDecoder):
     """Norms with fp32 weights around layers, and embeddings times the square root of their size."""
 
-    def _last_hidden(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
+    def _run_layers(
+        self, residual: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
-        residual = self._enter(token_ids, context)
+        kept = () if context.hidden is None else context.hidden.layers
         rows = logit_rows if self.head is not None else None
         last = self.layers[-1]
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if context.hidden is not None and index in kept:
+                context.hidden.found.append(residual.clone())
             x = norm(self.ops, residual, layer.input_norm, layer.eps)
             of_rows = rows if layer is last else None
             x, residual = layer(x, residual, positions, self.cos_sin, context, of_rows)
@@ -113,8 +115,11 @@ class GemmaDecoder(NativeDecoder):
             return residual
         return norm(self.ops, residual, self.final_norm, last.eps)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return super()._embed(token_ids).mul_(self._embedding_scale)
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return norm(self.ops, x, weight, self.layers[0].eps)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return super().embed(token_ids).mul_(self._embedding_scale)
 
     @cached_property
     def _embedding_scale(self) -> float:
@@ -128,23 +133,23 @@ class GemmaBuilder(DecoderBuilder):
     decoder_type = GemmaDecoder
     attention_type = GemmaAttention
 
-    def _vector(self, name: str, size: int) -> Tensor:
-        weight = super()._vector(name, size)
+    def vector(self, name: str, size: int) -> Tensor:
+        weight = super().vector(name, size)
         self.num_bytes += size * torch.float32.itemsize - weight.nbytes
         return weight.float() + 1.0
 
-    def _layer(self, index: int, local_index: int) -> GemmaLayer:
-        prefix, hidden = f"model.layers.{index}.", self.spec.hidden_size
+    def layer(self, prefix: str, index: int, local_index: int) -> GemmaLayer:
+        hidden = self.spec.hidden_size
         return GemmaLayer(
             ops=self.ops,
             parallel=self.parallel,
-            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            input_norm=self.vector(prefix + "input_layernorm.weight", hidden),
             attention=self._attention(prefix + "self_attn.", index, local_index),
-            post_attention_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            post_attention_norm=self.vector(prefix + "post_attention_layernorm.weight", hidden),
             feed_forward=self._dense(prefix + "mlp."),
             eps=self.spec.eps,
-            pre_feed_forward_norm=self._vector(prefix + "pre_feedforward_layernorm.weight", hidden),
-            post_feed_forward_norm=self._vector(prefix + "post_feedforward_layernorm.weight", hidden),
+            pre_feed_forward_norm=self.vector(prefix + "pre_feedforward_layernorm.weight", hidden),
+            post_feed_forward_norm=self.vector(prefix + "post_feedforward_layernorm.weight", hidden),
         )
 
     def _feed_forward(self, gate_up: list[tuple[str, int, int, int]], down: Linear) -> FeedForward:

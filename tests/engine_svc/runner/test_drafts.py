@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from engine_svc.build.engine import build_core
-from engine_svc.cache.attention import FullAttention
+from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request, RequestOutput
 from engine_svc.core.step import AdmittedRequest, StepPlan, TokenLogprobs
@@ -79,6 +79,7 @@ class Answers:
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    first_accepted: float = 0.0  # of the first drafts of rows
 
     def ends(self) -> dict[str, tuple[object, ...]]:
         return {
@@ -107,7 +108,11 @@ def serve(
         num_speculative_tokens=0 if proposer is None else NUM_DRAFTS,
         drafts_at_launch=proposer is not None,
     )
-    scheduler = build_core(config, CacheConfig(num_blocks, (FullAttention(BLOCK_SIZE),))).scheduler
+    groups = tuple(
+        FullAttention(BLOCK_SIZE) if group.window is None else SlidingWindow(BLOCK_SIZE, group.window)
+        for group in model.ours.facts.groups
+    )
+    scheduler = build_core(config, CacheConfig(num_blocks + 10 * (len(groups) - 1), groups)).scheduler
     chains = ChainRows(model.ours.facts.vocab_size)
     runner = model.runner(features=(chains, *features), proposer=proposer)
     answers, requests = Answers(), {}
@@ -142,6 +147,8 @@ def serve(
                     answers.logprobs[output.request_id] = kept
     drafts = scheduler.stats().drafts
     answers.num_drafts, answers.num_accepted = drafts.num_draft_tokens, drafts.num_accepted_tokens
+    if drafts.num_drafts and drafts.accepted_per_position:
+        answers.first_accepted = drafts.accepted_per_position[0] / drafts.num_drafts
     answers.num_preemptions = scheduler.stats().num_preemptions
     answers.texts = {name: list(request.token_ids) for name, request in requests.items()}
     return answers

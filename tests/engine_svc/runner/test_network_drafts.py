@@ -1,0 +1,200 @@
+"""Drafts of networks: a model of its own, MTP and EAGLE-3 heads. The same answers, and right predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.rig import draft_checkpoints
+from benchmarks.rig.draft_checkpoints import make_draft_checkpoints
+from engine_svc.model.loading.checkpoint import Checkpoint
+from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
+from engine_svc.model.loading.loader import LoadOptions, load_model
+from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.runner.sampling.transfer import Ints
+from engine_svc.speculation.network import ModelNetwork, NetworkProposer
+from tests.engine_svc.model.checkpoints import make_checkpoint
+from tests.engine_svc.runner.conftest import TinyModel
+from tests.engine_svc.runner.test_drafts import NUM_DRAFTS, OPTIONS, Answers, serve
+
+FAMILIES = ["llama", "qwen3_moe", "gemma3"]
+HOW = {
+    "one step": {"depth": 1},
+    "two steps, preempted": {"depth": 2, "num_blocks": 30, "max_num_batched_tokens": 20},
+}
+# What does not change the logits that tokens are chosen from.
+PLAIN = {name: OPTIONS[name] for name in ("greedy", "drawn", "truncated", "logprobs", "long")}
+
+
+class Made:
+    """A tiny model with checkpoints that propose for it, trained on its answers."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        make_checkpoint(family, folder / "model")
+        loaded = load_model(folder / "model", LoadOptions(num_threads=1, model_impl="native"))
+        self.folder = folder
+        self.model = TinyModel(AutoModelForCausalLM.from_pretrained(folder / "model"), loaded)
+        self.answers = serve(self.model, OPTIONS)
+        make_draft_checkpoints(folder / "model", list(self.answers.texts.values()), folder)
+
+    def proposer(self, method: str, *, window: int = 256, max_tokens: int = 64) -> NetworkProposer:
+        facts = self.model.ours.facts
+
+        def make(target: NativeDecoder, checkpoint: Checkpoint) -> object:
+            if method == "mtp":
+                return load_mtp_head(Checkpoint(self.folder / "mtp"), target, facts)
+            if method == "eagle":
+                return load_eagle_head(self.folder / "eagle", target, facts)
+            folder = self.folder / ("model" if method == "itself" else "draft")
+            draft = load_model(folder, LoadOptions(num_threads=1))
+            return ModelNetwork(draft.model, draft.facts)
+
+        return NetworkProposer(
+            make,
+            self.model.ours.model,
+            Checkpoint(self.folder / "model"),
+            num_rows=8,
+            num_drafts=NUM_DRAFTS,
+            vocab_size=facts.vocab_size,
+            window=window,
+            max_tokens=max_tokens,
+            device=torch.device("cpu"),
+        )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    found: dict[str, Made] = {}
+
+    def get(family: str) -> Made:
+        if family not in found:
+            found[family] = Made(family, tmp_path_factory.mktemp(family))
+        return found[family]
+
+    return get
+
+
+def assert_equal(found: Answers, expected: Answers) -> None:
+    assert found.texts == expected.texts
+    assert found.ends() == expected.ends()
+    assert found.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("method", ["draft", "eagle", "mtp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_networks_change_no_answer_and_are_right_at_times(made, family, method, how):
+    model = made(family)
+    found = serve(model.model, OPTIONS, model.proposer(method), **HOW[how])
+    assert_equal(found, model.answers)
+    assert 0 < found.num_accepted < found.num_drafts
+    assert (found.num_preemptions > 0) == ("num_blocks" in HOW[how])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("options", [{}, {"window": 128, "max_tokens": 24}], ids=["whole", "in chunks"])
+def test_a_draft_model_that_is_the_model_itself_is_always_right(made, how, options):
+    model = made("llama")
+    expected = serve(model.model, PLAIN)
+    found = serve(model.model, PLAIN, model.proposer("itself", **options), **HOW[how])
+    assert_equal(found, expected)
+    # Drafts behind a request's end do not count.
+    assert found.num_accepted > found.num_drafts - NUM_DRAFTS * len(PLAIN)
+
+
+def test_a_window_keeps_the_first_tokens_and_the_newest(made):
+    model = made("llama")
+    texts = {"long": {"temperature": 1.0, "max_tokens": 120}}
+    expected = serve(model.model, texts)
+    found = serve(model.model, texts, model.proposer("itself", window=64))
+    assert found.texts == expected.texts
+    # Tokens are left out of some texts' middle only, and nothing else is wrong.
+    assert found.num_drafts / 4 < found.num_accepted < found.num_drafts
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_heads_predict_what_they_were_trained_on(made, family, method):
+    model = made(family)
+    found = serve(model.model, {"greedy": {"max_tokens": 60}, **OPTIONS}, model.proposer(method))
+    assert found.first_accepted > 0.3
+
+
+def test_an_eagle_head_computes_what_it_computed_in_training(made, monkeypatch):
+    model = made("llama")
+    proposer = model.proposer("eagle")
+    seen: dict[tuple[int, int], Tensor] = {}
+    inner = proposer.propose
+
+    def propose(token_ids: Ints, rows: Ints, lengths: Ints, limits: Ints, draw: Callable) -> object:
+        firsts = set(zip(rows.tolist(), lengths.tolist(), strict=True))
+
+        def record(logits: Tensor, some: Ints, positions: Ints) -> Tensor:
+            for index, key in enumerate(zip(some.tolist(), positions.tolist(), strict=True)):
+                if key in firsts:
+                    seen[key] = logits[index].clone()
+            return draw(logits, some, positions)
+
+        return inner(token_ids, rows, lengths, limits, record)
+
+    monkeypatch.setattr(proposer, "propose", propose)
+    text = serve(model.model, {"greedy": {"max_tokens": 40}}, proposer).texts["greedy"]
+    expected = logits_in_training(model.folder, text)
+    assert len(seen) > 8
+    for (_, position), logits in seen.items():
+        torch.testing.assert_close(logits, expected[position - 2], rtol=1e-3, atol=1e-3)
+
+
+def logits_in_training(folder: Path, text: Sequence[int]) -> Tensor:
+    """[T - 1, V], of the token two after each, by the head as it is trained, over the whole text."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    content = json.loads((folder / "eagle" / "config.json").read_text())
+    tensors = load_file(folder / "eagle" / "model.safetensors")
+    known = tensors.pop("d2t") + torch.arange(content["draft_vocab_size"])
+    size, num_heads = content["hidden_size"], content["num_attention_heads"]
+    layers = content["eagle_aux_hidden_state_layer_ids"]
+    head = draft_checkpoints._EagleHead(size, len(layers), len(known), num_heads, content["rms_norm_eps"])
+    head.load_state_dict(tensors)
+    ids = torch.tensor([list(text)])
+    with torch.no_grad():
+        states = target.model(ids, output_hidden_states=True).hidden_states
+        hidden = head.fc(torch.cat([states[index] for index in layers], dim=-1)[:, :-1])
+        rotate = draft_checkpoints._rotation(ids.shape[1] - 1, content["head_dim"], content["rope_theta"])
+        hidden = head.step(target.get_input_embeddings()(ids[:, 1:]), hidden, rotate)
+        some = head.lm_head(head.norm(hidden))[0]
+        logits = torch.full((len(some), target.config.vocab_size), float("-inf"))
+        logits[:, known] = some
+    return logits
+
+
+def test_weights_are_loaded_again_after_sleep_and_a_reload(made):
+    model = made("llama")
+    proposer = model.proposer("mtp")
+    target, checkpoint = model.model.ours.model, Checkpoint(model.folder / "model")
+    proposer.release()
+    assert proposer.hidden_layers is None
+    proposer.restore(target, checkpoint)
+    assert_equal(serve(model.model, OPTIONS, proposer), model.answers)
+
+
+def test_without_weights_nothing_is_proposed(made):
+    model = made("llama")
+    proposer = model.proposer("mtp")
+    proposer.release()
+    found = serve(model.model, OPTIONS, proposer)
+    assert_equal(found, model.answers)
+    assert found.num_drafts == 0
+
+
+def test_a_checkpoint_states_whether_it_has_an_mtp_head(made):
+    model = made("llama")
+    target = model.model.ours.model
+    assert has_mtp_head(model.folder / "mtp", target)
+    assert not has_mtp_head(model.folder / "model", target)
