@@ -133,7 +133,11 @@ class _Cells:
         proposers = self.options.proposer or ["ngram", "suffix", SCRIPTED, *sorted(_NETWORKS)]
         checkpoints = folder / f"{model.name}-checkpoints"
         if not _NETWORKS.isdisjoint(proposers):
-            answers = texts[: self.options.requests]
+            answers = [
+                (*cases[key].token_ids, *outputs[0].token_ids)
+                for variant in ("together", "grammar")
+                for key, outputs in expected.get(variant, {}).items()
+            ]
             num_steps = self.options.train_steps
             await asyncio.to_thread(_make_checkpoints, model, answers, checkpoints, num_steps)
         for proposer in proposers:
