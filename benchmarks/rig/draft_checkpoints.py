@@ -256,7 +256,8 @@ def _write_mtp_head(target: Any, model: Path, seen: Sequence[_Seen], folder: Pat
 def _run_layer(target: Any, layer: Any, x: Tensor) -> Tensor:
     """The target's last layer over [B, T, size], as its own forward runs it."""
     config, length = target.config, x.shape[1]
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    kinds: Any = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
     positions = torch.arange(length)
     is_hidden = positions[None] > positions[:, None]
     if window is not None and (not kinds or kinds[-1] == "sliding_attention"):

@@ -52,6 +52,7 @@ class Drafting:
             self._by_row = proposer
         self._batch = batch
         self._draw = draw
+        self.is_released = False
         self._is_on_host = batch.device.type == "cpu"
         self._token_ids: _TokenIds = (
             batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
@@ -132,11 +133,13 @@ class Drafting:
         """Release the memory of what proposes."""
         if self._network is not None:
             self._network.release()
+            self.is_released = True
 
     def restore(self, model: Model, checkpoint: Checkpoint) -> None:
         """Bring it back, for a model that is on the device, maybe with other weights than before."""
         if self._network is None:
             return
+        self.is_released = False
         try:
             self._network.restore(model, checkpoint)
         except (ValueError, OSError) as error:

@@ -304,7 +304,8 @@ class ModelRunner:
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         self._resident.wake(tags)
-        self._restore_drafting()
+        if self._drafting is not None and self._drafting.is_released:
+            self._restore_drafting()
 
     def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
         """See Resident.reload. Cached KV belongs to the old weights."""

@@ -1,7 +1,7 @@
 """Proposes what a small network predicts: a model of its own, or a head over the target's hidden states.
 
 Its KV is a cache of its own by row, so that prefix hits, preemption and migration of the target's KV do not
-concern it: a row begins again with what its tokens, or the hidden states at hand, give.
+concern it: of a row it reads what its tokens, or the hidden states at hand, give, and leaves out the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ TokenIds = npt.NDArray[np.int32]
 # Chooses tokens [N] int64 from logits [N, V], for `rows` at `positions`, with the noise of those positions.
 Draw = Callable[[Tensor, Ints, Ints], Tensor]
 
-# Hidden states of so many tokens of a row are kept until its next drafts; with more, the row begins again.
+# So many tokens since a row's last drafts are read before its next ones. Of more, the older are left out, as
+# reading them costs about what drafts can gain.
 _MOST_PENDING = 64
 
 
@@ -110,21 +111,24 @@ class NetworkProposer:
         self._make_network = make_network
         network = make_network(model, checkpoint)
         self._network: DraftNetwork | None = network
-        self.num_bytes = cache_bytes(network.kv_shapes, network.dtype, num_rows, window)
         self._num_drafts, self._vocab_size, self._device = num_drafts, vocab_size, device
+        window = max(window, num_drafts + 3 * BLOCK_SIZE)
         self._cache = RowCache(network.kv_shapes, network.dtype, num_rows, window, device)
         # A head reads a token together with the hidden state before it, so it is one token behind.
         self._shift = 1 if network.hidden_size else 0
-        self._chunk = min(max_tokens, max(1, self._cache.capacity - 2 * BLOCK_SIZE - num_drafts))
+        self._chunk = min(max_tokens, self._cache.capacity - 2 * BLOCK_SIZE - num_drafts)
         self._max_tokens = max_tokens
         self._max_position, self._last_token = network.max_position, network.vocab_size - 1
         self._num_pending = max(_MOST_PENDING, 2 * (num_drafts + 1))
-        size = (num_rows, self._num_pending, network.hidden_size)
+        # The target's hidden state at a position, at the remainder of the position.
         self._hidden = torch.zeros(
-            size, dtype=network.dtype, device=device
-        )  # of a position, by its remainder
+            num_rows, self._num_pending, network.hidden_size, dtype=network.dtype, device=device
+        )
         self._hidden_ends: Ints = np.zeros(num_rows, dtype=np.int64)
-        self._drafts = np.zeros(num_rows, dtype=bool)
+        self.num_bytes = self._hidden.nbytes
+        self.num_bytes += cache_bytes(network.kv_shapes, network.dtype, num_rows, window)
+        self._wants_drafts = np.zeros(num_rows, dtype=bool)
+        self._had_drafts = np.zeros(num_rows, dtype=bool)
 
     @property
     def hidden_layers(self) -> tuple[int, ...] | None:
@@ -132,9 +136,10 @@ class NetworkProposer:
         return network.hidden_layers if network is not None and network.hidden_size else None
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
-        self._cache.begin(row, 0)
+        self._cache.clear(row)
         self._hidden_ends[row] = 0
-        self._drafts[row] = admitted.sampling.max_draft_tokens != 0
+        self._wants_drafts[row] = admitted.sampling.max_draft_tokens != 0
+        self._had_drafts[row] = False
 
     def remove_row(self, row: int, token_ids: TokenIds) -> None: ...
 
@@ -146,11 +151,9 @@ class NetworkProposer:
         rows, starts, counts: [R], as in StepInputs.  lengths: [R], how many tokens of each row are known.
         """
         ends = starts + counts
-        # Without what came before, as after a prefix hit: the row begins here.
-        for row, start in zip(
-            *(column[starts > self._hidden_ends[rows]] for column in (rows, starts)), strict=True
-        ):
-            self._cache.begin(row, start)
+        # What came before is not at hand, as after a prefix hit.
+        is_cut = starts > self._hidden_ends[rows]
+        self._cache.ends[rows[is_cut]] = starts[is_cut]
         self._hidden_ends[rows] = ends
         of_rows, positions = np.repeat(rows, counts), _positions(starts, counts)
         newest = (positions >= np.repeat(ends, counts) - self._num_pending).nonzero()[0]
@@ -159,7 +162,8 @@ class NetworkProposer:
                 self._read_chunks(self._network, token_ids, rows, starts, counts, lengths, hidden)
             of_rows, positions = of_rows[newest], positions[newest]
             hidden = hidden.index_select(0, self._send(newest))
-        self._hidden[self._send(of_rows), self._send(positions % self._num_pending)] = hidden
+        if self._network is not None:
+            self._hidden[self._send(of_rows), self._send(positions % self._num_pending)] = hidden
 
     def propose(
         self, token_ids: TokenIds, rows: Ints, lengths: Ints, limits: Ints, draw: Draw
@@ -172,19 +176,15 @@ class NetworkProposer:
         proposed: list[list[int]] = [[] for _ in rows]
         if network is None:
             return proposed
-        if self._shift:
-            for row in rows[cache.ends[rows] < self._hidden_ends[rows] - self._num_pending]:
-                cache.begin(row, self._hidden_ends[row] - self._num_pending)
         ends = lengths - self._shift
-        missing = np.where(ends + self._num_drafts < self._max_position, ends - cache.ends[rows], 0)
-        counts = np.minimum(missing, self._chunk)
-        counts = np.clip(self._max_tokens - (np.cumsum(counts) - counts), 0, counts)
+        counts = self._counts_to_read(rows, ends)
+        is_last = cache.ends[rows] + counts == ends
         # Rows with most drafts first: each forward computes the first so many.
         order = np.argsort(-limits, kind="stable")
         order = order[counts[order] > 0]
         if not len(order):
             return proposed
-        is_ready = counts[order] == missing[order]
+        is_ready = is_last[order]
         found_rows, counts = rows[order], counts[order]
         hidden = self._pending(network, found_rows, counts)
         logits, hidden = self._advance(network, token_ids, found_rows, counts, hidden, is_ready)
@@ -192,6 +192,7 @@ class NetworkProposer:
         if not len(order):
             return proposed
         rows, lengths, ends, limits = rows[order], lengths[order], ends[order], limits[order]
+        self._had_drafts[rows] = True
         tokens = draw(logits[:, : self._vocab_size].float(), rows, lengths)
         columns = [tokens]
         for depth in range(1, int(limits[0])):
@@ -231,6 +232,7 @@ class NetworkProposer:
         """Release weights and memory. No row may be in use."""
         self._network = None
         self._cache.release()
+        self._hidden = self._hidden.new_zeros(0)
 
     def restore(self, model: Model, checkpoint: Checkpoint) -> None:
         """Load the weights, for a target that is on the device; the present ones are dropped.
@@ -238,8 +240,32 @@ class NetworkProposer:
         Raises CheckpointError or UnsupportedModel; then nothing is proposed.
         """
         self.release()
-        self._network = self._make_network(model, checkpoint)
+        network = self._make_network(model, checkpoint)
         self._cache.allocate()
+        self._hidden = self._hidden.new_zeros(len(self._hidden_ends), self._num_pending, network.hidden_size)
+        # What rows had is of the weights before.
+        self._cache.num_kept[:] = 0
+        self._cache.ends[:] = self._hidden_ends
+        self._network = network
+
+    def _counts_to_read(self, rows: Ints, ends: Ints) -> Ints:
+        """How many tokens of each row to read now, [R], to have read all before `ends`.
+
+        Leaves out what is too far back: the cache has no room for it, or it is not worth its time.
+        """
+        cache = self._cache
+        most = np.where(self._had_drafts[rows], min(_MOST_PENDING, self._chunk), self._chunk)
+        if self._shift:
+            oldest = np.maximum(ends - most, self._hidden_ends[rows] - self._num_pending)
+        else:
+            # A long prompt's first tokens are read on their own, one step before its last ones.
+            oldest = np.where(cache.num_kept[rows] > 0, ends - most, 0)
+        cache.ends[rows] = np.maximum(cache.ends[rows], oldest)
+        counts = ends - cache.ends[rows]
+        counts = np.where(counts > self._chunk, BLOCK_SIZE, counts)
+        counts = np.where(ends + self._num_drafts < self._max_position, counts, 0)
+        left: Ints = np.clip(self._max_tokens - (np.cumsum(counts) - counts), 0, counts)
+        return left
 
     def _read_chunks(
         self,
@@ -255,10 +281,9 @@ class NetworkProposer:
         firsts = np.cumsum(counts) - counts
         for index in (counts > self._num_pending).nonzero()[0]:
             row, start = rows[index : index + 1], int(starts[index])
-            if not self._drafts[row[0]]:
+            if not self._wants_drafts[row[0]]:
                 continue
-            if self._cache.ends[row[0]] != start:
-                self._cache.begin(int(row[0]), start)
+            self._cache.ends[row] = start
             # The last token of a prompt is followed by one that is not known yet.
             end = min(start + int(counts[index]), int(lengths[index]) - 1)
             for first in range(start, end, self._chunk):
@@ -278,8 +303,7 @@ class NetworkProposer:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the next `counts` tokens of each row, and keep their KV; results of those rows' last."""
         cache = self._cache
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            cache.make_room(row, count + self._num_drafts)
+        cache.make_room(rows, counts + self._num_drafts)
         positions = _positions(cache.ends[rows], counts)
         tokens = token_ids[np.repeat(rows, counts), positions + self._shift].astype(np.int64)
         found = network.forward(

@@ -16,28 +16,26 @@ from triptych_kernels import AttentionBatch
 Ints = npt.NDArray[np.int64]
 
 BLOCK_SIZE = 16
-# Room for the first tokens, for a part of the newest ones, and for what a forward adds.
-MIN_BLOCKS = 4
 
 
 class RowCache:
     """Every row has as many blocks. When they are full, the oldest block but the first is used again.
 
     The first tokens stay because attention relies on them (Xiao et al. 2023, attention sinks). Keys carry
-    the positions that they were computed with, so what is left out between two tokens changes neither.
+    the positions that they were computed with, so tokens between two others can be left out.
     """
 
     def __init__(
         self, shapes: Sequence[KVShape], dtype: torch.dtype, num_rows: int, window: int, device: torch.device
     ) -> None:
-        """window: tokens of a row that are kept at most."""
+        """window: tokens of a row that are kept at most, 4 blocks or more."""
         self._shapes, self._dtype, self._device = shapes, dtype, device
         num_columns = num_blocks_of(window)
         self._num_blocks = num_rows * num_columns
         self._tables = np.arange(self._num_blocks, dtype=np.int32).reshape(num_rows, num_columns)
         self.capacity = num_columns * BLOCK_SIZE
-        # Of each row: tokens in the cache, and the position of the next one.
-        self._num_kept: Ints = np.zeros(num_rows, dtype=np.int64)
+        # Of each row: tokens in the cache, and the position of the next one, which may leave some out.
+        self.num_kept: Ints = np.zeros(num_rows, dtype=np.int64)
         self.ends: Ints = np.zeros(num_rows, dtype=np.int64)
         self._layers: list[LayerCache] = []
         self.allocate()
@@ -56,21 +54,21 @@ class RowCache:
         """Release the memory. No row may be in use."""
         self._layers = []
 
-    def begin(self, row: int, position: int) -> None:
-        """Forget the row's tokens; its next one is at `position`."""
-        self._num_kept[row] = 0
-        self.ends[row] = position
+    def clear(self, row: int) -> None:
+        """Forget the row's tokens."""
+        self.num_kept[row] = self.ends[row] = 0
 
-    def make_room(self, row: int, count: int) -> None:
-        """count: tokens to be added, at most `capacity` less two blocks."""
-        while self._num_kept[row] + count > self.capacity:
-            table = self._tables[row]
-            table[1:] = np.roll(table[1:], -1)
-            self._num_kept[row] -= BLOCK_SIZE
+    def make_room(self, rows: Ints, counts: Ints) -> None:
+        """counts: tokens to be added to each row, at most `capacity` less two blocks."""
+        excess = self.num_kept[rows] + counts - self.capacity
+        for row, num_tokens in zip(rows[excess > 0], excess[excess > 0], strict=True):
+            num_blocks = -(-int(num_tokens) // BLOCK_SIZE)
+            self._tables[row, 1:] = np.roll(self._tables[row, 1:], -num_blocks)
+            self.num_kept[row] -= num_blocks * BLOCK_SIZE
 
     def context(self, rows: Ints, counts: Ints, ahead: int = 0) -> ForwardContext:
         """Of a forward that adds so many tokens to each row, after `ahead` that it does not keep."""
-        totals = self._num_kept[rows] + ahead + counts
+        totals = self.num_kept[rows] + ahead + counts
         of_rows = np.repeat(rows, counts)
         indices = np.arange(len(of_rows)) + np.repeat(totals - np.cumsum(counts), counts)
         columns = indices // BLOCK_SIZE
@@ -82,7 +80,7 @@ class RowCache:
 
     def advance(self, rows: Ints, counts: Ints) -> None:
         """Keep so many more tokens of each row."""
-        self._num_kept[rows] += counts
+        self.num_kept[rows] += counts
         self.ends[rows] += counts
 
     def _zeros(self, num_heads: int, dim: int) -> Tensor:
@@ -91,7 +89,8 @@ class RowCache:
 
 
 def num_blocks_of(window: int) -> int:
-    return max(MIN_BLOCKS, -(-window // BLOCK_SIZE))
+    """Of each row."""
+    return -(-window // BLOCK_SIZE)
 
 
 def cache_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, num_rows: int, window: int) -> int:

@@ -32,6 +32,7 @@ class PoolingState:
     __slots__ = ("_num_cached", "_result", "_tensor", "on_lost")
 
     wants_logprobs = False
+    has_stop_strings = False
 
     def __init__(self) -> None:
         self._result: asyncio.Future[Pooled] = asyncio.get_running_loop().create_future()

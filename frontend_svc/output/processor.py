@@ -26,6 +26,9 @@ class Receiver(Protocol):
     @property
     def wants_logprobs(self) -> bool: ...
 
+    @property
+    def has_stop_strings(self) -> bool: ...
+
     def advance(
         self, token_ids: list[int], ending: Ending | None, columns: LogprobColumns | None = None
     ) -> Ending | None: ...
@@ -152,9 +155,10 @@ class OutputProcessor:
             columns = logprobs.part(start, end) if logprobs is not None and state.wants_logprobs else None
             if not count and engine_ending is None:
                 continue
-            if row in step.parts:
+            parts = [1] * count if count > 1 and state.has_stop_strings else step.parts.get(row)
+            if parts is not None:
                 ending = self._advance_by_parts(
-                    handle, state, token_ids[start:end], step.parts[row], engine_ending, columns
+                    handle, state, token_ids[start:end], parts, engine_ending, columns
                 )
             else:
                 ending = state.advance(token_ids[start:end], engine_ending, columns)
@@ -174,7 +178,11 @@ class OutputProcessor:
             state = get_state(handle)
             if state is None or not count:
                 continue
-            if state.advance(token_ids[start:end], None) is not None and self.forget(handle):
+            if count > 1 and state.has_stop_strings:
+                ending = self._advance_by_parts(handle, state, token_ids[start:end], [1] * count, None, None)
+            else:
+                ending = state.advance(token_ids[start:end], None)
+            if ending is not None and self.forget(handle):
                 to_abort.append(handle)
         return to_abort
 
@@ -243,7 +251,10 @@ class OutputProcessor:
         engine_ending: Ending | None,
         columns: LogprobColumns | None,
     ) -> Ending | None:
-        """Add each step's tokens separately: where a stop string ends must not depend on merging."""
+        """Add each part's tokens separately: where a stop string ends must not depend on what came with it.
+
+        Several tokens come at once where steps were merged, or where a step accepted drafts.
+        """
         end = 0
         for index, count in enumerate(counts):
             start, end = end, end + count

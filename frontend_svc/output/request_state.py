@@ -55,8 +55,8 @@ class RequestState:
     """
 
     __slots__ = (
-        "_has_read", "_index", "_logprobs", "_readers", "_text", "collector", "detokenize_ns",
-        "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter", "on_lost",
+        "_has_read", "_has_stop_strings", "_index", "_logprobs", "_readers", "_text", "collector",
+        "detokenize_ns", "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter", "on_lost",
         "on_output", "output_token_ids", "times",
     )  # fmt: skip
 
@@ -85,6 +85,7 @@ class RequestState:
                 include_stop=include_stop,
                 min_tokens=min_tokens,
             )
+        self._has_stop_strings = stops is not None
         self._index = index
         self._logprobs = logprobs
         self._readers = {reader.extra: reader for reader in readers}
@@ -103,6 +104,10 @@ class RequestState:
     @property
     def wants_logprobs(self) -> bool:
         return self._logprobs is not None
+
+    @property
+    def has_stop_strings(self) -> bool:
+        return self._has_stop_strings
 
     @property
     def has_begun(self) -> bool:

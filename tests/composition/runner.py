@@ -169,19 +169,21 @@ def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan,
     """Two engines under these conditions, and one that has of them only what answers depend on."""
     kept = [condition for condition in conditions if condition.is_kept]
     has_mixture = any(condition.model == MIXTURE for condition in kept)
+    model = _make_mixture(folder / MIXTURE) if has_mixture else embedded_model()
     disturbed = StackPlan(
         tensor_parallel_size=max((condition.tensor_parallel_size for condition in kept), default=1),
-        engine_flags=(*_ONE_STEP, *_engine_flags(conditions)),
+        engine_flags=(*_ONE_STEP, *_engine_flags(conditions, model)),
         frontend_flags=_FRONTEND_FLAGS,
-        model=_make_mixture(folder / MIXTURE) if has_mixture else embedded_model(),
+        model=model,
     )
-    alone_flags = (*_ONE_STEP, *_NO_CACHE, *_engine_flags(kept))
+    alone_flags = (*_ONE_STEP, *_NO_CACHE, *_engine_flags(kept, model))
     return disturbed, replace(disturbed, engine_flags=alone_flags, num_engines=1)
 
 
-def _engine_flags(conditions: Sequence[Condition]) -> list[str]:
+def _engine_flags(conditions: Sequence[Condition], model: Path) -> list[str]:
     # The last one of a kind counts.
-    return [*ENGINE_FLAGS, *(flag for condition in conditions for flag in condition.flags)]
+    flags = [*ENGINE_FLAGS, *(flag for condition in conditions for flag in condition.flags)]
+    return [flag.replace("{model}", str(model)) for flag in flags]
 
 
 def _make_mixture(folder: Path) -> Path:

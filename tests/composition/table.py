@@ -30,7 +30,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Of the engines. What answers depend on is kept where a request is alone."""
+    """Of the engines. What answers depend on is kept where a request is alone.
+
+    flags: {model} in them is the folder of the model.
+    """
 
     name: str
     flags: tuple[str, ...] = ()
@@ -116,6 +119,16 @@ CONDITIONS = (
     Condition("few rows", ("--max-num-seqs=3",)),
     Condition("windows and experts", model=MIXTURE, is_kept=True),
     Condition("drafts", ("--speculative=suffix", "--draft-limit=none")),
+    Condition(
+        "draft model",
+        (
+            "--speculative=draft",
+            "--speculative-model={model}",
+            "--num-speculative-tokens=3",
+            "--draft-window=64",
+            "--draft-limit=none",
+        ),
+    ),
 )
 
 FAULTS = (

@@ -35,6 +35,7 @@ class Taker:
     """A request's receiver that keeps what it gets."""
 
     wants_logprobs = False
+    has_stop_strings = False
     num_prompt_tokens = 5
 
     def __init__(self, on_change: Callable[[], None]) -> None:

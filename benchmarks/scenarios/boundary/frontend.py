@@ -40,6 +40,7 @@ class CountingReceiver:
 
     __slots__ = ("first_at", "has_begun", "num_tokens", "on_first")
     wants_logprobs = False
+    has_stop_strings = False
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.has_begun = False

@@ -109,7 +109,8 @@ def load_eagle_head(folder: Path, target: NativeDecoder, facts: ModelFacts) -> E
             f"{folder} lacks embed_tokens.weight; the model's embeddings have {target.hidden_size} values, "
             f"hidden_size is {hidden}"
         )
-    max_position = config.max_position_embeddings
+    # Heads are published with the lengths that they were trained on; what they see is a window.
+    max_position = facts.max_position
     return EagleHead(
         target=target,
         embedding=embedding,

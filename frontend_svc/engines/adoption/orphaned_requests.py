@@ -29,6 +29,7 @@ class HeldOutputs:
     """Receives the outputs of one request until its state has been made."""
 
     wants_logprobs = True
+    has_stop_strings = True  # as the state may have some
 
     def __init__(self) -> None:
         self.num_tokens = 0

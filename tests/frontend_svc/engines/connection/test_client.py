@@ -355,6 +355,7 @@ class _PendingRequest:
     """A request of which nothing came yet, until its engine is lost."""
 
     wants_logprobs = False
+    has_stop_strings = False
 
     def __init__(self) -> None:
         self.is_lost = asyncio.Event()

@@ -23,6 +23,7 @@ class CountingReceiver:
     """Counts rows of all requests of a test."""
 
     wants_logprobs = True
+    has_stop_strings = False
     num_rows = 0
 
     def advance(self, token_ids: list[int], *_: Any) -> None:
