@@ -56,8 +56,8 @@ class RequestState:
 
     __slots__ = (
         "_has_read", "_has_stop_strings", "_index", "_logprobs", "_readers", "_text", "collector",
-        "detokenize_ns", "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter", "on_lost",
-        "on_output", "output_token_ids", "times",
+        "detokenize_ns", "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter",
+        "on_lost", "on_output", "output_token_ids", "times",
     )  # fmt: skip
 
     def __init__(
