@@ -1,9 +1,9 @@
-"""Makes checkpoints that propose for a model: a draft model of its first layers, and heads trained on texts.
+"""Makes checkpoints that propose for a model: a draft model of its first layers, and heads; trained on texts.
 
     python -m benchmarks.rig.draft_checkpoints MODEL TEXTS FOLDER
 
 TEXTS: a JSON list of lists of token ids, prompts with their outputs. Writes FOLDER/draft, FOLDER/eagle, and
-FOLDER/mtp, a copy of the model with a head. Heads of random weights would have no draft accepted.
+FOLDER/mtp, a copy of the model with a head. Of random weights no draft would be accepted.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def make_draft_checkpoints(
 ) -> None:
     """Write the three checkpoints for `model` below `folder`; heads are trained in so many steps."""
     torch.manual_seed(0)
-    _write_draft_model(model, folder / "draft")
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     target.requires_grad_(False)
     batches = [texts[first : first + _BATCH] for first in range(0, len(texts), _BATCH)]
     seen = [_hidden_states(target, batch) for batch in batches]
+    _write_draft_model(model, seen, folder / "draft", num_steps)
     _write_eagle_head(target, model, seen, folder / "eagle", num_steps)
     _write_mtp_head(target, model, seen, folder / "mtp", num_steps)
 
@@ -73,8 +73,8 @@ def _layers_read(num_layers: int) -> list[int]:
     )
 
 
-def _write_draft_model(model: Path, folder: Path) -> None:
-    """The first layers of the model, with its embeddings and its last norm."""
+def _write_draft_model(model: Path, seen: Sequence[_Seen], folder: Path, num_steps: int) -> None:
+    """The first layers of the model, of which the last is trained, with its embeddings."""
     config = json.loads((model / "config.json").read_text())
     num_layers = max(1, config["num_hidden_layers"] // 3)
     config["num_hidden_layers"] = num_layers
@@ -86,6 +86,28 @@ def _write_draft_model(model: Path, folder: Path) -> None:
         if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
     }
     _write(folder, model, config, kept)
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    draft.requires_grad_(False)
+    trained = nn.ModuleList([draft.model.layers[-1], draft.model.norm]).requires_grad_(True)
+    known, index_of = _known_tokens(seen, draft.config.vocab_size)
+    rows = draft.get_output_embeddings().weight[known]
+
+    def loss_of(each: _Seen) -> Tensor:
+        hidden = draft.model(each.ids).last_hidden_state[:, :-1]
+        wanted, is_real = each.ids[:, 1:], each.is_real[:, 1:]
+        return F.cross_entropy(F.linear(hidden[is_real], rows), index_of[wanted[is_real]])
+
+    _train(trained, seen, loss_of, num_steps)
+    dtype = next(iter(kept.values())).dtype
+    draft.to(dtype).save_pretrained(folder)
+
+
+def _known_tokens(seen: Sequence[_Seen], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The tokens of the texts, [K], and of every token its index there, [vocab_size]."""
+    known = torch.cat([each.ids[each.is_real] for each in seen]).unique()
+    index_of = torch.zeros(vocab_size, dtype=torch.int64)
+    index_of[known] = torch.arange(len(known))
+    return known, index_of
 
 
 class _Norm(nn.Module):
@@ -144,9 +166,7 @@ class _EagleHead(nn.Module):
 def _write_eagle_head(target: Any, model: Path, seen: Sequence[_Seen], folder: Path, num_steps: int) -> None:
     config = target.config
     size, head_dim = config.hidden_size, 32
-    known = torch.cat([each.ids[each.is_real] for each in seen]).unique()
-    index_of = torch.zeros(config.vocab_size, dtype=torch.int64)
-    index_of[known] = torch.arange(len(known))
+    known, index_of = _known_tokens(seen, config.vocab_size)
     eps, theta = config.rms_norm_eps, 10_000.0
     layers = _layers_read(config.num_hidden_layers)
     head = _EagleHead(size, len(layers), len(known), size // head_dim, eps)
@@ -196,9 +216,7 @@ def _write_mtp_head(target: Any, model: Path, seen: Sequence[_Seen], folder: Pat
     config, size = target.config, target.config.hidden_size
     last = config.num_hidden_layers - 1
     layer = target.model.layers[last]
-    known = torch.cat([each.ids[each.is_real] for each in seen]).unique()
-    index_of = torch.zeros(config.vocab_size, dtype=torch.int64)
-    index_of[known] = torch.arange(len(known))
+    known, index_of = _known_tokens(seen, config.vocab_size)
     rows = target.get_output_embeddings().weight[known]
     head = nn.ModuleDict(
         {
