@@ -211,36 +211,35 @@ def _write_eagle_head(target: Any, model: Path, seen: Sequence[_Seen], folder: P
     _write(folder, model, content, tensors)
 
 
-def _write_mtp_head(target: Any, model: Path, seen: Sequence[_Seen], folder: Path, num_steps: int) -> None:
-    """A head whose layer is the model's last; what joins its inputs is trained."""
-    config, size = target.config, target.config.hidden_size
-    last = config.num_hidden_layers - 1
-    layer = target.model.layers[last]
-    known, index_of = _known_tokens(seen, config.vocab_size)
-    rows = target.get_output_embeddings().weight[known]
-    head = nn.ModuleDict(
-        {
-            "enorm": _Norm(size, config.rms_norm_eps),
-            "hnorm": _Norm(size, config.rms_norm_eps),
-            "eh_proj": nn.Linear(2 * size, size, bias=False),
-            "norm": _Norm(size, config.rms_norm_eps),
-        }
-    )
-    modules: Any = head
-    embed = target.get_input_embeddings()
+class _MtpHead(nn.Module):
+    """What joins the inputs of a head whose layer is the model's last, and the head's last norm."""
 
-    def predict(embedded: Tensor, hidden: Tensor) -> Tensor:
-        x = modules["eh_proj"](torch.cat([modules["enorm"](embedded), modules["hnorm"](hidden)], dim=-1))
-        return _run_layer(target, layer, x)
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = (_Norm(size, eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
 
-    def loss_of(each: _Seen) -> Tensor:
-        embedded = embed(each.ids[:, 1:])
+    def forward(self, target: Any, ids: Tensor, last: Tensor) -> Tensor:
+        """[B, T - 1, size], what logits of the tokens two after each are computed from."""
+        embedded = target.get_input_embeddings()(ids[:, 1:])
         # The first token of a text is not seen, as in serving.
         embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], dim=1)
-        hidden = predict(embedded, each.last[:, :-1])
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(last[:, :-1])], dim=-1))
+        found: Tensor = self.norm(_run_layer(target, target.model.layers[-1], x))
+        return found
+
+
+def _write_mtp_head(target: Any, model: Path, seen: Sequence[_Seen], folder: Path, num_steps: int) -> None:
+    config = target.config
+    last = config.num_hidden_layers - 1
+    known, index_of = _known_tokens(seen, config.vocab_size)
+    rows = target.get_output_embeddings().weight[known]
+    head = _MtpHead(config.hidden_size, config.rms_norm_eps)
+
+    def loss_of(each: _Seen) -> Tensor:
+        hidden = head(target, each.ids, each.last)[:, :-1]
         wanted, is_real = each.ids[:, 2:], each.is_real[:, 2:]
-        logits = F.linear(modules["norm"](hidden[:, :-1])[is_real], rows)
-        return F.cross_entropy(logits, index_of[wanted[is_real]])
+        return F.cross_entropy(F.linear(hidden[is_real], rows), index_of[wanted[is_real]])
 
     _train(head, seen, loss_of, num_steps)
     prefix = _LAYOUT.prefix.format(last + 1)
@@ -253,10 +252,10 @@ def _write_mtp_head(target: Any, model: Path, seen: Sequence[_Seen], folder: Pat
     # A Gemma stores the weights of norms less 1.
     offset = 1.0 if config.model_type == "gemma3_text" else 0.0
     for name, found in (
-        (_LAYOUT.token_norm, modules["enorm"].weight - offset),
-        (_LAYOUT.hidden_norm, modules["hnorm"].weight - offset),
-        (_LAYOUT.projection, modules["eh_proj"].weight),
-        (_LAYOUT.final_norm, modules["norm"].weight - offset),
+        (_LAYOUT.token_norm, head.enorm.weight - offset),
+        (_LAYOUT.hidden_norm, head.hnorm.weight - offset),
+        (_LAYOUT.projection, head.eh_proj.weight),
+        (_LAYOUT.final_norm, head.norm.weight - offset),
     ):
         tensors[f"{prefix}{name}.weight"] = found.detach().contiguous()
     shutil.copytree(model, folder, symlinks=False, copy_function=_link)
