@@ -273,6 +273,12 @@ class RequestTrace:
             names.NUM_PREEMPTIONS: times["num_preemptions"],
             names.NUM_MIGRATIONS: times["num_migrations"],
         }
+        drafts = [state.drafts for state in states if state.drafts is not None]
+        if drafts:
+            timeline.attributes |= {
+                names.NUM_DRAFT_TOKENS: sum(use.num_proposed for use in drafts),
+                names.NUM_ACCEPTED_DRAFT_TOKENS: sum(use.num_accepted for use in drafts),
+            }
         begun = [state for state in states if state.first_output_at_ns]
         if begun:
             first_at_ns = min(state.first_output_at_ns for state in begun)

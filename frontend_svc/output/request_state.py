@@ -9,7 +9,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from frontend_svc.output.collector import Collector, Ending, EndReason
+from frontend_svc.output.collector import Collector, DraftUse, Ending, EndReason
 from frontend_svc.output.engine_times import EngineTimes, Progress
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
@@ -56,8 +56,8 @@ class RequestState:
 
     __slots__ = (
         "_has_read", "_has_stop_strings", "_index", "_logprobs", "_readers", "_text", "collector",
-        "detokenize_ns", "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns", "meter",
-        "on_lost", "on_output", "output_token_ids", "times",
+        "detokenize_ns", "drafts", "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns",
+        "meter", "on_lost", "on_output", "output_token_ids", "times",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,7 @@ class RequestState:
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
         self.meter: TokenMeter | None = None
+        self.drafts: DraftUse | None = None  # once it has ended, if the engine reported any
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
         self.last_output_at_ns = 0
@@ -137,7 +138,7 @@ class RequestState:
                 ending = Ending(EndReason.STOP, stop_string=stop, drafts=drafts)
         self.output_token_ids.extend(token_ids)
         if ending is not None:
-            self.has_ended = True
+            self.has_ended, self.drafts = True, ending.drafts
             self.times.end()
         if self._logprobs is None or columns is None or not token_ids:
             self.collector.put(self._index, text, token_ids, ending, parts=parts)

@@ -28,6 +28,7 @@ from tests.frontend_svc.fakes import (
     serving,
 )
 from triptych.api.v1 import chat_message_pb2
+from triptych.engine.v1 import step_pb2
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4738"
 METADATA = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01"),)
@@ -64,6 +65,20 @@ async def test_each_output_of_a_prompt_has_phases_of_its_own(telemetry):
     assert root.attributes[names.REQUEST_STREAM] is False
     firsts = [event.attributes for event in root.events if event.name == "first_token"]
     assert firsts == [{names.ENGINE: "engine-0", names.OUTPUT_INDEX: index} for index in range(2)]
+
+
+async def test_a_span_has_the_drafts_of_all_outputs(telemetry):
+    ending = step_pb2.StepFinished(drafts=step_pb2.DraftUse(num_proposed=5, num_accepted=3))
+    ending.MergeFrom(AT_LENGTH)
+
+    def one_each(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: [7]}, finished={request: ending})
+
+    async with serving(FakeEngine(one_each)) as (client, _):
+        await client.inference.GenerateOnce(make_request(n=2), timeout=WAIT_S, metadata=METADATA)
+    root = recent_spans(TRACE_ID)[0]
+    assert root.attributes[names.NUM_DRAFT_TOKENS] == 10
+    assert root.attributes[names.NUM_ACCEPTED_DRAFT_TOKENS] == 6
 
 
 async def test_a_chat_is_named_so_and_nothing_of_its_content_is_recorded(telemetry):
