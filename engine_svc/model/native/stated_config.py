@@ -103,6 +103,8 @@ _PASSED_OVER = frozenset(
 )  # fmt: skip
 # The same, for families that state that no layer has a window.
 _OF_UNUSED_WINDOWS = frozenset({"layer_types", "max_window_layers", "sliding_window"})
+# Of a MiMo, which is a Qwen2 with an MTP head, and which transformers does not know.
+_OF_MIMO = frozenset({"auto_map", "num_nextn_predict_layers", "tokenizer_class"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -113,6 +115,11 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     except (OSError, ValueError):
         return None
     model_type = content.get("model_type") if isinstance(content, dict) else None
+    is_mimo = model_type == "mimo"
+    if is_mimo and content.pop("use_mrope", False) is False:
+        model_type = "qwen2"
+        content = {name: value for name, value in content.items() if name not in _OF_MIMO}
+        content.setdefault("eos_token_id", None)
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         return None
     if model_type == "qwen3_moe" and "num_experts" not in content:
@@ -139,7 +146,7 @@ def read_stated_config(folder: Path) -> ModelConfig | None:
     values = {name: content[name] for name in stated} | {name: content.get(name, False) for name in _BIASES}
     values |= {"model_type": model_type, "rope_parameters": rope, "head_dim": content.get("head_dim")}
     return ModelConfig(
-        architecture=_ARCHITECTURES[model_type],
+        architecture="MiMoForCausalLM" if is_mimo else _ARCHITECTURES[model_type],
         vocab_size=content["vocab_size"],
         max_position=content["max_position_embeddings"],
         eos_token_id=content["eos_token_id"],

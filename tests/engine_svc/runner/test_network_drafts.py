@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,8 +19,10 @@ from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
+from engine_svc.model.native.draft_heads import MtpHead
 from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.speculation.network import ModelNetwork, NetworkProposer
+from engine_svc.speculation.row_cache import RowCache
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.runner.conftest import TinyModel
 from tests.engine_svc.runner.test_drafts import NUM_DRAFTS, OPTIONS, Answers, serve
@@ -199,6 +202,55 @@ def test_without_weights_nothing_is_proposed(made):
     found = serve(model.model, OPTIONS, proposer)
     assert_equal(found, model.answers)
     assert found.num_drafts == 0
+
+
+def test_a_mimo_is_a_qwen2_with_a_head_of_another_layout(tmp_path, made):
+    plain = made("qwen2")
+    folder = tmp_path / "mimo"
+    folder.mkdir()
+    config = json.loads((plain.folder / "model" / "config.json").read_text())
+    published = {name: config[name] for name in PUBLISHED_OF_MIMO}
+    more = {"model_type": "mimo", "use_mrope": False, "num_nextn_predict_layers": 1, "auto_map": {}}
+    (folder / "config.json").write_text(json.dumps({**published, **more, "rope_theta": 10000.0}))
+    tensors = load_file(plain.folder / "model" / "model.safetensors")
+    for name, tensor in load_file(plain.folder / "mtp" / "model-2.safetensors").items():
+        part = name.removeprefix("model.layers.2.")
+        if part == "eh_proj.weight":
+            # The hidden state comes first.
+            tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+        tensors["model.mtp_layers.0." + NAMES_OF_MIMO.get(part, part)] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    loaded = load_model(folder, LoadOptions(num_threads=1))
+    assert (loaded.implementation, loaded.facts.architecture) == ("native", "MiMoForCausalLM")
+    assert has_mtp_head(folder, loaded.model)
+    head = load_mtp_head(Checkpoint(folder), loaded.model, loaded.facts)
+    other = load_mtp_head(Checkpoint(plain.folder / "mtp"), loaded.model, loaded.facts)
+    ids, positions = torch.arange(3, 10), torch.arange(7)
+    hidden = torch.randn(7, head.hidden_size)
+    found = [
+        each.forward(ids, positions, hidden, positions, cache.context(np.array([0]), np.array([7])))
+        for each, cache in ((one, row_cache(one)) for one in (head, other))
+    ]
+    torch.testing.assert_close(found[0][0], found[1][0])
+    # What the next prediction reads is normed in this layout alone.
+    assert (found[0][1] - found[1][1]).abs().max() > 0.01
+
+
+PUBLISHED_OF_MIMO = (
+    "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
+    "use_sliding_window",
+)  # fmt: skip
+NAMES_OF_MIMO = {
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "eh_proj.weight": "input_proj.weight",
+    "shared_head.norm.weight": "final_layernorm.weight",
+}
+
+
+def row_cache(head: MtpHead) -> RowCache:
+    return RowCache(head.kv_shapes, head.dtype, 1, 64, torch.device("cpu"))
 
 
 def test_a_checkpoint_states_whether_it_has_an_mtp_head(made):
