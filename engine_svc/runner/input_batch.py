@@ -83,6 +83,41 @@ class StepInputs:
         """Whether every row computes one token."""
         return len(self.rows) == self.token_ids.shape[0]
 
+    @property
+    def verifies_alone(self) -> bool:
+        """Whether every token is the last of a row or one of its drafts: the step has no prompt's."""
+        return self.drafts is not None and len(self.sampling_rows) == self.token_ids.shape[0]
+
+    def by_token(self) -> StepInputs:
+        """The same with a row for each token, as a decode step has them; all share their row's blocks.
+
+        A layer writes the KV of all tokens before any of them attends, so results are the same.
+        """
+        device, num_tokens = self.token_ids.device, self.token_ids.shape[0]
+        of_token = np.repeat(np.arange(len(self.rows)), self.counts)
+        indices = to_device(of_token, device)
+        query_starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
+        total_lengths = (self.positions + 1).int()
+        attention = [
+            AttentionBatch(
+                batch.block_tables.index_select(0, indices),
+                query_starts,
+                total_lengths,
+                batch.block_size,
+                1,
+                batch.max_total_length,
+            )
+            for batch in self.attention
+        ]
+        within = np.arange(num_tokens) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        return replace(
+            self,
+            attention=attention,
+            rows=self.rows[of_token],
+            counts=np.ones_like(of_token),
+            starts=self.starts[of_token] + within,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Layout:

@@ -351,9 +351,9 @@ class ModelRunner:
     ) -> Tensor | Largest:
         """Logits [N, V]; unless `needs_all`, only those of rows that read more than the largest."""
         graphs = self._resident.graphs
-        is_recorded = context.can_be_recorded and inputs.is_decode
-        if graphs is not None and is_recorded and graphs.has_room(len(inputs.rows)):
-            return graphs.forward(inputs)
+        is_recorded = context.can_be_recorded and (inputs.is_decode or inputs.verifies_alone)
+        if graphs is not None and is_recorded and graphs.has_room(inputs.token_ids.shape[0]):
+            return graphs.forward(inputs if inputs.is_decode else inputs.by_token())
         # Recorded steps compute all logits; an engine with recorded steps runs few others.
         if graphs is None and not needs_all and isinstance(model, GreedyModel):
             readers = self._sampler.readers(inputs.sampling_rows)

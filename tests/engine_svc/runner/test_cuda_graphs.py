@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine_svc.model.context import ForwardContext
 from engine_svc.runner.cuda_graphs import DecodeGraphs, decode_sizes
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
@@ -68,8 +69,6 @@ def decode(batch: InputBatch, lengths: list[int]):
 
 @torch.inference_mode()
 def test_a_replay_yields_the_logits_and_the_cache_of_the_forward_itself(case):
-    from engine_svc.model.context import ForwardContext
-
     model, kv, batch, graphs, recorder = case
     inputs = decode(batch, [9, 14, 3])
     kept = [stack.clone() for stack in kv.stacks]
@@ -81,6 +80,29 @@ def test_a_replay_yields_the_logits_and_the_cache_of_the_forward_itself(case):
     assert torch.equal(graphs.forward(inputs), expected)
     assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
     assert (recorder.num_recorded, recorder.num_replayed) == (2, 1)
+
+
+@torch.inference_mode()
+def test_drafts_are_verified_by_a_replay_of_as_many_rows(case):
+    model, kv, batch, graphs, recorder = case
+    step = plan(
+        [("a", 3, 8, []), ("b", 1, 13, [])],
+        admitted=[admitted("a", 11, [1, 2, 3]), admitted("b", 14, [4, 5, 6, 7])],
+    )
+    step.draft_token_ids = [[7, 9], []]
+    step.samples = [True, True]
+    apply(batch, step)
+    inputs = batch.gather(step)
+    kept = [stack.clone() for stack in kv.stacks]
+    context = ForwardContext(kv.layers, inputs.slot_mappings, inputs.attention)
+    expected = model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
+    after = [stack.clone() for stack in kv.stacks]
+    for stack, before in zip(kv.stacks, kept, strict=True):
+        stack.copy_(before)
+    assert inputs.verifies_alone
+    assert torch.equal(graphs.forward(inputs.by_token()), expected)
+    assert all(torch.equal(stack, wanted) for stack, wanted in zip(kv.stacks, after, strict=True))
+    assert recorder.num_replayed == 1
 
 
 @torch.inference_mode()
