@@ -150,7 +150,9 @@ class CoreConfig:
         "head of the checkpoint; auto: mtp where the checkpoint has one, else suffix; or the entry point of "
         "another package",
     )
-    speculative_model: str | None = option(None, help="the checkpoint folder of --speculative draft or eagle")
+    speculative_model: str | None = option(
+        None, help="the checkpoint of --speculative draft or eagle: folder, or org/name of the hub"
+    )
     speculative_config: str | None = option(
         None,
         help="these as JSON, as vLLM has it: method, model and num_speculative_tokens",
@@ -316,7 +318,7 @@ class CoreConfig:
         )
         if method in _WITH_CHECKPOINT:
             is_folder = isinstance(model, str) and model
-            require(bool(is_folder), "speculative_model", model, f"the checkpoint folder of {method}")
+            require(bool(is_folder), "speculative_model", model, f"the checkpoint of {method}")
         else:
             require(model is None, "speculative_model", model, f"left out where --speculative is {method}")
         require(

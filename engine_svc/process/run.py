@@ -72,7 +72,7 @@ def run(loaded: Loaded[EngineConfig]) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         starting.enter("find model")
-        config = _with_folder(config)
+        config = _with_folders(config)
         exit_code = uvloop.run(_serve(config, loaded.origins, starting))
     except (AddressError, ConfigError, ModelError) as error:
         write_log_line(f"triptych engine: {error}")
@@ -94,20 +94,38 @@ def _check_coordinator(config: EngineConfig) -> None:
             raise ConfigError(f"--coordinator: {error}") from error
 
 
-def _with_folder(config: EngineConfig) -> EngineConfig:
-    """The configuration with a local folder as its model, still served under the given name."""
+def _with_folders(config: EngineConfig) -> EngineConfig:
+    """The configuration with local folders as its models, still served under the given name."""
     display = LoadDisplay(sys.stderr, MonotonicClock())
-    try:
-        folder = find_model(
-            config.model,
-            revision=config.revision,
+
+    def find(name: str, revision: str | None = None) -> str:
+        found = find_model(
+            name,
+            revision=revision,
             progress=lambda phase, done, total: display.show(LoadProgress(phase, done, total)),
         )
+        return str(found)
+
+    speculation = config.speculation
+    try:
+        folder = find(config.model, config.revision)
+        try:
+            draft_folder = None if speculation.model is None else find(speculation.model)
+        except ModelError as error:
+            raise ConfigError(f"--speculative-model: {error}") from error
     finally:
         display.close()
-    if str(folder) == config.model:
+    if draft_folder != speculation.model:
+        config = replace(
+            config,
+            speculative=speculation.method,
+            num_speculative_tokens=speculation.num_tokens,
+            speculative_model=draft_folder,
+            speculative_config=None,
+        )
+    if folder == config.model:
         return config
-    config = replace(config, model=str(folder), served_model_name=config.served_model_name or config.model)
+    config = replace(config, model=folder, served_model_name=config.served_model_name or config.model)
     check_start(config)
     return config
 

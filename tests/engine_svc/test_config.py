@@ -62,7 +62,10 @@ def test_flags_environment_and_defaults_make_a_configuration():
         ),
         (["--speculative-config", "5"], "--speculative-config is '5', it has to be a JSON"),
         (["--speculative-config", '{"quantization": "x"}'], "--speculative-config is"),
-        (["--speculative-config", '{"method": "eagle3"}'], "--speculative-model is None, it has to be the"),
+        (
+            ["--speculative-config", '{"method": "eagle3"}'],
+            "--speculative-model is None, it has to be the",
+        ),
         (["--speculative", "mtp", "--speculative-model", "x"], "--speculative-model is x, it has to be left"),
         (["--speculative-model", "x", "--speculative-config", "{}"], "--speculative-model is x, it has"),
         (
