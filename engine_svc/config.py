@@ -281,7 +281,7 @@ class CoreConfig:
             return Speculation(self.speculative, self.num_speculative_tokens, self.speculative_model)
         try:
             given = json.loads(self.speculative_config)
-        except ValueError:
+        except (ValueError, RecursionError):
             given = None
         names = {"method", "model", "num_speculative_tokens"}
         known = f"a JSON object of {', '.join(sorted(names))}"
@@ -289,6 +289,7 @@ class CoreConfig:
         require(is_known, "speculative_config", repr(self.speculative_config), known)
         model = given.get("model")
         method = given.get("method", "auto" if model is None else "draft")
+        require(isinstance(method, str), "speculative", repr(method), "the name of a method")
         num_tokens = given.get("num_speculative_tokens", self.num_speculative_tokens)
         return Speculation(_VLLM_METHODS.get(method, method), num_tokens, model)
 
@@ -305,7 +306,7 @@ class CoreConfig:
             )
         method, num_tokens, model = self.speculation
         require(
-            isinstance(num_tokens, int) and 1 <= num_tokens <= _MAX_SPECULATIVE_TOKENS,
+            type(num_tokens) is int and 1 <= num_tokens <= _MAX_SPECULATIVE_TOKENS,
             "num_speculative_tokens",
             num_tokens,
             f"1 to {_MAX_SPECULATIVE_TOKENS}",

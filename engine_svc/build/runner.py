@@ -168,7 +168,13 @@ def make_runner(
         again = load_model(checkpoint, load_options(config), parallel=parallel, share=share, ops=ops)
         if experts is not None:
             experts.attach(again, checkpoint)
+        if isinstance(proposer, BatchProposer):
+            proposer.attach(again.model, checkpoint)
         return again.model, again.facts
+
+    def drop() -> None:
+        if isinstance(proposer, BatchProposer):
+            proposer.detach()
 
     def record(model: Model) -> DecodeGraphs | None:
         # Communication between engines cannot be recorded in a CUDA graph.
@@ -187,7 +193,7 @@ def make_runner(
         make_features=partial(runner_features, config, samples=samples),
         proposer=proposer,
         graphs=record(loaded.model),
-        source=WeightSource(Checkpoint(Path(config.model)), load, record),
+        source=WeightSource(Checkpoint(Path(config.model)), load, record, drop),
         exchange=None if experts is None else experts.exchange,
         on_failed=on_failed,
         on_prepared=on_prepared,
@@ -236,7 +242,7 @@ def free_memory(config: EngineConfig, loaded: LoadedModel, reserved: int = 0) ->
     """
     if loaded.device.type == "cpu":
         free = free_host_memory()
-        less = f", less {reserved >> 20} MiB for drafts" if reserved else ""
+        less = f", less {reserved >> 20} MiB for drafts (--draft-window)," if reserved else ""
         return FreeMemory(max(0, free.num_bytes - reserved), free.how + less)
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
         return present_device_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from engine_svc.build.start_check import PROPOSER_ENTRY_POINTS
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepCosts
 from engine_svc.model.decoder import Model
+from engine_svc.model.errors import ModelError
 from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
@@ -23,7 +25,11 @@ from engine_svc.speculation.suffix import SuffixProposer
 from service_kit.config import ConfigError
 from service_kit.plugins import find_offered
 
+logger = logging.getLogger(__name__)
+
 _TEXT_PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+# Blocks and their tokens have 32-bit indexes.
+_MAX_CACHED_TOKENS = 1 << 30
 _TOKENIZER = "tokenizer.json"
 _SENTENCEPIECE = "tokenizer.model"
 
@@ -36,24 +42,54 @@ def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer | Batch
     method, num_drafts, folder = config.speculation
     if method == "off":
         return None
-    if method == "auto":
+    is_chosen_here = method == "auto"
+    if is_chosen_here:
         method = "mtp" if has_mtp_head(Path(config.model), loaded.model) else "suffix"
-    if method == "draft":
-        _check_tokenizer(Path(config.model), Path(folder or ""))
     make_network = _network_makers(config, loaded, Path(folder or "")).get(method)
     if make_network is None:
         return find_offered(method, _TEXT_PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative")()
-    return NetworkProposer(
-        make_network,
-        loaded.model,
-        Checkpoint(Path(config.model)),
-        num_rows=config.max_num_seqs,
-        num_drafts=num_drafts,
-        vocab_size=loaded.facts.vocab_size,
-        window=config.draft_window,
-        max_tokens=config.max_num_batched_tokens,
-        device=loaded.device,
-    )
+    try:
+        if method == "draft":
+            _check_tokenizer(Path(config.model), Path(folder or ""))
+        return _make_network_proposer(config, loaded, make_network, num_drafts)
+    except ModelError as error:
+        if is_chosen_here:
+            logger.warning("the MTP head cannot be used", extra={"reason": str(error)})
+            return SuffixProposer()
+        given = "--speculative mtp" if method == "mtp" else f"--speculative-model {folder}"
+        raise ConfigError(f"{given}: {error}") from error
+
+
+def _make_network_proposer(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    make_network: Callable[[Model, Checkpoint], DraftNetwork],
+    num_drafts: int,
+) -> NetworkProposer:
+    # No request is longer.
+    window = min(config.draft_window, config.max_model_len or loaded.facts.max_position)
+    if config.max_num_seqs * window >= _MAX_CACHED_TOKENS:
+        raise ConfigError(
+            f"--max-num-seqs {config.max_num_seqs} times --draft-window {window} is not below "
+            f"{_MAX_CACHED_TOKENS} tokens"
+        )
+    try:
+        return NetworkProposer(
+            make_network,
+            loaded.model,
+            Checkpoint(Path(config.model)),
+            num_rows=config.max_num_seqs,
+            num_drafts=num_drafts,
+            vocab_size=loaded.facts.vocab_size,
+            window=window,
+            max_tokens=config.max_num_batched_tokens,
+            device=loaded.device,
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"there is no memory for the drafts of --max-num-seqs {config.max_num_seqs} requests with "
+            f"--draft-window {window}: lower either ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def reserved_bytes(proposer: Proposer | BatchProposer | None) -> int:
@@ -99,7 +135,7 @@ def _check_tokenizer(folder: Path, draft_folder: Path) -> None:
         if all(path.is_file() for path in paths):
             try:
                 is_same = read(paths[0]) == read(paths[1])
-            except (OSError, ValueError, AttributeError) as error:
+            except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
                 raise ConfigError(f"--speculative-model: {name} cannot be read: {error}") from error
             if not is_same:
                 raise ConfigError(

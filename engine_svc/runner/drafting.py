@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,14 +12,10 @@ from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.model.context import HiddenStates
-from engine_svc.model.decoder import Model
-from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints, to_device
-
-logger = logging.getLogger(__name__)
 
 # More than a plan is ever made before the result of a step is known.
 _MAX_STEPS_AHEAD = 64
@@ -52,7 +47,6 @@ class Drafting:
             self._by_row = proposer
         self._batch = batch
         self._draw = draw
-        self.is_released = False
         self._is_on_host = batch.device.type == "cpu"
         self._token_ids: _TokenIds = (
             batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
@@ -128,23 +122,6 @@ class Drafting:
     def keep(self, inputs: StepInputs, step: RunningStep) -> None:
         """A step was launched in which rows sample."""
         self._unread.append((inputs, step))
-
-    def release(self) -> None:
-        """Release the memory of what proposes."""
-        if self._network is not None:
-            self._network.release()
-            self.is_released = True
-
-    def restore(self, model: Model, checkpoint: Checkpoint) -> None:
-        """Bring it back, for a model that is on the device, maybe with other weights than before."""
-        if self._network is None:
-            return
-        self.is_released = False
-        try:
-            self._network.restore(model, checkpoint)
-        except (ValueError, OSError) as error:
-            # The model itself is there, and answers are the same without drafts.
-            logger.warning("no drafts are proposed from now on", extra={"reason": str(error)})
 
     def _propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         """Drafts of each row, at most as many as its limit."""

@@ -74,11 +74,17 @@ class BatchProposer(Protocol):
     def rehearse(self, num_rows: int) -> None:
         """Compute one draft for so many rows, none of them in use."""
 
-    def release(self) -> None:
-        """Release weights and cache. No row may be in use."""
+    def release_cache(self) -> None:
+        """Release the memory of its cache. No row may be in use."""
 
-    def restore(self, model: Model, checkpoint: Checkpoint) -> None:
-        """Load weights again, for a model from there that is on the device, and allocate the cache.
+    def allocate_cache(self) -> None:
+        """Allocate it again, if it was released."""
 
-        Raises ValueError or OSError if they cannot be loaded; from then on it proposes nothing.
+    def attach(self, model: Model, checkpoint: Checkpoint) -> None:
+        """Load its weights, for a model that was loaded from there.
+
+        Raises CheckpointError or UnsupportedModel.
         """
+
+    def detach(self) -> None:
+        """Drop its weights, and what refers to the model's; until it is attached it proposes nothing."""

@@ -298,25 +298,20 @@ class ModelRunner:
 
     def sleep(self, level: int) -> None:
         """See Resident.sleep. No step may be in flight, and no request may keep its KV."""
+        network = None if self._drafting is None else self._drafting.network
+        if level and network is not None:
+            network.release_cache()
         self._resident.sleep(level)
-        if level and self._drafting is not None:
-            self._drafting.release()
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         self._resident.wake(tags)
-        if self._drafting is not None and self._drafting.is_released:
-            self._restore_drafting()
+        network = None if self._drafting is None else self._drafting.network
+        if network is not None and WakeTag.KV_CACHE not in self._resident.asleep:
+            network.allocate_cache()
 
     def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
         """See Resident.reload. Cached KV belongs to the old weights."""
-        facts = self._resident.reload(folder, names)
-        self._restore_drafting()
-        return facts
-
-    def _restore_drafting(self) -> None:
-        checkpoint = self._resident.checkpoint
-        if self._drafting is not None and checkpoint is not None and not self._resident.asleep:
-            self._drafting.restore(self._resident.awake_model(), checkpoint)
+        return self._resident.reload(folder, names)
 
     def start_profile(self, folder: Path, prefix: str = "engine") -> Path:
         """Record steps from now on, in the thread that runs them; returns the file to be written."""

@@ -52,6 +52,7 @@ class WeightSource:
     checkpoint: Checkpoint
     load: Callable[[Checkpoint], tuple[Model, ModelFacts]]  # in the same way as the first one
     record: Callable[[Model], DecodeGraphs | None]  # records decode steps: tensors may have other addresses
+    drop: Callable[[], None] = lambda: None  # forgets what else refers to the weights
 
 
 class Resident:
@@ -78,11 +79,6 @@ class Resident:
     def asleep(self) -> frozenset[WakeTag]:
         """The parts that are not on the device."""
         return frozenset(tag for tag, location in self._locations.items() if location is not Location.DEVICE)
-
-    @property
-    def checkpoint(self) -> Checkpoint | None:
-        """Where the weights come from; None without a source."""
-        return None if self._source is None else self._source.checkpoint
 
     def awake_model(self) -> Model:
         """The model. RuntimeError while any part that a step needs is asleep."""
@@ -204,6 +200,8 @@ class Resident:
         self._move(WakeTag.WEIGHTS, Location.NOWHERE)
         self._parked.pop(WakeTag.WEIGHTS, None)
         self._model = None
+        if self._source is not None:
+            self._source.drop()
 
     def _bring_back_weights(self) -> None:
         if WakeTag.WEIGHTS in self._parked:

@@ -93,6 +93,7 @@ class SurvivalLimit:
         self._costs = costs
         self._max_drafts = max_drafts
         self._seconds = [0.0]  # of a step, by its positions; as far as it was needed
+        self._proposing: list[float] = []  # to propose for one row more, by the rows; as far as needed
         self._shared = _Chances(max_drafts, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
         self._step = 0
         self._num_rows = 0
@@ -185,10 +186,11 @@ class SurvivalLimit:
 
     def _proposal_seconds(self, num_rows: int) -> float:
         """For one row more, at a depth at which drafts of so many are proposed."""
-        costs = self._costs
-        return (
-            costs.of_proposals(num_rows + 1) - costs.of_proposals(num_rows) if costs.proposal_seconds else 0.0
-        )
+        seconds = self._proposing
+        while len(seconds) <= num_rows:
+            count = len(seconds)
+            seconds.append(self._costs.of_proposals(count + 1) - self._costs.of_proposals(count))
+        return seconds[num_rows]
 
     def _extra_seconds(self, request: Request) -> float:
         """Of each position of a row, beside those of its place in the step."""

@@ -121,9 +121,8 @@ class NetworkProposer:
         self._max_position, self._last_token = network.max_position, network.vocab_size - 1
         self._num_pending = max(_MOST_PENDING, 2 * (num_drafts + 1))
         # The target's hidden state at a position, at the remainder of the position.
-        self._hidden = torch.zeros(
-            num_rows, self._num_pending, network.hidden_size, dtype=network.dtype, device=device
-        )
+        self._hidden_shape = (num_rows, self._num_pending, network.hidden_size)
+        self._hidden = torch.zeros(self._hidden_shape, dtype=network.dtype, device=device)
         self._hidden_ends: Ints = np.zeros(num_rows, dtype=np.int64)
         self.num_bytes = self._hidden.nbytes
         self.num_bytes += cache_bytes(network.kv_shapes, network.dtype, num_rows, window)
@@ -228,25 +227,30 @@ class NetworkProposer:
             self._cache.context(rows, np.ones_like(rows)),
         )
 
-    def release(self) -> None:
-        """Release weights and memory. No row may be in use."""
-        self._network = None
+    def release_cache(self) -> None:
+        """Release the memory of the cache. No row may be in use."""
         self._cache.release()
         self._hidden = self._hidden.new_zeros(0)
 
-    def restore(self, model: Model, checkpoint: Checkpoint) -> None:
-        """Load the weights, for a target that is on the device; the present ones are dropped.
+    def allocate_cache(self) -> None:
+        """Allocate it again, if it was released."""
+        if not self._cache.is_allocated:
+            self._cache.allocate()
+            self._hidden = self._hidden.new_zeros(self._hidden_shape)
 
-        Raises CheckpointError or UnsupportedModel; then nothing is proposed.
+    def attach(self, model: Model, checkpoint: Checkpoint) -> None:
+        """Load the weights, for a target that was loaded from there.
+
+        Raises CheckpointError or UnsupportedModel.
         """
-        self.release()
-        network = self._make_network(model, checkpoint)
-        self._cache.allocate()
-        self._hidden = self._hidden.new_zeros(len(self._hidden_ends), self._num_pending, network.hidden_size)
+        self._network = self._make_network(model, checkpoint)
         # What rows had is of the weights before.
         self._cache.num_kept[:] = 0
         self._cache.ends[:] = self._hidden_ends
-        self._network = network
+
+    def detach(self) -> None:
+        """Drop the weights, and what refers to the target's; until it is attached nothing is proposed."""
+        self._network = None
 
     def _counts_to_read(self, rows: Ints, ends: Ints) -> Ints:
         """How many tokens of each row to read now, [R], to have read all before `ends`.

@@ -40,6 +40,10 @@ class RowCache:
         self._layers: list[LayerCache] = []
         self.allocate()
 
+    @property
+    def is_allocated(self) -> bool:
+        return bool(self._layers)
+
     def allocate(self) -> None:
         self._layers = [
             LayerCache(

@@ -100,9 +100,15 @@ def load_eagle_head(folder: Path, target: NativeDecoder, facts: ModelFacts) -> E
 
     layers = _hidden_layers(folder, content, len(target.layers))
     num_known = content.get("draft_vocab_size") or spec.vocab_size
+    if type(num_known) is not int or num_known < 1:
+        raise CheckpointError(f"{folder}: draft_vocab_size is {num_known!r}, which is no number of tokens")
     token_ids = _target_ids(folder, reader, num_known, facts.vocab_size)
     embedding = None
     if full("embed_tokens.weight") in reader.names:
+        if spec.vocab_size < facts.vocab_size:
+            raise CheckpointError(
+                f"{folder}: embed_tokens.weight has {spec.vocab_size} tokens, the model {facts.vocab_size}"
+            )
         embedding = builder.table(full("embed_tokens.weight"), spec.vocab_size, hidden)
     elif hidden != target.hidden_size:
         raise CheckpointError(
@@ -147,12 +153,16 @@ def _find_layout(spec: DecoderSpec, reader: WeightReader) -> MtpLayout | None:
 
 def _read_eagle(folder: Path) -> tuple[dict[str, Any], Any, DecoderSpec]:
     """The content of config.json, the same as transformers completes it, and the layer's spec."""
+    # Imported here for the reason given in `stated_config`.
     from transformers import LlamaConfig
+
+    from engine_svc.model.transformers.registry import FOREIGN_ERRORS
 
     try:
         content = json.loads((folder / "config.json").read_text("utf-8"))
         config = LlamaConfig(**content)
-    except (OSError, ValueError, TypeError) as error:
+        rotary_table(config, 1)
+    except (*FOREIGN_ERRORS, RuntimeError) as error:
         raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from error
     if content.get("model_type") != "llama" or config.num_hidden_layers != 1:
         raise UnsupportedModel(
@@ -167,14 +177,14 @@ def _read_eagle(folder: Path) -> tuple[dict[str, Any], Any, DecoderSpec]:
 
 def _hidden_layers(folder: Path, content: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Before which of the target's layers a head reads; by default those of the published heads."""
-    more = content.get("eagle_config") or {}
+    more = content.get("eagle_config")
     name = "eagle_aux_hidden_state_layer_ids"
-    layers = content.get(name) or more.get(name) or (2, num_layers // 2, num_layers - 3)
-    if not all(isinstance(each, int) and 0 <= each < num_layers for each in layers) or list(layers) != sorted(
-        set(layers)
-    ):
+    stated = content.get(name) or (more.get(name) if isinstance(more, dict) else None)
+    layers = stated if isinstance(stated, list) else [] if stated else [2, num_layers // 2, num_layers - 3]
+    are_layers = bool(layers) and all(type(each) is int and 0 <= each < num_layers for each in layers)
+    if not are_layers or layers != sorted(set(layers)):
         raise CheckpointError(
-            f"{folder}: {name} is {list(layers)}, they have to ascend below the model's {num_layers} layers"
+            f"{folder}: {name} is {stated or layers}, they have to ascend below the model's {num_layers}"
         )
     return tuple(layers)
 
@@ -186,8 +196,10 @@ def _target_ids(folder: Path, reader: WeightReader, num_known: int, vocab_size: 
             raise CheckpointError(f"{folder} lacks d2t, and predicts {num_known} of {vocab_size} tokens")
         return None
     offsets = reader.read("d2t").cpu().long().flatten()
+    if len(offsets) != num_known:
+        raise CheckpointError(f"{folder}: d2t has {len(offsets)} entries, draft_vocab_size is {num_known}")
     token_ids = offsets + torch.arange(len(offsets))
-    if len(offsets) != num_known or int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise CheckpointError(
             f"{folder}: d2t gives {len(offsets)} ids from {int(token_ids.min())} to {int(token_ids.max())}, "
             f"it has to give {num_known} below {vocab_size}"

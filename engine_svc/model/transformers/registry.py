@@ -17,7 +17,7 @@ from engine_svc.model.loading.model_config import ModelConfig
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _LENGTH_LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 # What transformers raises for unexpected values.
-_FOREIGN_ERRORS = (
+FOREIGN_ERRORS = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError,
 )  # fmt: skip
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -39,7 +39,7 @@ def read_config(folder: Path) -> ModelConfig:
         chosen_class, text_config = model_class(config), config.get_text_config()
     except ModelError:
         raise
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return ModelConfig(
         architecture=chosen_class.__name__,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.rig import draft_checkpoints
 from benchmarks.rig.draft_checkpoints import make_draft_checkpoints
+from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadOptions, load_model
@@ -185,23 +186,63 @@ def mtp_logits(folder: Path, ids: Tensor) -> Tensor:
     return target.get_output_embeddings()(head(target, ids, last))[0]
 
 
-def test_weights_are_loaded_again_after_sleep_and_a_reload(made):
+def test_weights_and_memory_come_back_after_sleep_and_a_reload(made):
     model = made("llama")
     proposer = model.proposer("mtp")
     target, checkpoint = model.model.ours.model, Checkpoint(model.folder / "model")
-    proposer.release()
+    proposer.detach()
+    proposer.release_cache()
     assert proposer.hidden_layers is None
-    proposer.restore(target, checkpoint)
-    assert_equal(serve(model.model, OPTIONS, proposer), model.answers)
+    proposer.attach(target, checkpoint)
+    for _ in range(2):
+        proposer.allocate_cache()
+    found = serve(model.model, OPTIONS, proposer)
+    assert_equal(found, model.answers)
+    assert found.num_accepted > 0
 
 
 def test_without_weights_nothing_is_proposed(made):
     model = made("llama")
     proposer = model.proposer("mtp")
-    proposer.release()
+    proposer.detach()
     found = serve(model.model, OPTIONS, proposer)
     assert_equal(found, model.answers)
     assert found.num_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": "a"}, "config.json cannot be read"),
+        ({"num_attention_heads": 0}, "config.json cannot be read"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "config.json cannot be read"),
+        ({"rope_theta": None}, "config.json cannot be read"),
+        ({"dtype": "zz"}, "config.json cannot be read"),
+        ({"eagle_aux_hidden_state_layer_ids": 5}, "have to ascend below"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 9]}, "have to ascend below"),
+        ({"draft_vocab_size": 3}, "draft_vocab_size is 3"),
+        ({"num_hidden_layers": 2}, "has to be a llama with 1"),
+    ],
+)
+def test_a_wrong_eagle_head_is_refused_with_the_reason(tmp_path, made, changes, says):
+    model = made("llama")
+    for path in (model.folder / "eagle").iterdir():
+        (tmp_path / path.name).symlink_to(path.resolve())
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(content | changes))
+    with pytest.raises((CheckpointError, UnsupportedModel), match=says):
+        load_eagle_head(tmp_path, model.model.ours.model, model.model.ours.facts)
+
+
+def test_an_eagle_head_with_too_few_embeddings_is_refused(tmp_path, made):
+    model = made("llama")
+    content = json.loads((model.folder / "eagle" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"vocab_size": 100}))
+    tensors = load_file(model.folder / "eagle" / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": torch.zeros(100, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has 100 tokens, the model 160"):
+        load_eagle_head(tmp_path, model.model.ours.model, model.model.ours.facts)
 
 
 def test_a_mimo_is_a_qwen2_with_a_head_of_another_layout(tmp_path, made):
