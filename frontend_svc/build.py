@@ -43,6 +43,8 @@ from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
+from frontend_svc.protocols.openai.listener import HTTPListener
+from frontend_svc.protocols.openai.routes import OpenAIRoutes
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
@@ -176,6 +178,7 @@ class Frontend:
             reflection=config.reflection,
             check_large=self.text_workers.check_message,
         )
+        self.http = None if config.http_port is None else self._http_listener()
         self.lifecycle = Lifecycle(lambda: self.draining.num_open)
         admin = AdminServicer("frontend", f"frontend-{config.index}", self.status, lifecycle=self.lifecycle)
         self.admin = Server(
@@ -280,6 +283,13 @@ class Frontend:
             if client.down_reason and client.state is not EngineState.READY:
                 values[f"engine.{client.address}.down_reason"] = client.down_reason
         return values
+
+    def _http_listener(self) -> HTTPListener:
+        config, api = self._config, self.api
+        routes = OpenAIRoutes(
+            api.inference, api.chat, api.model, api.tokenizer, is_ready=lambda: self.directory.is_ready
+        )
+        return HTTPListener(f"{config.host}:{config.http_port}", routes.app, shares_port=config.share_port)
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config

@@ -26,6 +26,9 @@ class FrontendConfig:
 
     host: str = option("127.0.0.1", help="address to listen on")
     port: int = option(50051, help="port to listen on; 0 lets the kernel choose")
+    http_port: int | None = option(
+        None, help="port of OpenAI's HTTP API, on --host; 0 lets the kernel choose; unset: it is not served"
+    )
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
     admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
@@ -112,8 +115,8 @@ class FrontendConfig:
             raise ValueError(
                 "engine_label chooses among a coordinator's engines, and there is no --coordinator"
             )
-        for name in ("port", "admin_port", "admin_http_port"):
-            if not 0 <= getattr(self, name) <= 65535:
+        for name in ("port", "http_port", "admin_port", "admin_http_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)} is not in 0..65535")
         for name in ("max_queued_requests", "max_queued_prompt_tokens", "max_n", "stream_interval"):
             if getattr(self, name) < 1:

@@ -50,6 +50,7 @@ class Announcement:
     address: str
     admin_address: str
     admin_http: str = ""
+    http: str = ""
 
 
 class ChildDied(Exception):
@@ -175,7 +176,7 @@ class Child:
             await self.wait()
             raise ChildDied(self, STARTING)
         record = json.loads(line)
-        addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http"))
+        addresses = (record.get(name) or "" for name in ("address", "admin_address", "admin_http", "http"))
         self.announcement = Announcement(self.pid, *addresses)
         return self.announcement
 

@@ -54,7 +54,7 @@ class ServiceProcess:
         self.plan = plan
         self.address = f"127.0.0.1:{port}"
         self.admin_address = ""
-        self.admin_http = ""
+        self.admin_http = self.http = ""
         self.log_file = log_file
         self.num_starts = 0
         self._port = port
@@ -92,7 +92,7 @@ class ServiceProcess:
         except ChildDied as died:
             raise StartFailed(f"{died}: {self.log_file.read_text()[-2000:]}") from died
         self.admin_address = announcement.admin_address
-        self.admin_http = announcement.admin_http
+        self.admin_http, self.http = announcement.admin_http, announcement.http
 
     async def ready(self) -> None:
         await asyncio.wait_for(await_ready(self.plan.service, self.address), _START_LIMIT_S)

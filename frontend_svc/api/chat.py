@@ -38,21 +38,22 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
     def Chat(
         self, request: chat_message_pb2.ChatRequest, context: ChatContext | None = None
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
-        return self._stream(request, caller_of(context))
+        return self.stream(request, caller_of(context))
 
     async def ChatUnary(
         self, request: chat_pb2.ChatUnaryRequest, context: UnaryContext
     ) -> chat_pb2.ChatUnaryResponse:
-        return await self._whole(request.request, caller_of(context))
+        return await self.whole(request.request, caller_of(context))
 
     async def ChatOnce(
         self, request: chat_message_pb2.ChatRequest, context: OnceContext | None = None
     ) -> chat_pb2.ChatUnaryResponse:
-        return await self._whole(request, caller_of(context))
+        return await self.whole(request, caller_of(context))
 
-    async def _whole(
+    async def whole(
         self, request: chat_message_pb2.ChatRequest, caller: Caller
     ) -> chat_pb2.ChatUnaryResponse:
+        """The answer to a request of any protocol."""
         async with self._open(request, caller, OutputKind.FINAL_ONLY) as opened:
             output = await opened.next()
             return chat_pb2.ChatUnaryResponse(
@@ -61,9 +62,10 @@ class ChatServicer(chat_pb2_grpc.ChatServiceServicer):
                 usage=usage_message(opened, output, output.pieces),
             )
 
-    async def _stream(
+    async def stream(
         self, request: chat_message_pb2.ChatRequest, caller: Caller
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
+        """The same as it is generated. Closing it aborts the request."""
         kind = kind_of(request.sampling)
         is_cumulative = kind is OutputKind.CUMULATIVE
         # Cumulative answers are assembled here, from parts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeAlias
 
 import grpc.aio
@@ -25,7 +25,7 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument
+from service_kit.errors import InvalidArgument, from_status
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 
 StreamContext: TypeAlias = (
@@ -54,8 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def Generate(
         self, request: generate_pb2.GenerateRequest, context: StreamContext | None = None
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
-        start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
-        return start(request, caller_of(context))
+        return self.stream(request, caller_of(context))
 
     async def GenerateBatch(
         self, request: inference_pb2.GenerateBatchRequest, context: BatchContext
@@ -77,16 +76,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateUnary(
         self, request: inference_pb2.GenerateUnaryRequest, context: UnaryContext
     ) -> inference_pb2.GenerateUnaryResponse:
-        return await self._whole(request.request, caller_of(context))
+        return await self.whole(request.request, caller_of(context))
 
     async def GenerateOnce(
         self, request: generate_pb2.GenerateRequest, context: OnceContext | None = None
     ) -> inference_pb2.GenerateUnaryResponse:
-        return await self._whole(request, caller_of(context))
+        return await self.whole(request, caller_of(context))
 
-    async def _whole(
+    def stream(
+        self, request: generate_pb2.GenerateRequest, caller: Caller
+    ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+        """The answer to a request of any protocol, as it is generated. Closing it aborts the request."""
+        start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
+        return start(request, caller)
+
+    async def stream_all(
+        self, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
+    ) -> AsyncGenerator[tuple[int, generate_pb2.GenerateResponse], None]:
+        """The answers to several requests as they are generated, each with its index.
+
+        Raises the first error of any; the others are aborted.
+        """
+        async with contextlib.aclosing(stream_batch(self._stream_of, requests, caller)) as messages:
+            async for message in messages:
+                if message.HasField("error"):
+                    error = message.error
+                    raise from_status(error.code, error.message, error.details)
+                yield message.item_index, message.response
+
+    async def whole(
         self, request: generate_pb2.GenerateRequest, caller: Caller
     ) -> inference_pb2.GenerateUnaryResponse:
+        """The whole answer to a request of any protocol."""
         if request.orphan_grace_ms:
             raise InvalidArgument(
                 f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",

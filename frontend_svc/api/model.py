@@ -44,7 +44,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self._max_queued_requests = max_queued_requests
 
     async def ListModels(
-        self, request: model_pb2.ListModelsRequest, context: ListContext
+        self, request: model_pb2.ListModelsRequest, context: ListContext | None = None
     ) -> model_pb2.ListModelsResponse:
         # Each is described as by the engine that was listed first.
         models = {(model.name, model.fingerprint): model for model in reversed(self._ready_models())}

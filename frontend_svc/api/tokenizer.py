@@ -72,7 +72,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenize_pb2.DetokenizeResponse(text=text)
 
     async def ApplyChatTemplate(
-        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: TemplateContext
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: TemplateContext | None = None
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
         """The prompt of a conversation, as Chat makes it, and its tokens if requested."""
         model = self._directory.model(request.model)

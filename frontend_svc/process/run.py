@@ -50,9 +50,15 @@ async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
 
     def announce(addresses: list[str]) -> None:
         starting.end()
-        address, admin_address, admin_http = addresses
+        address, admin_address, admin_http, *http = addresses
         logger.info(
-            "serving", extra={"address": address, "admin_address": admin_address, "admin_http": admin_http}
+            "serving",
+            extra={
+                "address": address,
+                "admin_address": admin_address,
+                "admin_http": admin_http,
+                **({"http": http[0]} if http else {}),
+            },
         )
         frontend.connect(address)
         write_announcement(
@@ -64,6 +70,7 @@ async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
                 "address": address,
                 "admin_address": admin_address,
                 "admin_http": admin_http,
+                **({"http": http[0]} if http else {}),
             },
         )
 
@@ -80,7 +87,12 @@ async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
     exporting = asyncio.ensure_future(export_metrics(frontend.metrics))
     try:
         exit_code = await run_server(
-            [frontend.public, frontend.admin, frontend.admin_http],
+            [
+                frontend.public,
+                frontend.admin,
+                frontend.admin_http,
+                *([frontend.http] if frontend.http else []),
+            ],
             on_drain=drain,
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,

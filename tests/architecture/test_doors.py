@@ -38,6 +38,8 @@ MAY_CATCH_EVERYTHING = {
     "frontend_svc/engines/connection/requests.py",
     "frontend_svc/engines/coordinator.py",
     "frontend_svc/text/workers/process.py",
+    # Every call over HTTP gets an answer.
+    "frontend_svc/protocols/openai/routes.py",
     "launcher/serve/group_follower.py",
     "launcher/conformance/report.py",
 }

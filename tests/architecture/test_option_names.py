@@ -16,6 +16,8 @@ OWN_FILES = {
 }
 ALLOWED = {
     "frontend_svc/options/__init__.py": "the list of options",
+    "frontend_svc/protocols/openai/bodies.py": "the fields of another API, by their names",
+    "frontend_svc/protocols/openai/requests.py": "which of its fields are fields of requests",
     "frontend_svc/options/prompt_embeddings.py": "positions without a token have no log probability: refused",
 }
 

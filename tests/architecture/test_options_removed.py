@@ -54,7 +54,9 @@ from triptych.api.v1 import generate_pb2
 request = text_format.Parse({asked!r}, generate_pb2.GenerateRequest())
 with pytest.raises(Unimplemented, match="not served yet"):
     asyncio.run(check_request(request, RequestPrompt(request), model_of(), LIMITS))
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *{tests}]))
+# Plugins of pytest are among what the frontend imports.
+options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+sys.exit(pytest.main([*options, *{tests}]))
 """
 
 

@@ -1,0 +1,233 @@
+"""Translates answers into OpenAI's bodies, whole or in chunks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from service_kit.errors import Internal
+from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2, model_pb2
+from triptych.common.v1 import output_pb2
+
+# OpenAI has no reason for an output that repeats itself; it is an end by the server, too.
+_REASONS = {
+    output_pb2.FINISH_REASON_STOP: "stop",
+    output_pb2.FINISH_REASON_LENGTH: "length",
+    output_pb2.FINISH_REASON_ABORT: "abort",
+    output_pb2.FINISH_REASON_REPETITION: "stop",
+}
+
+
+class Answer:
+    """What all bodies and chunks of one answer have in common."""
+
+    def __init__(self, request_id: str, model: str, *, is_chat: bool, is_chunk: bool) -> None:
+        kind = "chat.completion" if is_chat else "text_completion"
+        self._common = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            "object": f"{kind}.chunk" if is_chat and is_chunk else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        body = self._common | {"choices": choices}
+        return body if usage is None else body | {"usage": usage}
+
+
+def whole_completion(
+    answers: Sequence[inference_pb2.GenerateUnaryResponse], *, with_ids: bool
+) -> dict[str, Any]:
+    """One body for the answers to all prompts, in their order."""
+    started = answers[0].started
+    choices: list[dict[str, Any]] = []
+    for answer in answers:
+        for output in answer.outputs:
+            choice = {
+                "index": len(choices),
+                "text": output.text,
+                "logprobs": columns_of(output.logprobs) if output.HasField("logprobs") else None,
+                "finish_reason": reason_of(output.reason, output.error_message),
+                "stop_reason": stop_of(output.stop_match),
+            }
+            if with_ids:
+                choice["token_ids"] = list(output.token_ids)
+            choices.append(choice)
+    usage = output_pb2.Usage()
+    for answer in answers:
+        add_usage(usage, answer.usage)
+    common = Answer(started.request_id, started.model, is_chat=False, is_chunk=False)
+    return common.body(choices, usage_of(usage))
+
+
+def whole_chat(answer: chat_pb2.ChatUnaryResponse, *, with_ids: bool) -> dict[str, Any]:
+    common = Answer(answer.started.request_id, answer.started.model, is_chat=True, is_chunk=False)
+    choices = []
+    for output in answer.outputs:
+        message = assistant_of(output.message)
+        content = tokens_of(output.logprobs)
+        choice = {
+            "index": output.output_index,
+            "message": message,
+            "logprobs": {"content": content, "refusal": None} if output.HasField("logprobs") else None,
+            "finish_reason": reason_of(
+                output.reason, output.error_message, has_calls="tool_calls" in message
+            ),
+            "stop_reason": stop_of(output.stop_match),
+        }
+        if with_ids:
+            choice["token_ids"] = list(output.token_ids)
+        choices.append(choice)
+    return common.body(choices, usage_of(answer.usage))
+
+
+def completion_choice(index: int, delta: generate_pb2.Delta, *, with_ids: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": delta.text,
+        "logprobs": columns_of(delta.logprobs) if delta.HasField("logprobs") else None,
+        "finish_reason": None,
+    }
+    return choice | {"token_ids": list(delta.token_ids)} if with_ids else choice
+
+
+def chat_choice(delta: chat_message_pb2.ChatDelta, *, with_ids: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    if delta.content:
+        shown["content"] = delta.content
+    if delta.reasoning:
+        shown["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        shown["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+    choice: dict[str, Any] = {
+        "index": delta.output_index,
+        "delta": shown,
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    if delta.HasField("logprobs"):
+        content = tokens_of(delta.logprobs)
+        choice["logprobs"] = {"content": content, "refusal": None}
+    return choice | {"token_ids": list(delta.token_ids)} if with_ids else choice
+
+
+def last_choice(
+    index: int, finished: generate_pb2.Finished, *, is_chat: bool, has_calls: bool = False
+) -> dict[str, Any]:
+    """The choice that ends an output. Raises Internal for one that an error ended."""
+    reason = reason_of(finished.reason, finished.error_message, has_calls=has_calls)
+    nothing: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+    stop = stop_of(finished.stop_match)
+    return {"index": index, **nothing, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+
+
+def assistant_of(message: chat_message_pb2.ChatMessage) -> dict[str, Any]:
+    text = "".join(part.text for part in message.parts)
+    shown: dict[str, Any] = {
+        "role": "assistant",
+        "content": text or (None if message.tool_calls else ""),
+        "refusal": None,
+    }
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _call_delta(call: chat_message_pb2.ToolCall) -> dict[str, Any]:
+    """A part of a call; its id and name come with the first part alone."""
+    function = {"arguments": call.arguments_json}
+    if call.name:
+        function = {"name": call.name, **function}
+    shown: dict[str, Any] = {"index": call.index, "function": function}
+    return {"id": call.id, "type": "function", **shown} if call.id else shown
+
+
+def reason_of(reason: output_pb2.FinishReason, message: str, *, has_calls: bool = False) -> str:
+    """Raises Internal with the engine's message for an output that an error ended."""
+    if reason not in _REASONS:
+        raise Internal(message or "the engine ended the output with an error", reason="OUTPUT_FAILED")
+    return "tool_calls" if has_calls and reason == output_pb2.FINISH_REASON_STOP else _REASONS[reason]
+
+
+def stop_of(match: output_pb2.StopMatch) -> str | int | None:
+    """vLLM's `stop_reason`: the stop string or token that ended the output, None for its own end."""
+    kind = match.WhichOneof("match")
+    if kind == "string":
+        return match.string
+    return match.token_id if kind == "token_id" else None
+
+
+def add_usage(total: output_pb2.Usage, usage: output_pb2.Usage) -> None:
+    total.num_prompt_tokens += usage.num_prompt_tokens
+    total.num_cached_tokens += usage.num_cached_tokens
+    total.num_completion_tokens += usage.num_completion_tokens
+
+
+def usage_of(usage: output_pb2.Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def columns_of(logprobs: output_pb2.Logprobs) -> dict[str, Any]:
+    """Logprobs of a completion, as parallel columns."""
+    tokens = tokens_of(logprobs)
+    offsets, length = [], 0
+    for token in tokens:
+        offsets.append(length)
+        length += len(token["token"])
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def tokens_of(logprobs: output_pb2.Logprobs) -> list[dict[str, Any]]:
+    """Logprobs of a chat: of each token, and of the most likely ones at its position."""
+    texts = _texts_of(logprobs.texts, len(logprobs.token_ids))
+    return [
+        _token(text, logprob) | {"top_logprobs": _top_of(logprobs.top[index]) if len(logprobs.top) else []}
+        for index, (text, logprob) in enumerate(zip(texts, logprobs.logprobs, strict=True))
+    ]
+
+
+def _top_of(top: output_pb2.TopLogprobs) -> list[dict[str, Any]]:
+    texts = _texts_of(top.texts, len(top.token_ids))
+    return [_token(text, logprob) for text, logprob in zip(texts, top.logprobs, strict=True)]
+
+
+def _texts_of(texts: Sequence[str], count: int) -> Sequence[str]:
+    return texts if len(texts) else [""] * count
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    # The first token of a prompt has none.
+    return {"token": text, "logprob": None if math.isnan(logprob) else logprob, "bytes": list(text.encode())}
+
+
+def model_card(model: model_pb2.Model, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "triptych",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,240 @@
+"""The request bodies of OpenAI's API, with vLLM's extra parameters. Types alone are checked here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from service_kit.errors import InvalidArgument, Unimplemented
+
+# Accepted, without an effect on the answer; a header of the response names them.
+IGNORED = frozenset(
+    {
+        "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "user", "verbosity",
+    }
+)  # fmt: skip
+# Of OpenAI or vLLM, with an effect that is not served here, and what to use instead.
+REFUSED = {
+    "audio": "there is no audio",
+    "best_of": "use n",
+    "echo": "use prompt_logprobs, or Generate over gRPC",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "suffix": "text is not filled in",
+    "use_beam_search": "there is no beam search",
+    "web_search_options": "there is no web search",
+}
+_MAX_DEPTH_MESSAGE = "the body is nested too deeply"
+
+
+class Base(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An unknown field is an error that names it."""
+
+
+class StreamOptions(Base):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class JSONSchema(Base):
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Base):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(Base):
+    """vLLM's `structured_outputs`; one of the first five."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class Function(Base):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Base):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Base):
+    name: str
+
+
+class NamedTool(Base):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class CalledFunction(Base):
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(Base):
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class TextPart(Base):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Base):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class SamplingBody(Base, kw_only=True):
+    """What completions and chats have in common."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    thinking_token_budget: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    max_draft_tokens: int | None = None
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: str | list[Any]  # a text, ids, or a list of either
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeBody(Base, kw_only=True):
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Base, kw_only=True):
+    tokens: list[int]
+    model: str = ""
+
+
+BodyT = TypeVar("BodyT", bound=Base)
+
+
+def read_body(content: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+    """The body, and the names of its fields that have no effect.
+
+    A field that is null counts as unset. Raises InvalidArgument and Unimplemented with the field's name.
+    """
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
+    if not isinstance(found, dict):
+        raise InvalidArgument("the body is not a JSON object")
+    ignored, given = [], {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        if name in REFUSED and value is not False:
+            raise Unimplemented(f"{name} is not served: {REFUSED[name]}", metadata={"field": name})
+        if name in IGNORED:
+            ignored.append(name)
+        elif name not in REFUSED:
+            given[name] = value
+    try:
+        return msgspec.convert(given, kind), sorted(ignored)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        field = path.rstrip("`")
+        if message.startswith("Object contains unknown field"):
+            name = message.partition("`")[2].rstrip("`")
+            field = f"{field}.{name}" if field else name
+            raise InvalidArgument(f"{field} is not served", field=field) from error
+        if message.startswith("Object missing required field"):
+            name = message.partition("`")[2].rstrip("`")
+            field = f"{field}.{name}" if field else name
+            raise InvalidArgument(f"{field} is missing", field=field) from error
+        raise InvalidArgument(f"{field}: {message}", field=field) from error
+    except RecursionError as error:
+        raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error

@@ -1,0 +1,62 @@
+"""Errors of the service in OpenAI's shape, with the facts that they have over gRPC."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+
+from service_kit.errors import InvalidArgument, NotFound, ServiceError
+
+# Clients repeat a request after 408, 409, 429 and from 500 on, so what stays refused is below.
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNIMPLEMENTED: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
+
+def status_of(error: ServiceError) -> int:
+    return _STATUSES.get(error.code, 500)
+
+
+def error_body(error: ServiceError) -> dict[str, Any]:
+    status = status_of(error)
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = error.reason.lower()
+    if isinstance(error, NotFound) and error.resource_type == "model":
+        code = "model_not_found"
+    return {"error": {"message": error.message, "type": kind, "param": _field_of(error), "code": code}}
+
+
+def error_headers(error: ServiceError) -> dict[str, str]:
+    if error.retry_after_ms is None:
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_ms / 1000)))}
+
+
+def _field_of(error: ServiceError) -> str | None:
+    """The field of the body; requests have some of them below `sampling`."""
+    if isinstance(error, InvalidArgument) and error.violations:
+        return error.violations[0][0].removeprefix("sampling.")
+    if isinstance(error, NotFound) and error.resource_type == "model":
+        return "model"
+    return error.metadata.get("field")

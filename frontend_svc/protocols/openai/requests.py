@@ -1,0 +1,245 @@
+"""Translates bodies into requests. What values may be is checked where requests of every protocol are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from frontend_svc.protocols.openai.bodies import (
+    CalledTool,
+    ChatBody,
+    CompletionBody,
+    Message,
+    NamedTool,
+    SamplingBody,
+    StructuredOutputs,
+    TextPart,
+    Tool,
+)
+from service_kit.errors import InvalidArgument
+from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.common.v1 import sampling_pb2
+
+# OpenAI's default for completions; a chat message has no such limit.
+_DEFAULT_COMPLETION_TOKENS = 16
+_MAX_PROMPTS = 128
+_SEED_MASK = (1 << 64) - 1
+
+_SAME_NAME = (
+    "temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "top_k", "min_p",
+    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "skip_special_tokens",
+    "spaces_between_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs",
+    "thinking_token_budget", "max_draft_tokens",
+)  # fmt: skip
+_OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
+_MODES = {
+    "none": chat_message_pb2.TOOL_CHOICE_MODE_NONE,
+    "auto": chat_message_pb2.TOOL_CHOICE_MODE_AUTO,
+    "required": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+
+
+def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest]:
+    """A request for each prompt of the body."""
+    sampling = _sampling(body)
+    if body.max_tokens is None:
+        sampling.max_tokens = _DEFAULT_COMPLETION_TOKENS
+    _set(sampling, "logprobs", body.logprobs)
+    requests = []
+    for field, prompt in _prompts(body.prompt):
+        request = generate_pb2.GenerateRequest(sampling=sampling)
+        _fill_request(request, body)
+        _set(request, "add_special_tokens", body.add_special_tokens)
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        else:
+            _checked(field, prompt, request.token_ids.ids.extend)
+        requests.append(request)
+    if len(requests) > 1 and body.request_id is not None:
+        raise InvalidArgument(
+            "request_id names one request, and there are several prompts", field="request_id"
+        )
+    return requests
+
+
+def chat_request(body: ChatBody) -> chat_message_pb2.ChatRequest:
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise InvalidArgument(
+            "give either max_tokens or max_completion_tokens, not both", field="max_completion_tokens"
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
+    request = chat_message_pb2.ChatRequest(
+        sampling=_sampling(body),
+        messages=[message_of(message, f"messages[{index}]") for index, message in enumerate(body.messages)],
+        tools=[tool_of(tool) for tool in body.tools or ()],
+    )
+    _fill_request(request, body)
+    _set(request.sampling, "max_tokens", body.max_completion_tokens, "max_completion_tokens")
+    if body.logprobs:
+        _set(request.sampling, "logprobs", body.top_logprobs or 0, "top_logprobs")
+    if isinstance(body.tool_choice, NamedTool):
+        request.tool_choice.name = body.tool_choice.function.name
+    elif body.tool_choice is not None:
+        request.tool_choice.mode = _MODES[body.tool_choice]
+    _set(request, "parallel_tool_calls", body.parallel_tool_calls)
+    options = request.template_options
+    _set(options, "chat_template", body.chat_template)
+    _set(options, "add_generation_prompt", body.add_generation_prompt)
+    _set(options, "continue_final_message", body.continue_final_message)
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    if isinstance(thinks := arguments.pop("enable_thinking", None), bool):
+        options.enable_thinking = thinks
+    if arguments:
+        options.arguments_json = json.dumps(arguments)
+    return request
+
+
+def message_of(message: Message, field: str) -> chat_message_pb2.ChatMessage:
+    parts = [message.content] if isinstance(message.content, str) else message.content or ()
+    return chat_message_pb2.ChatMessage(
+        role=f"CHAT_ROLE_{message.role.upper()}",
+        parts=[
+            chat_message_pb2.ChatPart(text=part.text if isinstance(part, TextPart) else part)
+            for part in parts
+        ],
+        name=message.name or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+        tool_calls=[_call_of(call, index) for index, call in enumerate(message.tool_calls or ())],
+        tool_call_id=message.tool_call_id or "",
+    )
+
+
+def tool_of(tool: Tool) -> chat_message_pb2.Tool:
+    function = tool.function
+    return chat_message_pb2.Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters_json_schema="" if function.parameters is None else json.dumps(function.parameters),
+        strict=bool(function.strict),
+    )
+
+
+def _call_of(call: CalledTool, index: int) -> chat_message_pb2.ToolCall:
+    return chat_message_pb2.ToolCall(
+        index=index, id=call.id, name=call.function.name, arguments_json=call.function.arguments
+    )
+
+
+def _sampling(body: SamplingBody) -> sampling_pb2.SamplingParams:
+    sampling = sampling_pb2.SamplingParams()
+    for name in (*_SAME_NAME, "max_tokens"):
+        _set(sampling, name, getattr(body, name))
+    _set(sampling, "include_stop_in_output", body.include_stop_str_in_output, "include_stop_str_in_output")
+    if body.seed is not None:
+        if not -(1 << 63) <= body.seed <= _SEED_MASK:
+            raise InvalidArgument(f"seed is {body.seed}, must have 64 bits", field="seed")
+        sampling.seed = body.seed & _SEED_MASK
+    if body.stop is not None:
+        _set(sampling, "stop", [body.stop] if isinstance(body.stop, str) else body.stop)
+    for token, bias in (body.logit_bias or {}).items():
+        field = f"logit_bias.{token}"
+        if not token.isdecimal():
+            raise InvalidArgument(f"{field} is no token id", field=field)
+        entry = sampling.logit_bias.add()
+        _set(entry, "token_id", int(token), field)
+        _set(entry, "bias", bias, field)
+    _fill_structured(sampling, body)
+    return sampling
+
+
+def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody) -> None:
+    """The one constraint of the body, by whichever of the names it has."""
+    given = body.structured_outputs or StructuredOutputs()
+    named: list[tuple[str, Any]] = [
+        ("response_format", _response_format(body)),
+        ("structured_outputs.json", given.json),
+        ("structured_outputs.regex", given.regex),
+        ("structured_outputs.choice", given.choice),
+        ("structured_outputs.grammar", given.grammar),
+        ("structured_outputs.json_object", given.json_object),
+        ("structured_outputs.structural_tag", given.structural_tag),
+        ("guided_json", body.guided_json),
+        ("guided_regex", body.guided_regex),
+        ("guided_choice", body.guided_choice),
+        ("guided_grammar", body.guided_grammar),
+    ]
+    found = [(field, value) for field, value in named if value is not None and value is not False]
+    if len(found) > 1:
+        fields = ", ".join(field for field, _ in found)
+        raise InvalidArgument(f"an output has one constraint, and {fields} are given", field=found[1][0])
+    if not found:
+        return
+    (field, value) = found[0]
+    structured, kind = sampling.structured_output, field.rpartition(".")[2].removeprefix("guided_")
+    if value is True:
+        structured.json_object = True
+    elif kind in ("json", "response_format"):
+        structured.json_schema = value if isinstance(value, str) else json.dumps(value)
+    elif kind == "choice":
+        structured.choice.choices.extend(value)
+    else:
+        setattr(structured, kind, value)
+    structured.disable_any_whitespace = given.disable_any_whitespace
+    structured.disable_additional_properties = given.disable_additional_properties
+    structured.whitespace_pattern = given.whitespace_pattern or ""
+
+
+def _response_format(body: SamplingBody) -> dict[str, Any] | bool | None:
+    """A schema, True for any object, None for any text."""
+    chosen = body.response_format
+    if chosen is None or chosen.type == "text":
+        return None
+    if chosen.type == "json_object":
+        return True
+    if chosen.json_schema is None or chosen.json_schema.schema is None:
+        field = "response_format.json_schema.schema"
+        raise InvalidArgument(f"{field} is missing", field=field)
+    return chosen.json_schema.schema
+
+
+def _fill_request(
+    request: generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest, body: SamplingBody
+) -> None:
+    for name in _OF_REQUEST:
+        _set(request, name, getattr(body, name))
+    request.return_prompt_token_ids = bool(body.return_token_ids)
+
+
+def _prompts(given: str | list[Any]) -> list[tuple[str, str | list[int]]]:
+    """Each prompt with its place in the body."""
+    if isinstance(given, str) or (given and all(type(each) is int for each in given)):
+        return [("prompt", given)]
+    if not 1 <= len(given) <= _MAX_PROMPTS:
+        raise InvalidArgument(f"prompt has {len(given)} entries, must be 1..{_MAX_PROMPTS}", field="prompt")
+    for index, each in enumerate(given):
+        is_ids = isinstance(each, list) and all(type(one) is int for one in each)
+        if not isinstance(each, str) and not is_ids:
+            field = f"prompt[{index}]"
+            raise InvalidArgument(f"{field} is neither a text nor a list of token ids", field=field)
+    return [(f"prompt[{index}]", each) for index, each in enumerate(given)]
+
+
+def _set(message: Any, name: str, value: Any, field: str = "") -> None:
+    """Set a field of a protobuf message if there is a value; `field` is its name in the body."""
+    if value is None:
+        return
+
+    def put(value: Any) -> None:
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+
+    _checked(field or name, value, put)
+
+
+def _checked(field: str, value: Any, put: Callable[[Any], object]) -> None:
+    try:
+        put(value)
+    except (ValueError, TypeError) as error:
+        shown = f"{value!r:.60}" if not isinstance(value, Sequence) or isinstance(value, str) else "a list"
+        raise InvalidArgument(f"{field} is {shown}, which is out of range", field=field) from error

@@ -1,0 +1,256 @@
+"""OpenAI's HTTP API: what the gRPC API answers, in other shapes, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.frontend_svc.fakes import (
+    TOKENIZER,
+    WAIT_S,
+    FakeEngine,
+    FakeRequest,
+    answer,
+    make_request,
+    serving,
+)
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import step_pb2
+
+TEXT = "the cat sat on the mat"
+CHAT = {"messages": [{"role": "user", "content": "the cat"}]}
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = self.content.decode().split("\n\n")
+        assert lines[-1] == ""
+        return [
+            line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines[:-1]
+        ]
+
+
+class HTTPClient:
+    """A connection for each call, in a thread."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def call(self, method: str, path: str, body: object = None, **headers: str) -> Reply:
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+
+        def send() -> Reply:
+            connection = http.client.HTTPConnection(self.address, timeout=WAIT_S)
+            with contextlib.closing(connection):
+                connection.request(method, path, content, headers)
+                response = connection.getresponse()
+                found = {name.lower(): value for name, value in response.getheaders()}
+                return Reply(response.status, found, response.read())
+
+        return await asyncio.to_thread(send)
+
+    async def post(self, path: str, body: object, **headers: str) -> Reply:
+        return await self.call("POST", path, body, **headers)
+
+
+@contextlib.asynccontextmanager
+async def served(engine: FakeEngine | None = None) -> AsyncIterator[HTTPClient]:
+    chosen = engine or FakeEngine(answer(TEXT), chat_template=TEMPLATE)
+    async with serving(chosen, http_port=0) as (_, frontend):
+        assert frontend.http is not None
+        address = await frontend.http.start()
+        try:
+            yield HTTPClient(address)
+        finally:
+            await frontend.http.stop(0)
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+async def test_a_completion_is_what_generate_answers():
+    engine = FakeEngine(answer(TEXT))
+    async with serving(engine, http_port=0) as (client, frontend):
+        http_client = HTTPClient(await frontend.http.start())
+        asked = {"prompt": "the cat", "return_token_ids": True, "user": "x", "store": None}
+        reply = await http_client.post("/v1/completions", asked)
+        expected = await client.inference.GenerateOnce(make_request(), timeout=WAIT_S)
+        await frontend.http.stop(0)
+    (choice,) = reply.body["choices"]
+    assert choice["text"] == expected.outputs[0].text == TEXT
+    assert choice["token_ids"] == list(expected.outputs[0].token_ids)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    usage = reply.body["usage"]
+    assert usage["prompt_tokens"] == expected.usage.num_prompt_tokens
+    assert usage["completion_tokens"] == expected.usage.num_completion_tokens
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert reply.headers["x-triptych-ignored-fields"] == "user"
+
+
+async def test_chunks_together_are_the_whole_answer():
+    async with served() as client:
+        whole = (await client.post("/v1/chat/completions", CHAT)).body
+        options = {"include_usage": True}
+        reply = await client.post("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": options})
+    *chunks, last, done = reply.events
+    assert done == "data: [DONE]"
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == TEXT
+    assert whole["choices"][0]["message"]["content"] == TEXT
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert whole["object"] == "chat.completion"
+    assert chunks[0]["object"] == "chat.completion.chunk"
+
+
+async def test_several_prompts_are_choices_in_their_order():
+    async with served() as client:
+        body = {"prompt": ["the", [5, 6, 7]], "n": 2, "temperature": 1.0}
+        whole = (await client.post("/v1/completions", body)).body
+        streamed = (await client.post("/v1/completions", {**body, "stream": True})).events
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    texts = dict.fromkeys(range(4), "")
+    for chunk in streamed[:-1]:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole["choices"]] == [TEXT] * 4
+    assert whole["usage"]["prompt_tokens"] == 4
+
+
+async def test_parameters_reach_the_engine_by_their_names():
+    engine = FakeEngine(answer(TEXT))
+    async with served(engine) as client:
+        body = {
+            "prompt": "the cat",
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "top_k": 3,
+            "min_p": 0.25,
+            "seed": -1,
+            "stop": "zzz",
+            "logit_bias": {"5": 2},
+            "ignore_eos": True,
+            "priority": 4,
+            "cache_salt": "s",
+        }
+        reply = await client.post("/v1/completions", body)
+        assert reply.status == 200, reply.content
+        (entry,) = [request.entry for request in engine.requests]
+    sampling = entry.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.min_p) == (7, 0.5, 3, 0.25)
+    assert (sampling.stop_token_ids or sampling.ignore_eos, sampling.logit_bias[0].bias) == (True, 2)
+    assert (entry.priority, bool(entry.cache_salt)) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "says"),
+    [
+        (b"{", 400, None, "not JSON"),
+        (b"[]", 400, None, "not a JSON object"),
+        (b"[" * 100_000, 400, None, ""),
+        ({}, 400, "messages", "is missing"),
+        ({**CHAT, "max_tokns": 1}, 400, "max_tokns", "is not served"),
+        ({**CHAT, "temperature": "hot"}, 400, "temperature", "Expected `float"),
+        ({**CHAT, "temperature": 9}, 400, "temperature", "0..2"),
+        ({**CHAT, "max_tokens": 1 << 70}, 400, "max_tokens", "out of range"),
+        ({**CHAT, "functions": []}, 400, "functions", "use tools"),
+        ({**CHAT, "n": 2, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
+        ({**CHAT, "model": "other"}, 404, "model", "other"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "image_url"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, 400, None, "is missing"),
+        ({**CHAT, "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice", "one constraint"),
+        ({**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias.x", "no token id"),
+    ],
+)
+async def test_a_wrong_body_is_an_error_with_its_field(body, status, param, says):
+    async with served() as client:
+        reply = await client.post("/v1/chat/completions", body)
+        after = await client.post("/v1/chat/completions", CHAT)
+    error = reply.body["error"]
+    assert reply.status == status
+    assert says in error["message"]
+    assert param is None or error["param"] == param
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert after.status == 200
+
+
+def failing(engine: FakeEngine, request: FakeRequest) -> None:
+    engine.step({request: [7]})
+    ending = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ERROR, message="logits are not finite")
+    engine.step({request: [8]}, finished={request: ending})
+
+
+async def test_an_output_that_an_error_ends_is_an_error_whole_or_as_the_last_event():
+    async with served(FakeEngine(failing)) as client:
+        whole = await client.post("/v1/completions", {"prompt": "the"})
+        stream = await client.post("/v1/completions", {"prompt": "the", "stream": True})
+    assert (whole.status, whole.body["error"]["type"]) == (500, "server_error")
+    assert whole.body["error"]["message"] == "logits are not finite"
+    assert stream.status == 200
+    assert stream.events[-1] == whole.body
+
+
+async def test_a_client_that_goes_away_aborts_its_request():
+    engine = FakeEngine()
+    async with served(engine) as client:
+        connection = http.client.HTTPConnection(client.address, timeout=WAIT_S)
+        for body in ({"prompt": "the"}, {"prompt": "the", "stream": True}):
+            num_before = len(engine.requests)
+            await asyncio.to_thread(connection.request, "POST", "/v1/completions", json.dumps(body))
+            request = (await engine.wait_for_requests(num_before + 1))[-1]
+            connection.close()
+            await engine.wait(lambda request=request: request.num_aborts > 0)
+
+
+async def test_models_health_and_version_and_what_there_is_not():
+    async with served() as client:
+        listed = (await client.call("GET", "/v1/models")).body
+        (card,) = listed["data"]
+        assert (await client.call("GET", f"/v1/models/{card['id']}")).body == card
+        assert (await client.call("GET", "/v1/models/other")).status == 404
+        assert [(await client.call("GET", path)).status for path in ("/health", "/ready")] == [200, 200]
+        assert "version" in (await client.call("GET", "/version")).body
+        missing = await client.call("GET", "/v1/nothing", **{"x-request-id": "mine"})
+        wrong = await client.call("GET", "/v1/completions")
+    assert (missing.status, missing.body["error"]["code"]) == (404, "unknown_url")
+    assert wrong.status == 405
+    assert listed["object"] == "list"
+
+
+async def test_texts_are_tokenized_as_requests_are():
+    async with served() as client:
+        found = (await client.post("/tokenize", {"prompt": TEXT})).body
+        back = (await client.post("/detokenize", {"tokens": found["tokens"]})).body
+        of_chat = (await client.post("/tokenize", CHAT)).body
+    assert found["tokens"] == TOKENIZER.encode(TEXT).ids
+    assert found["count"] == len(found["tokens"])
+    assert back == {"prompt": TEXT}
+    assert of_chat["count"] > 0
+
+
+async def test_the_id_of_a_call_is_the_clients_own():
+    async with served(FakeEngine(answer(TEXT))) as client:
+        reply = await client.post("/v1/completions", {"prompt": "the"}, **{"x-request-id": "mine"})
+        other = await client.post("/v1/completions", {"prompt": "the"}, **{"x-request-id": "a b"})
+    assert (reply.headers["x-request-id"], reply.body["id"]) == ("mine", "cmpl-mine")
+    assert other.headers["x-request-id"] != "a b"
