@@ -263,13 +263,14 @@ async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) ->
         {name: supervisor.admin_address_of(name) for name in supervisor.children},
         {name: supervisor.admin_http_of(name) for name in supervisor.children},
         None if serving.engine is None else serving.engine.kv_cache_memory,
+        supervisor.http_of(_FRONTEND),
     )
 
 
 def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:
     record = {
         "grpc": supervisor.address_of(_FRONTEND),
-        "http": None,
+        "http": supervisor.http_of(_FRONTEND) or None,
         "processes": [
             {
                 "service": parts_of(name)[0],

@@ -198,6 +198,11 @@ class Supervisor:
         announced = self._announced.get(name)
         return "" if announced is None else announced.admin_http
 
+    def http_of(self, name: str) -> str:
+        """Its OpenAI HTTP API; empty if it has none."""
+        announced = self._announced.get(name)
+        return "" if announced is None else announced.http
+
     def _plans(self) -> tuple[ProcessPlan, ...]:
         return (self._plan.coordinator, *self._plan.others)
 
@@ -254,6 +259,8 @@ class Supervisor:
         if self.admin_http_of(plan.name):
             # What scrapes it has its address.
             flags.append(f"--admin-http-port={self.admin_http_of(plan.name).rpartition(':')[2]}")
+        if self.http_of(plan.name):
+            flags.append(f"--http-port={self.http_of(plan.name).rpartition(':')[2]}")
         if plan is not self._plan.coordinator:
             flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
         return flags

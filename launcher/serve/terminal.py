@@ -74,8 +74,12 @@ def banner(
     admin_addresses: Mapping[str, str],
     admin_https: Mapping[str, str],
     kv_cache_memory: int | None,
+    http: str = "",
 ) -> str:
-    """The text printed once everything is ready. kv_cache_memory: what was asked for, in bytes."""
+    """The text printed once everything is ready.
+
+    kv_cache_memory: what was asked for, in bytes.  http: the address of OpenAI's API, empty without one.
+    """
     url = f"grpc://{addresses[0]}"
     asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
     return "\n".join(
@@ -86,6 +90,7 @@ def banner(
             f"  KV      {ready.num_kv_blocks * ready.block_size:,} tokens an engine,"
             f" in {ready.num_kv_blocks:,} blocks{asked}",
             *(f"  gRPC    grpc://{one}" for one in addresses),
+            *([f"  HTTP    http://{http}/v1 (OpenAI)"] if http else []),
             "  admin   " + ", ".join(f"{name} {address}" for name, address in admin_addresses.items()),
             "  metrics " + ", ".join(f"{name} http://{one}/metrics" for name, one in admin_https.items()),
             *(
