@@ -5,7 +5,7 @@ They run on every rank as a whole; embeddings and logits that they share with th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,7 @@ class EagleHead:
     vocab_size: int
     hidden_size: int
     hidden_layers: tuple[int, ...]
-    norms_residual: bool = field(default=False)
+    norms_residual: bool = False
 
     def enter(self, hidden: Tensor) -> Tensor:
         return self.joined(hidden)
