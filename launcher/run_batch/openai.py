@@ -6,14 +6,14 @@ Fields without a counterpart are refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from frontend_svc.protocols.openai.answers import assistant_of, columns_of, tokens_of, usage_of
 from launcher.verbs.generation import reason_name
 from launcher.vllm_names import nearest
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
-from triptych_client.logprobs import TokenLogprob, TopToken, read_logprobs
 
 # The call by URL.
 OPENAI_URLS: Mapping[str, str] = {"/v1/completions": "generate", "/v1/chat/completions": "chat"}
@@ -43,7 +43,6 @@ def from_openai(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_openai(answer: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryResponse) -> dict[str, Any]:
     """The response of OpenAI's batch API for an answer."""
-    usage = answer.usage
     is_chat = isinstance(answer, chat_pb2.ChatUnaryResponse)
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answer.started.request_id}",
@@ -51,71 +50,25 @@ def to_openai(answer: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryRe
         "created": int(time.time()),
         "model": answer.started.model,
         "choices": [_choice(output) for output in answer.outputs],
-        "usage": {
-            "prompt_tokens": usage.num_prompt_tokens,
-            "completion_tokens": usage.num_completion_tokens,
-            "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        },
+        "usage": usage_of(answer.usage),
     }
     return {"status_code": 200, "request_id": answer.started.request_id, "body": body}
 
 
 def _choice(output: generate_pb2.Output | chat_message_pb2.ChatOutput) -> dict[str, Any]:
     reason = reason_name(output.reason)
-    tokens = read_logprobs(output.logprobs) if output.HasField("logprobs") else None
+    has_logprobs = output.HasField("logprobs")
     choice: dict[str, Any] = {"index": output.output_index}
     if isinstance(output, generate_pb2.Output):
-        choice |= {"text": output.text, "logprobs": None if tokens is None else _columns(tokens)}
+        choice |= {"text": output.text, "logprobs": columns_of(output.logprobs) if has_logprobs else None}
     else:
-        message = _assistant(output.message)
+        message = assistant_of(output.message)
         if message.get("tool_calls") and reason == "stop":
             reason = "tool_calls"
-        content = None if tokens is None else {"content": [_token(token) for token in tokens]}
+        content = {"content": tokens_of(output.logprobs)} if has_logprobs else None
         choice |= {"message": message, "logprobs": content}
     # OpenAI has no reason for an output that repeats itself; it is an end by the server, too.
     return choice | {"finish_reason": "stop" if reason == "repetition" else reason}
-
-
-def _assistant(message: chat_message_pb2.ChatMessage) -> dict[str, Any]:
-    text = "".join(part.text for part in message.parts)
-    shown: dict[str, Any] = {"role": "assistant", "content": text or (None if message.tool_calls else "")}
-    if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        shown["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments_json},
-            }
-            for call in message.tool_calls
-        ]
-    return shown
-
-
-def _columns(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Logprobs of a completion, as parallel columns."""
-    offsets, length = [], 0
-    for token in tokens:
-        offsets.append(length)
-        length += len(token.text or "")
-    return {
-        "tokens": [token.text or "" for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{top.text or "": top.logprob for top in token.top} for token in tokens],
-        "text_offset": offsets,
-    }
-
-
-def _token(token: TokenLogprob) -> dict[str, Any]:
-    """A token's logprob of a chat, with those of the most likely tokens at its position."""
-    return _of_text(token) | {"top_logprobs": [_of_text(top) for top in token.top]}
-
-
-def _of_text(token: TokenLogprob | TopToken) -> dict[str, Any]:
-    text = token.text or ""
-    return {"token": text, "logprob": token.logprob, "bytes": list(text.encode())}
 
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:

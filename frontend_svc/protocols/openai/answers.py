@@ -70,7 +70,7 @@ def whole_chat(answer: chat_pb2.ChatUnaryResponse, *, with_ids: bool) -> dict[st
         content = tokens_of(output.logprobs)
         choice = {
             "index": output.output_index,
-            "message": message,
+            "message": message | {"refusal": None},
             "logprobs": {"content": content, "refusal": None} if output.HasField("logprobs") else None,
             "finish_reason": reason_of(
                 output.reason, output.error_message, has_calls="tool_calls" in message
@@ -128,7 +128,6 @@ def assistant_of(message: chat_message_pb2.ChatMessage) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "role": "assistant",
         "content": text or (None if message.tool_calls else ""),
-        "refusal": None,
     }
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
