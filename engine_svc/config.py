@@ -147,7 +147,7 @@ class CoreConfig:
         help="speculative decoding: what proposes tokens that a step verifies together; ngram: what "
         "followed the same tokens earlier in the request; suffix: also in finished answers of the same "
         "cache_salt; draft: a smaller model with the same tokenizer; eagle: an EAGLE-3 head; mtp: the "
-        "head of the checkpoint; auto: mtp where the checkpoint has one, else suffix; or the entry point of "
+        "head of the checkpoint; auto: suffix; or the entry point of "
         "another package",
     )
     speculative_model: str | None = option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from engine_svc.core.step import StepCosts
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import ModelError
 from engine_svc.model.loading.checkpoint import Checkpoint
-from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
+from engine_svc.model.loading.draft_heads import load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.control import RunnerControl
@@ -25,9 +24,12 @@ from engine_svc.speculation.suffix import SuffixProposer
 from service_kit.config import ConfigError
 from service_kit.plugins import find_offered
 
-logger = logging.getLogger(__name__)
-
-_TEXT_PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+_TEXT_PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    # Without a network: what it costs where nothing pays is never noticed.
+    "auto": SuffixProposer,
+}
 # Blocks and their tokens have 32-bit indexes.
 _MAX_CACHED_TOKENS = 1 << 30
 _TOKENIZER = "tokenizer.json"
@@ -42,9 +44,6 @@ def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer | Batch
     method, num_drafts, folder = config.speculation
     if method == "off":
         return None
-    is_chosen_here = method == "auto"
-    if is_chosen_here:
-        method = "mtp" if has_mtp_head(Path(config.model), loaded.model) else "suffix"
     make_network = _network_makers(config, loaded, Path(folder or "")).get(method)
     if make_network is None:
         return find_offered(method, _TEXT_PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative")()
@@ -53,9 +52,6 @@ def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer | Batch
             _check_tokenizer(Path(config.model), Path(folder or ""))
         return _make_network_proposer(config, loaded, make_network, num_drafts)
     except ModelError as error:
-        if is_chosen_here:
-            logger.warning("the MTP head cannot be used", extra={"reason": str(error)})
-            return SuffixProposer()
         given = "--speculative mtp" if method == "mtp" else f"--speculative-model {folder}"
         raise ConfigError(f"{given}: {error}") from error
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors
@@ -23,13 +22,6 @@ from engine_svc.model.native.spec import DecoderSpec, NotNative, read_spec, rota
 from engine_svc.model.parallel import Solo
 
 _EAGLE_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
-
-
-def has_mtp_head(folder: Path, target: Model) -> bool:
-    """Whether the checkpoint of `target` has an MTP head in a layout that `load_mtp_head` reads."""
-    if not isinstance(target, NativeDecoder):
-        return False
-    return _find_layout(_native_spec(folder), WeightReader(weight_files(folder), ignore_progress)) is not None
 
 
 def load_mtp_head(checkpoint: Checkpoint, target: NativeDecoder, facts: ModelFacts) -> MtpHead:

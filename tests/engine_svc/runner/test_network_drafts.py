@@ -17,7 +17,7 @@ from benchmarks.rig import draft_checkpoints
 from benchmarks.rig.draft_checkpoints import make_draft_checkpoints
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.checkpoint import Checkpoint
-from engine_svc.model.loading.draft_heads import has_mtp_head, load_eagle_head, load_mtp_head
+from engine_svc.model.loading.draft_heads import load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.native.draft_heads import MtpHead
@@ -263,7 +263,6 @@ def test_a_mimo_is_a_qwen2_with_a_head_of_another_layout(tmp_path, made):
     save_file(tensors, folder / "model.safetensors")
     loaded = load_model(folder, LoadOptions(num_threads=1))
     assert (loaded.implementation, loaded.facts.architecture) == ("native", "MiMoForCausalLM")
-    assert has_mtp_head(folder, loaded.model)
     head = load_mtp_head(Checkpoint(folder), loaded.model, loaded.facts)
     other = load_mtp_head(Checkpoint(plain.folder / "mtp"), loaded.model, loaded.facts)
     ids, positions = torch.arange(3, 10), torch.arange(7)
@@ -294,8 +293,8 @@ def row_cache(head: MtpHead) -> RowCache:
     return RowCache(head.kv_shapes, head.dtype, 1, 64, torch.device("cpu"))
 
 
-def test_a_checkpoint_states_whether_it_has_an_mtp_head(made):
+def test_a_checkpoint_without_an_mtp_head_is_refused(made):
     model = made("llama")
-    target = model.model.ours.model
-    assert has_mtp_head(model.folder / "mtp", target)
-    assert not has_mtp_head(model.folder / "model", target)
+    target, facts = model.model.ours.model, model.model.ours.facts
+    with pytest.raises(CheckpointError, match="has no MTP head"):
+        load_mtp_head(Checkpoint(model.folder / "model"), target, facts)
