@@ -39,7 +39,7 @@ MAY_CATCH_EVERYTHING = {
     "frontend_svc/engines/coordinator.py",
     "frontend_svc/text/workers/process.py",
     # Every call over HTTP gets an answer.
-    "frontend_svc/protocols/openai/routes.py",
+    "frontend_svc/protocols/openai/call.py",
     "launcher/serve/group_follower.py",
     "launcher/conformance/report.py",
 }

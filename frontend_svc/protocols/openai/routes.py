@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import re
-import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
 from frontend_svc.api.tokenizer import TokenizerServicer
-from frontend_svc.generation.caller import Caller
 from frontend_svc.protocols.openai.answers import (
     Answer,
     add_usage,
@@ -35,40 +30,33 @@ from frontend_svc.protocols.openai.answers import (
     whole_completion,
 )
 from frontend_svc.protocols.openai.bodies import (
-    BodyT,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     SamplingBody,
     TokenizeBody,
-    read_body,
 )
-from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
+from frontend_svc.protocols.openai.call import (
+    DONE,
+    Handler,
+    body_of,
+    caller_of,
+    event_of,
+    guarded,
+    json_response,
+    streamed,
+    unknown_route,
+    unless_disconnected,
+)
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from service_kit.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Internal,
     InvalidArgument,
-    ResourceExhausted,
-    ServiceError,
 )
-from service_kit.logs import bind_log_fields
 from service_kit.version import installed_version
 from triptych.api.v1 import generate_pb2, model_pb2, tokenize_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2
 
-logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 32 * 1024 * 1024
-_BODY_LIMIT_S = 30.0
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_IGNORED_HEADER = "x-triptych-ignored-fields"
-_DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
-
 _T = TypeVar("_T")
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class OpenAIRoutes:
@@ -99,10 +87,10 @@ class OpenAIRoutes:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
-        routes = [Route(path, _guarded(handler), methods=["GET"]) for path, handler in gets.items()]
-        routes += [Route(path, _guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+        routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
+        routes += [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
         # A path or a method that there is not.
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: unknown_route})
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)
@@ -111,20 +99,20 @@ class OpenAIRoutes:
         return Response(status_code=200 if self._is_ready() else 503)
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": installed_version()})
+        return json_response({"version": installed_version()})
 
     async def _models(self, request: Request) -> Response:
         listed = await self._model.ListModels(model_pb2.ListModelsRequest())
         cards = {model.name: model_card(model, self._created) for model in listed.models}
-        return _json({"object": "list", "data": list(cards.values())})
+        return json_response({"object": "list", "data": list(cards.values())})
 
     async def _one_model(self, request: Request) -> Response:
         asked = model_pb2.GetModelRequest(model=request.path_params["model"])
         found = await self._model.GetModel(asked)
-        return _json(model_card(found.model, self._created))
+        return json_response(model_card(found.model, self._created))
 
     async def _tokenize(self, request: Request) -> Response:
-        body, ignored = await _body_of(request, TokenizeBody)
+        body, ignored = await body_of(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
         if body.prompt is not None:
@@ -134,14 +122,14 @@ class OpenAIRoutes:
                 add_special_tokens=body.add_special_tokens,
                 return_tokens=bool(body.return_token_strs),
             )
-            found = await _unless_disconnected(request, self._tokenizer.Tokenize(asked))
+            found = await unless_disconnected(request, self._tokenizer.Tokenize(asked))
             answer: dict[str, Any] = {
                 "count": len(found.token_ids),
                 "max_model_len": found.max_model_len,
                 "tokens": list(found.token_ids),
                 "token_strs": list(found.tokens) if body.return_token_strs else None,
             }
-            return _json(answer, ignored)
+            return json_response(answer, ignored)
         template = tokenizer_pb2.ApplyChatTemplateRequest(
             model=body.model,
             messages=[
@@ -151,10 +139,10 @@ class OpenAIRoutes:
             tokenize=True,
         )
         template.template_options.add_generation_prompt = body.add_generation_prompt
-        rendered = await _unless_disconnected(request, self._tokenizer.ApplyChatTemplate(template))
+        rendered = await unless_disconnected(request, self._tokenizer.ApplyChatTemplate(template))
         ids = list(rendered.token_ids)
         model = await self._model.GetModel(model_pb2.GetModelRequest(model=body.model))
-        return _json(
+        return json_response(
             {
                 "count": len(ids),
                 "max_model_len": model.model.max_model_len,
@@ -165,41 +153,41 @@ class OpenAIRoutes:
         )
 
     async def _detokenize(self, request: Request) -> Response:
-        body, ignored = await _body_of(request, DetokenizeBody)
+        body, ignored = await body_of(request, DetokenizeBody)
         asked = tokenize_pb2.DetokenizeRequest(model=body.model)
         try:
             asked.token_ids.extend(body.tokens)
         except ValueError as error:
             raise InvalidArgument("tokens has an id that is out of range", field="tokens") from error
-        found = await _unless_disconnected(request, self._tokenizer.Detokenize(asked))
-        return _json({"prompt": found.text}, ignored)
+        found = await unless_disconnected(request, self._tokenizer.Detokenize(asked))
+        return json_response({"prompt": found.text}, ignored)
 
     async def _chat_completions(self, request: Request) -> Response:
-        body, ignored = await _body_of(request, ChatBody)
-        asked, caller = chat_request(body), _caller_of(request)
+        body, ignored = await body_of(request, ChatBody)
+        asked, caller = chat_request(body), caller_of(request)
         if body.stream:
             chunks = self._chat_chunks(body, self._chat.stream(asked, caller))
-            return await _streamed(request, chunks, ignored)
-        answer = await _unless_disconnected(request, self._chat.whole(asked, caller))
-        return _json(whole_chat(answer, with_ids=bool(body.return_token_ids)), ignored)
+            return await streamed(request, chunks, ignored)
+        answer = await unless_disconnected(request, self._chat.whole(asked, caller))
+        return json_response(whole_chat(answer, with_ids=bool(body.return_token_ids)), ignored)
 
     async def _completions(self, request: Request) -> Response:
-        body, ignored = await _body_of(request, CompletionBody)
-        asked, caller = generate_requests(body), _caller_of(request)
+        body, ignored = await body_of(request, CompletionBody)
+        asked, caller = generate_requests(body), caller_of(request)
         if body.stream:
             if len(asked) == 1:
                 responses = _numbered(self._inference.stream(asked[0], caller))
             else:
                 responses = self._inference.stream_all(asked, caller)
-            return await _streamed(request, self._completion_chunks(body, responses), ignored)
+            return await streamed(request, self._completion_chunks(body, responses), ignored)
 
         async def answer_all() -> list[Any]:
             async with asyncio.TaskGroup() as tasks:
                 answers = [tasks.create_task(self._inference.whole(one, caller)) for one in asked]
             return [answer.result() for answer in answers]
 
-        answers = await _unless_disconnected(request, answer_all())
-        return _json(whole_completion(answers, with_ids=bool(body.return_token_ids)), ignored)
+        answers = await unless_disconnected(request, answer_all())
+        return json_response(whole_completion(answers, with_ids=bool(body.return_token_ids)), ignored)
 
     async def _chat_chunks(
         self, body: ChatBody, responses: AsyncGenerator[Any, None]
@@ -218,24 +206,24 @@ class OpenAIRoutes:
                     for index in range(body.n or 1):
                         first = {"role": "assistant", "content": ""}
                         choice = {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
-                        yield _event(usage.chunk(common, choice))
+                        yield event_of(usage.chunk(common, choice))
                     continue
                 assert common is not None, "the first response has the id"
                 if kind == "delta":
                     if response.delta.tool_calls:
                         with_calls.add(response.delta.output_index)
                     usage.note_tokens(len(response.delta.token_ids))
-                    yield _event(usage.chunk(common, chat_choice(response.delta, with_ids=with_ids)))
+                    yield event_of(usage.chunk(common, chat_choice(response.delta, with_ids=with_ids)))
                 else:
                     finished = response.finished
                     index = finished.output_index
                     usage.note_finished(0, finished.usage)
                     choice = last_choice(index, finished, is_chat=True, has_calls=index in with_calls)
-                    yield _event(usage.chunk(common, choice))
+                    yield event_of(usage.chunk(common, choice))
         assert common is not None, "every stream begins with its id"
         for chunk in usage.last(common):
-            yield _event(chunk)
-        yield _DONE
+            yield event_of(chunk)
+        yield DONE
 
     async def _completion_chunks(
         self, body: CompletionBody, responses: AsyncGenerator[tuple[int, Any], None]
@@ -261,11 +249,11 @@ class OpenAIRoutes:
                     index = item * num_outputs + response.finished.output_index
                     usage.note_finished(item, response.finished.usage)
                     choice = last_choice(index, response.finished, is_chat=False)
-                yield _event(usage.chunk(common, choice))
+                yield event_of(usage.chunk(common, choice))
         assert common is not None, "every stream begins with its id"
         for chunk in usage.last(common):
-            yield _event(chunk)
-        yield _DONE
+            yield event_of(chunk)
+        yield DONE
 
 
 class _StreamUsage:
@@ -303,157 +291,7 @@ class _StreamUsage:
         return [common.body([], usage_of(self._total))] if self._is_wanted else []
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for these"
-    what = f"{request.method} {request.url.path}"
-    message = {404: f"{what} is not served", 405: f"{what} is not served: use another method"}
-    shown = message.get(error.status_code, error.detail)
-    content = {"message": shown, "type": "invalid_request_error", "param": None, "code": "unknown_url"}
-    return Response(_encode({"error": content}), status_code=error.status_code, media_type="application/json")
-
-
-def _guarded(handler: Handler) -> Handler:
-    """Gives the request an id, and errors OpenAI's shape; logs the call."""
-
-    async def handle(request: Request) -> Response:
-        given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        request.state.request_id = request_id
-        bind_log_fields(request_id=request_id)
-        began_at = time.monotonic()
-        try:
-            response = await handler(request)
-        except ServiceError as error:
-            response = _refusal(error)
-        except ClientDisconnect:
-            response = _refusal(Cancelled("the client has disconnected"))
-        except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
-            response = _refusal(_incident())
-        response.headers["x-request-id"] = request_id
-        is_quiet = request.url.path in ("/health", "/ready")
-        logger.log(
-            logging.DEBUG if is_quiet else logging.INFO,
-            "call",
-            extra={
-                "method": f"{request.method} {request.url.path}",
-                "code": str(response.status_code),
-                "duration_ms": round((time.monotonic() - began_at) * 1000, 1),
-            },
-        )
-        return response
-
-    return handle
-
-
-async def _body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
-    content = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_LIMIT_S):
-            async for part in request.stream():
-                content += part
-                if len(content) > MAX_BODY_BYTES:
-                    raise ResourceExhausted(
-                        f"the body has more than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
-                    )
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the body did not arrive within {_BODY_LIMIT_S:.0f} s") from error
-    return read_body(bytes(content), kind)
-
-
-def _caller_of(request: Request) -> Caller:
-    return Caller(
-        request_id=request.state.request_id,
-        traceparent=request.headers.get("traceparent", ""),
-        tracestate=request.headers.get("tracestate", ""),
-        remaining_s=lambda: None,
-    )
-
-
-async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T]) -> _T:
-    """The answer; cancelled when the client disconnects."""
-    answering = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_until_disconnected(request))
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        return answering.result()
-    except BaseExceptionGroup as group:
-        # Of several prompts, the first error.
-        raise _first_error(group) from group
-    finally:
-        for task in (answering, leaving):
-            task.cancel()
-        await asyncio.wait((answering, leaving))
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-async def _until_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _numbered(responses: AsyncGenerator[_T, None]) -> AsyncGenerator[tuple[int, _T], None]:
     async with contextlib.aclosing(responses):
         async for response in responses:
             yield 0, response
-
-
-async def _streamed(request: Request, events: AsyncGenerator[bytes, None], ignored: list[str]) -> Response:
-    """A stream of events, once there is the first: until then an error has a status of its own."""
-    try:
-        first = await _unless_disconnected(request, anext(events))
-    except BaseException:
-        await events.aclose()
-        raise
-    return StreamingResponse(
-        _with_errors(first, events),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-cache", "x-accel-buffering": "no", **_ignored_header(ignored)},
-    )
-
-
-async def _with_errors(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    """An error after the beginning of the stream is its last event."""
-    try:
-        async with contextlib.aclosing(events):
-            yield first
-            async for event in events:
-                yield event
-    except ServiceError as error:
-        yield _event(error_body(error))
-    except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
-        yield _event(error_body(_incident()))
-
-
-def _incident() -> Internal:
-    incident_id = secrets.token_hex(8)
-    logger.exception("incident", extra={"incident_id": incident_id})
-    return Internal(
-        f"internal error, incident {incident_id}", reason="INCIDENT", metadata={"incident_id": incident_id}
-    )
-
-
-def _refusal(error: ServiceError) -> Response:
-    return Response(
-        _encode(error_body(error)),
-        status_code=status_of(error),
-        media_type="application/json",
-        headers=error_headers(error),
-    )
-
-
-def _json(content: dict[str, Any], ignored: list[str] | None = None) -> Response:
-    return Response(_encode(content), media_type="application/json", headers=_ignored_header(ignored or []))
-
-
-def _ignored_header(ignored: list[str]) -> dict[str, str]:
-    return {_IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"

@@ -1,0 +1,185 @@
+"""What every route shares: a guarded call with an id, bodies with limits, answers and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from frontend_svc.generation.caller import Caller
+from frontend_svc.protocols.openai.bodies import BodyT, read_body
+from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
+from service_kit.errors import Cancelled, DeadlineExceeded, Internal, ResourceExhausted, ServiceError
+from service_kit.logs import bind_log_fields
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+DONE = b"data: [DONE]\n\n"
+_BODY_LIMIT_S = 30.0
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_IGNORED_HEADER = "x-triptych-ignored-fields"
+_encode = msgspec.json.Encoder().encode
+
+_T = TypeVar("_T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def unknown_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for these"
+    what = f"{request.method} {request.url.path}"
+    message = {404: f"{what} is not served", 405: f"{what} is not served: use another method"}
+    shown = message.get(error.status_code, error.detail)
+    content = {"message": shown, "type": "invalid_request_error", "param": None, "code": "unknown_url"}
+    return Response(_encode({"error": content}), status_code=error.status_code, media_type="application/json")
+
+
+def guarded(handler: Handler) -> Handler:
+    """Gives the request an id, and errors OpenAI's shape; logs the call."""
+
+    async def handle(request: Request) -> Response:
+        given = request.headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        request.state.request_id = request_id
+        bind_log_fields(request_id=request_id)
+        began_at = time.monotonic()
+        try:
+            response = await handler(request)
+        except ServiceError as error:
+            response = _refusal(error)
+        except ClientDisconnect:
+            response = _refusal(Cancelled("the client has disconnected"))
+        except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
+            response = _refusal(_incident())
+        response.headers["x-request-id"] = request_id
+        is_quiet = request.url.path in ("/health", "/ready")
+        logger.log(
+            logging.DEBUG if is_quiet else logging.INFO,
+            "call",
+            extra={
+                "method": f"{request.method} {request.url.path}",
+                "code": str(response.status_code),
+                "duration_ms": round((time.monotonic() - began_at) * 1000, 1),
+            },
+        )
+        return response
+
+    return handle
+
+
+async def body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+    content = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_LIMIT_S):
+            async for part in request.stream():
+                content += part
+                if len(content) > MAX_BODY_BYTES:
+                    raise ResourceExhausted(
+                        f"the body has more than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
+                    )
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the body did not arrive within {_BODY_LIMIT_S:.0f} s") from error
+    return read_body(bytes(content), kind)
+
+
+def caller_of(request: Request) -> Caller:
+    return Caller(
+        request_id=request.state.request_id,
+        traceparent=request.headers.get("traceparent", ""),
+        tracestate=request.headers.get("tracestate", ""),
+        remaining_s=lambda: None,
+    )
+
+
+async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T]) -> _T:
+    """The answer; cancelled when the client disconnects."""
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(_until_disconnected(request))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
+    except BaseExceptionGroup as group:
+        # Of several prompts, the first error.
+        raise _first_error(group) from group
+    finally:
+        for task in (answering, leaving):
+            task.cancel()
+        await asyncio.wait((answering, leaving))
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def streamed(request: Request, events: AsyncGenerator[bytes, None], ignored: list[str]) -> Response:
+    """A stream of events, once there is the first: until then an error has a status of its own."""
+    try:
+        first = await unless_disconnected(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return StreamingResponse(
+        _with_errors(first, events),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", "x-accel-buffering": "no", **_ignored_header(ignored)},
+    )
+
+
+async def _with_errors(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """An error after the beginning of the stream is its last event."""
+    try:
+        async with contextlib.aclosing(events):
+            yield first
+            async for event in events:
+                yield event
+    except ServiceError as error:
+        yield event_of(error_body(error))
+    except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
+        yield event_of(error_body(_incident()))
+
+
+def _incident() -> Internal:
+    incident_id = secrets.token_hex(8)
+    logger.exception("incident", extra={"incident_id": incident_id})
+    return Internal(
+        f"internal error, incident {incident_id}", reason="INCIDENT", metadata={"incident_id": incident_id}
+    )
+
+
+def _refusal(error: ServiceError) -> Response:
+    return Response(
+        _encode(error_body(error)),
+        status_code=status_of(error),
+        media_type="application/json",
+        headers=error_headers(error),
+    )
+
+
+def json_response(content: dict[str, Any], ignored: list[str] | None = None) -> Response:
+    return Response(_encode(content), media_type="application/json", headers=_ignored_header(ignored or []))
+
+
+def _ignored_header(ignored: list[str]) -> dict[str, str]:
+    return {_IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+
+
+def event_of(content: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"
