@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from service_kit.config import option
+from service_kit.security.options import SecurityOptions
 
 _MIN_LEASE_MS = 300
 # After a coordinator is replaced, its frontends wait one lease for the engines to register again.
@@ -13,7 +14,7 @@ _MAX_LEASE_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorConfig:
+class CoordinatorConfig(SecurityOptions):
     host: str = option("127.0.0.1", help="address to listen on for engines and frontends")
     port: int = option(50071, help="port to listen on; 0 lets the kernel choose")
     admin_port: int = option(0, help="loopback port of the admin service; 0 lets the kernel choose")
@@ -33,6 +34,7 @@ class CoordinatorConfig:
     drain_deadline_s: float = option(20.0, help="time for sessions to end after SIGTERM, in s")
 
     def __post_init__(self) -> None:
+        self.check_security((self.host, self.admin_http_host))
         if not _MIN_LEASE_MS <= self.lease_ms <= _MAX_LEASE_MS:
             raise ValueError(f"lease_ms is {self.lease_ms}, the range is {_MIN_LEASE_MS}..{_MAX_LEASE_MS}")
         if self.drain_deadline_s < 0:

@@ -23,9 +23,10 @@ from coordinator_svc.scaling.servicer import ScalingServicer
 from service_kit.admin import AdminServicer
 from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
-from service_kit.config import Loaded
+from service_kit.config import ConfigError, Loaded
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
+from service_kit.security.setup import listener_security
 from service_kit.server import (
     ADMIN,
     INTERNAL,
@@ -56,9 +57,9 @@ def run(loaded: Loaded[CoordinatorConfig]) -> int:
     logger.info("starting", extra={"options": loaded.changed()})
     try:
         exit_code = uvloop.run(_serve(config, starting))
-    except AddressError as error:
-        write_log_line(f"triptych coordinator: {error.strerror}")
-        starting.end(error.strerror)
+    except (AddressError, ConfigError) as error:
+        write_log_line(f"triptych coordinator: {error}")
+        starting.end(str(error))
         exit_code = 2
     finally:
         shutdown_telemetry()
@@ -86,6 +87,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
     lifecycle = Lifecycle()
     admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status, lifecycle=lifecycle)
     metrics = coordinator_metrics(registry, topology, operations)
+    security = listener_security(config)
     servers: list[Listener] = [
         Server(
             listen=f"{config.host}:{config.port}",
@@ -99,6 +101,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
             profile=INTERNAL,
             service="coordinator",
             reflection=config.reflection,
+            security=security,
         ),
         Server(
             listen=f"127.0.0.1:{config.admin_port}",
@@ -113,10 +116,12 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
             profile=ADMIN,
             service="coordinator",
             reflection=config.reflection,
+            security=security,
         ),
         AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
             {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
+            security=security,
         ),
     ]
 

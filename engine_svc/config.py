@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine_svc.features import packages
 from service_kit.config import option, require
+from service_kit.security.options import SecurityOptions
 
 # Listen addresses that other machines cannot connect to.
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
@@ -42,7 +43,7 @@ class Speculation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CoreConfig:
+class CoreConfig(SecurityOptions):
     """The options of an engine without those of its features. Unset sizes are fitted to model and machine."""
 
     model: str = option(
@@ -239,6 +240,7 @@ class CoreConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid options. Those that depend on the model are checked after loading."""
+        self.check_security((self.host, self.admin_http_host))
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
             "tensor_parallel_size", "pipeline_parallel_size",

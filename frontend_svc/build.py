@@ -39,6 +39,7 @@ from frontend_svc.generation.metrics import RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks
 from frontend_svc.generation.pooling import Pooling
+from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
@@ -57,6 +58,7 @@ from service_kit.clock import MonotonicClock
 from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
 from service_kit.process import runtime_folder
+from service_kit.security.setup import listener_security, peer_credentials
 from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
 from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
@@ -102,9 +104,11 @@ class Frontend:
         config: FrontendConfig,
         *,
         heartbeat_s: float = HEARTBEAT_S,
-        connect: Callable[[str], EngineTransport] = open_transport,
+        connect: Callable[[str], EngineTransport] | None = None,
     ) -> None:
         clock = MonotonicClock()
+        self._security = listener_security(config, config.client_keys)
+        self._peer_credentials = peer_credentials(config)
         self.loop_lag = LoopLag(clock)
         self.identity = FrontendIdentity(
             f"frontend-{config.index}-{secrets.token_hex(4)}", secrets.randbits(63) + 1
@@ -124,7 +128,7 @@ class Frontend:
             artifacts=artifacts,
             clock=clock,
             heartbeat_s=heartbeat_s,
-            connect=connect,
+            connect=connect or functools.partial(open_transport, credentials=self._peer_credentials),
             on_add=self._note_request,
         )
         self.directory = Directory(
@@ -150,6 +154,7 @@ class Frontend:
         self.admission = Admission(config.max_queued_requests, config.max_queued_prompt_tokens)
         reader_limit = ReaderLimit(grace_s=config.slow_reader_s)
         self.requests = OpenRequests(clock)
+        self._tenants = Tenants(clock)
         # Sampled only while requests are open: a 10 ms timer would cause most of an idle process's CPU time.
         self.draining = Drain(on_busy=self.loop_lag.start, on_idle=self.loop_lag.stop)
         self.metrics = Metrics("frontend")
@@ -165,6 +170,7 @@ class Frontend:
             self.draining,
             self._request_metrics,
             self._traces,
+            self._tenants,
         )
         self.resumable = _resumable_streams(
             self.generation, self.directory, clock, reader_limit, self.draining
@@ -177,6 +183,7 @@ class Frontend:
             service="frontend",
             reflection=config.reflection,
             check_large=self.text_workers.check_message,
+            security=self._security,
         )
         self.http = None if config.http_port is None else self._http_listener()
         self.lifecycle = Lifecycle(lambda: self.draining.num_open)
@@ -187,6 +194,7 @@ class Frontend:
             profile=ADMIN,
             service="frontend",
             reflection=config.reflection,
+            security=self._security,
         )
         self._state_page = StatePage(self, clock)
         pages: dict[str, MakePage] = {
@@ -197,7 +205,9 @@ class Frontend:
         if config.serves_ui:
             pages |= {"/ui/state": self._state_page.make, **ui_pages(lambda: self.address)}
             posts = ui_posts(self.api.inference, self.api.chat)
-        self.admin_http = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages, posts)
+        self.admin_http = AdminHTTP(
+            f"{config.admin_http_host}:{config.admin_http_port}", pages, posts, security=self._security
+        )
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
         self._closing: asyncio.Task[None] | None = None
@@ -287,14 +297,30 @@ class Frontend:
     def _http_listener(self) -> HTTPListener:
         config, api = self._config, self.api
         routes = OpenAIRoutes(
-            api.inference, api.chat, api.model, api.tokenizer, is_ready=lambda: self.directory.is_ready
+            api.inference,
+            api.chat,
+            api.model,
+            api.tokenizer,
+            is_ready=lambda: self.directory.is_ready,
+            authenticator=self._security.authenticator,
         )
-        return HTTPListener(f"{config.host}:{config.http_port}", routes.app, shares_port=config.share_port)
+        return HTTPListener(
+            f"{config.host}:{config.http_port}",
+            routes.app,
+            shares_port=config.share_port,
+            security=self._security,
+        )
 
     def _public_api(self, limits: RequestLimits, clock: MonotonicClock) -> PublicAPI:
         config = self._config
         pooling = Pooling(
-            self.directory, self.failover, self.admission, self.requests, self.draining, self._traces
+            self.directory,
+            self.failover,
+            self.admission,
+            self.requests,
+            self.draining,
+            self._traces,
+            self._tenants,
         )
         return PublicAPI(
             InferenceServicer(self.generation, self.resumable),
@@ -319,6 +345,7 @@ class Frontend:
             num_in_flight=lambda: self.draining.num_open,
             clock=clock,
             wanted=dict(label.split("=", 1) for label in self._config.engine_label),
+            credentials=self._peer_credentials,
         )
 
     def _note_request(self, engine_id: str) -> None:

@@ -8,10 +8,14 @@ from typing import Literal
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
-from service_kit.admin_http import is_loopback
+from service_kit.addresses import is_loopback
 from service_kit.channel import parse_target
 from service_kit.config import option
 from service_kit.errors import InvalidArgument
+from service_kit.process import api_key_in_environment
+from service_kit.security.credentials import Entry, digest_of
+from service_kit.security.identity import Identity, Role
+from service_kit.security.options import SecurityOptions
 
 _MAX_WORKERS = 64
 _MAX_TEXT_WORKERS = 1024
@@ -21,7 +25,7 @@ _MAX_AGE_S = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendConfig:
+class FrontendConfig(SecurityOptions):
     """Every option of the frontend, with its default."""
 
     host: str = option("127.0.0.1", help="address to listen on")
@@ -99,7 +103,17 @@ class FrontendConfig:
     def serves_ui(self) -> bool:
         return self.ui or is_loopback(self.admin_http_host)
 
+    @property
+    def client_keys(self) -> tuple[Entry, ...]:
+        """The key in TRIPTYCH_API_KEY, for all clients. It is no option: options are logged."""
+        key = api_key_in_environment()
+        if key is None:
+            return ()
+        identity = Identity("TRIPTYCH_API_KEY", frozenset((Role.CLIENT,)))
+        return (Entry(identity, digest=digest_of(key, "TRIPTYCH_API_KEY")),)
+
     def __post_init__(self) -> None:
+        self.check_security((self.host, self.admin_http_host), has_key=bool(self.client_keys))
         if not self.engine and self.coordinator is None:
             raise ValueError("neither --engine nor --coordinator is given: no engine could be used")
         for address in (*self.engine, *([self.coordinator] if self.coordinator else [])):

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from launcher.conformance.verbs import conformance
 from launcher.ray.verbs import ray
 from launcher.verbs.admin_verbs import admin
+from launcher.verbs.key_verbs import key
 
 # A verb that runs services forwards its arguments: their own configurations have the flags and the help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -51,6 +52,7 @@ app.add_typer(trace, name="trace")
 bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
+app.add_typer(key, name="key")
 app.add_typer(ray, name="ray")
 app.add_typer(conformance, name="conformance")
 

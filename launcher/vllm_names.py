@@ -23,7 +23,7 @@ _GRAMMAR = "a request has `structured_output`, and names a backend itself"
 _DRAFTS = "what proposes drafts is `speculative`, a checkpoint for it `speculative_model`"
 _NO_CODE = "an engine runs no code of a caller"
 _NO_HTTP = "the OpenAI HTTP server has no such option yet, see `http_port`"
-_NO_TLS = "there is no authentication and no TLS: put a mesh or a proxy before the frontend"
+_TLS = "callers need certificates where a CA is given, and renewed files are always read again"
 _NO_OFFLOAD = "weights and KV cache stay on the device, nothing is offloaded"
 _NO_TRANSFER = "KV caches are not transferred between engines yet"
 _NO_COMPILER = "nothing is compiled by torch; `cuda_graphs` decides about CUDA graphs"
@@ -108,7 +108,7 @@ SENTENCES: dict[str, str] = {
     "safetensors_load_strategy": _HUB,
     "pt_load_map_location": _HUB,
     "max_parallel_loading_workers": _HUB,
-    "api_key": _NO_TLS,
+    "api_key": "set TRIPTYCH_API_KEY, or name a file with --api-keys: flags are in the list of processes",
     "uds": "the frontend listens on TCP",
     "disable_custom_all_reduce": "collectives are those of torch.distributed",
     "swap_space": _NO_OFFLOAD,
@@ -153,7 +153,7 @@ _FAMILIES: Sequence[tuple[str, str]] = (
     (r"guided_|structured_outputs", _GRAMMAR),
     (r"(?<!num_)speculative_(?!config|model$)|lookahead|draft_model|^spec_", _DRAFTS),
     (r"worker_.*cls|logits_processor|io_processor", _NO_CODE),
-    (r"^ssl_|_ssl_", _NO_TLS),
+    (r"^ssl_(?!certfile|keyfile|ca_certs)|_ssl_", _TLS),
     (r"offload", _NO_OFFLOAD),
     (r"transfer_config$", _NO_TRANSFER),
     (r"compil|cudagraph|cuda_graph_|_to_capture|optimization_level|flashinfer", _NO_COMPILER),

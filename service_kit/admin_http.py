@@ -1,8 +1,9 @@
 """The admin HTTP listener of a service: /metrics, and whatever else a service adds as a page.
 
-h11 reads and writes HTTP/1.1; all runs in the service's event loop, which owns what the pages show. There is
-no authentication. Other sites in a browser on this host are kept out: a listener on loopback answers only to
-names of loopback, and a POST must come from a page of the same host.
+h11 reads and writes HTTP/1.1; all runs in the service's event loop, which owns what the pages show. Where
+callers need credentials, /metrics is for every role, and for everyone on loopback; all else is for admins.
+Other sites in a browser on this host are kept out: a listener on loopback answers only to names of loopback,
+and a POST must come from a page of the same host.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -20,17 +20,24 @@ from urllib.parse import urlsplit
 import h11
 from prometheus_client.metrics_core import Metric
 
+from service_kit.addresses import AddressError, check_address, is_loopback
+from service_kit.errors import PermissionDenied, Unauthenticated
 from service_kit.metrics import TEXT_FORMAT, to_text
-from service_kit.server import AddressError, check_address
+from service_kit.security.access import ANY_ROLE, check_role
+from service_kit.security.identity import Role
+from service_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
+from service_kit.security.tls import names_in_certificate
 
 logger = logging.getLogger(__name__)
 
+METRICS_PATH = "/metrics"
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_BODY_BYTES = 256 * 1024
 _MAX_PAGE_BYTES = 64 * 1024 * 1024  # of another process
 _IDLE_S = 60.0  # between two requests of a connection, and for one to arrive
 _WRITE_S = 10.0
+_HANDSHAKE_S = 10.0
 _READ_BYTES = 64 * 1024
 _HEADERS = [
     ("cache-control", "no-store"),
@@ -57,16 +64,6 @@ MakePage = Callable[[str], Awaitable[Page]]
 TakeBody = Callable[[bytes], Awaitable[Page]]
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine's loopback without asking a name server."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def metrics_page(collect: Callable[[], Iterable[Metric]]) -> MakePage:
     """The page /metrics."""
 
@@ -80,9 +77,15 @@ class AdminHTTP:
     """Serves pages by path to GET and HEAD, and `posts` to POST. A `Listener`, as `run_server` calls it."""
 
     def __init__(
-        self, listen: str, pages: Mapping[str, MakePage], posts: Mapping[str, TakeBody] | None = None
+        self,
+        listen: str,
+        pages: Mapping[str, MakePage],
+        posts: Mapping[str, TakeBody] | None = None,
+        *,
+        security: ListenerSecurity = OPEN_LISTENERS,
     ) -> None:
         self._listen = listen
+        self._security = security
         self._pages = pages
         self._posts = posts or {}
         self._is_on_loopback = is_loopback(listen.rpartition(":")[0])
@@ -94,7 +97,14 @@ class AdminHTTP:
         check_address(self._listen)
         host, _, port = self._listen.rpartition(":")
         try:
-            self._server = await asyncio.start_server(self._accept, host.strip("[]"), int(port))
+            tls = None if self._security.tls is None else self._security.tls.context()
+            self._server = await asyncio.start_server(
+                self._accept,
+                host.strip("[]"),
+                int(port),
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+            )
         except OSError as error:
             raise AddressError(
                 error.errno or errno.EADDRINUSE, f"address {self._listen} cannot be bound"
@@ -139,7 +149,7 @@ class AdminHTTP:
                         break
                     with_body = request.method != b"HEAD"
                     body = await _read_body(connection, reader, writer)
-                page = await self._page_of(request, body)
+                page = await self._page_of(request, body, _certificate_names(writer))
                 if isinstance(page.body, bytes):
                     await _write(connection, writer, page, with_body=with_body)
                 else:
@@ -154,11 +164,13 @@ class AdminHTTP:
         except (TimeoutError, ConnectionError):
             pass
 
-    async def _page_of(self, request: h11.Request, body: bytes) -> Page:
+    async def _page_of(self, request: h11.Request, body: bytes, certificate_names: list[str]) -> Page:
         headers = {name: value.decode("latin-1") for name, value in request.headers}
         target = request.target.decode("ascii")
         path = target.partition("?")[0]
-        refusal = self._refusal(request.method, path, headers)
+        refusal = self._refusal(request.method, path, headers) or self._denial(
+            path, headers, certificate_names
+        )
         if refusal is not None:
             return refusal
         try:
@@ -182,9 +194,29 @@ class AdminHTTP:
             return _refused(405, f"{path} is served to {'GET and HEAD' if path in self._pages else 'POST'}")
         return None
 
+    def _denial(self, path: str, headers: Mapping[bytes, str], certificate_names: list[str]) -> Page | None:
+        """The refusal of a caller that does not prove that it may see the page."""
+        authenticator = self._security.authenticator
+        is_for_all = path == METRICS_PATH
+        if not authenticator.needs_credentials or (is_for_all and self._is_on_loopback):
+            return None
+        try:
+            identity = authenticator.identify(headers.get(b"authorization", ""), certificate_names)
+            check_role(identity, ANY_ROLE if is_for_all else frozenset((Role.ADMIN,)), path)
+        except Unauthenticated as error:
+            return _refused(401, error.message)
+        except PermissionDenied as error:
+            return _refused(403, error.message)
+        return None
+
 
 def _refused(status: int, reason: str) -> Page:
     return Page(f"{reason}\n".encode(), status=status)
+
+
+def _certificate_names(writer: asyncio.StreamWriter) -> list[str]:
+    tls = writer.get_extra_info("ssl_object")
+    return [] if tls is None else names_in_certificate(tls.getpeercert())
 
 
 def _cross_site_refusal(host: str | None, headers: Mapping[bytes, str]) -> Page | None:
@@ -269,6 +301,9 @@ async def _write(
 ) -> None:
     assert isinstance(page.body, bytes), "a body in parts is written by another function"
     headers = [("content-type", page.content_type), ("content-length", str(len(page.body))), *_HEADERS]
+    if page.status == 401:
+        # A browser then asks for a password, which is the key.
+        headers.append(("www-authenticate", 'Basic realm="triptych"'))
     events: list[h11.Event] = [h11.Response(status_code=page.status, headers=headers)]
     if with_body:
         events.append(h11.Data(data=page.body))

@@ -236,7 +236,8 @@ def read_environment(name: str) -> str:
 def _options_of(cls: type[Any]) -> dict[str, _Option]:
     hints = typing.get_type_hints(cls)
     options = {}
-    for field in dataclasses.fields(cls):
+    # Options that all services have are by keyword alone. They come after those that this one is about.
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.kw_only is True):
         metadata = field.metadata
         is_size, choices = metadata.get("size", False), metadata.get("choices")
         kind = value_type(hints[field.name], is_size=is_size, choices=choices)

@@ -1,4 +1,4 @@
-"""Server interceptor: request and trace ids, one access log line, and errors converted to statuses.
+"""Server interceptor: the caller's identity, ids, one access log line, and errors converted to statuses.
 
 An exception that is not a ServiceError never reaches a client: the client gets INTERNAL and an incident id,
 which is logged with the traceback. Knows no service.
@@ -27,10 +27,15 @@ from google.protobuf.message import DecodeError, Message
 from service_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
 from service_kit.logs import bind_log_fields
 from service_kit.open_calls import OpenCall, OpenCalls
+from service_kit.security.access import AUDITED, OPEN_METHODS, check_access
+from service_kit.security.authenticator import AUTHORIZATION, Authenticator
+from service_kit.security.identity import UNRESTRICTED, Identity, bind_identity
+from service_kit.security.tls import names_in_auth_context
 from service_kit.telemetry import join_trace
 from service_kit.wire_check import MessageLimits, WireError, check_wire
 
 logger = logging.getLogger(__name__)
+audit_logger = logging.getLogger("triptych.audit")
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
@@ -42,10 +47,13 @@ _UNSERVED_GRACE_S = 0.2
 _DEADLINE_LEAD_S = 0.05
 # Checking and parsing a smaller message takes a few milliseconds at most.
 _LARGE_BYTES = 64 * 1024
+_AUDITED_PREFIXES = tuple(f"/{service}/" for service in AUDITED)
 _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 
 Handler = Callable[[Any, Any], Any]
 Decode = Callable[[bytes], Awaitable[Any]]
+# Called with the method, the metadata and the context of a call. Raises Unauthenticated.
+Identify = Callable[[str, dict[str, str], Any], Identity]
 # Checks the serialized message of a descriptor away from the event loop. Raises ServiceError.
 CheckMessage = Callable[[bytes, Descriptor, MessageLimits], Awaitable[None]]
 
@@ -56,14 +64,17 @@ def server_interceptors(
     calls: OpenCalls | None = None,
     limits: MessageLimits | None = None,
     check_large: CheckMessage | None = None,
+    authenticator: Authenticator | None = None,
 ) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
     """The interceptors of all our servers.
 
     `service` is its name in access log lines. `calls` gets the open calls, except those of health and
-    reflection. With `limits` requests are checked as bytes, those above 64 KiB by `check_large`.
+    reflection. With `limits` requests are checked as bytes, those above 64 KiB by `check_large`. Without an
+    `authenticator` everyone may call everything.
     """
     calls = OpenCalls() if calls is None else calls
-    return [_CallInterceptor(service, calls, functools.partial(_decoder, limits, check_large))]
+    decoder = functools.partial(_decoder, limits, check_large)
+    return [_CallInterceptor(service, calls, decoder, functools.partial(_identify, authenticator))]
 
 
 @dataclass(slots=True)
@@ -74,6 +85,7 @@ class _Call:
     method: str
     request_id: str
     started_at: float
+    identity: Identity = UNRESTRICTED
     code: str = "OK"
     reason: str = ""  # of a ServiceError
     refusal: grpc.Status | None = None
@@ -87,11 +99,14 @@ class _Call:
 class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs alone
     """Wraps the handler of every method in `_guarded_handler`."""
 
-    def __init__(self, service: str, calls: OpenCalls, decoder: Callable[[Any], Decode]) -> None:
+    def __init__(
+        self, service: str, calls: OpenCalls, decoder: Callable[[Any], Decode], identify: Identify
+    ) -> None:
         self._service = service
         self._calls = calls
         self._quiet_calls = OpenCalls()
         self._decoder = decoder
+        self._identify = identify
 
     async def intercept_service(
         self,
@@ -105,11 +120,18 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             handler = grpc.stream_stream_rpc_method_handler(_unserved)
         is_quiet = handler_call_details.method.startswith(_QUIET_PREFIXES)
         calls = self._quiet_calls if is_quiet else self._calls
-        return _guarded_handler(handler, self._service, calls, handler_call_details, self._decoder)
+        return _guarded_handler(
+            handler, self._service, calls, handler_call_details, self._decoder, self._identify
+        )
 
 
 def _guarded_handler(
-    handler: Any, service: str, calls: OpenCalls, details: Any, decoder: Callable[[Any], Decode]
+    handler: Any,
+    service: str,
+    calls: OpenCalls,
+    details: Any,
+    decoder: Callable[[Any], Decode],
+    identify: Identify,
 ) -> Any:
     method: str = details.method
     metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
@@ -131,6 +153,10 @@ def _guarded_handler(
         async with _guard(call, context):
             # Sent at once, so that refused and unanswered calls can be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
+            call.identity = identify(method, metadata, context)
+            bind_identity(call.identity)
+            if call.identity is not UNRESTRICTED:
+                check_access(call.identity, method.removeprefix("/"))
             with calls.opened() as opened:
                 return await answer(request, context, opened)
         # grpc's call state refers to the error that ends the call, and the frames of that error refer to the
@@ -158,6 +184,20 @@ def _guarded_handler(
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
     return make(run, None, handler.response_serializer)
+
+
+def _identify(
+    authenticator: Authenticator | None, method: str, metadata: dict[str, str], context: Any
+) -> Identity:
+    """The caller's identity; unrestricted where it needs no credentials."""
+    name = method.removeprefix("/")
+    if authenticator is None or not authenticator.needs_credentials or name in OPEN_METHODS:
+        return UNRESTRICTED
+    # Only its own user can connect to a unix socket.
+    if context.peer().startswith("unix:"):
+        return UNRESTRICTED
+    names = names_in_auth_context(context.auth_context())
+    return authenticator.identify(metadata.get(AUTHORIZATION, ""), names)
 
 
 def _unserved(requests: Any, context: Any) -> Any:
@@ -215,8 +255,12 @@ def _log_access(call: _Call) -> None:
     level = logging.DEBUG if call.method.startswith(_QUIET_PREFIXES) else logging.INFO
     duration_ms = round((time.monotonic() - call.started_at) * 1000, 1)
     reason = {"reason": call.reason} if call.reason else {}
-    fields = {"method": call.method, "code": call.code, **reason, "duration_ms": duration_ms}
-    logger.log(level, "call", extra=fields)
+    identity = {"identity": call.identity.name} if call.identity.name else {}
+    fields = {"method": call.method, "code": call.code, **reason, **identity, "duration_ms": duration_ms}
+    if call.method.startswith(_AUDITED_PREFIXES):
+        audit_logger.info("admin call", extra=fields)
+    else:
+        logger.log(level, "call", extra=fields)
 
 
 def _decoder(

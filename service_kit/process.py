@@ -128,6 +128,11 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def api_key_in_environment() -> str | None:
+    """The variable TRIPTYCH_API_KEY: the key that clients send, and that a frontend accepts."""
+    return os.environ.get("TRIPTYCH_API_KEY") or None
+
+
 def importing_environment() -> dict[str, str]:
     """The same, with which a Python process imports what this one imports."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

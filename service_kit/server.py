@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,11 +24,13 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service_kit import health
+from service_kit.addresses import AddressError, check_address, private_files, unix_path
 from service_kit.errors import InvalidTransition, ServiceError
 from service_kit.interceptors import CheckMessage, server_interceptors
 from service_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
 from service_kit.open_calls import OpenCalls
 from service_kit.process import stop_signals
+from service_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
 
 __all__ = [
     "ADMIN",
@@ -143,13 +144,6 @@ class Lifecycle:
                     await self._is_drained.wait()
 
 
-class AddressError(OSError):
-    """A listener cannot be bound. The message has the address and the reason."""
-
-    def __str__(self) -> str:
-        return self.strerror or "address error"
-
-
 @dataclass(frozen=True, slots=True)
 class Registration:
     """A servicer to serve: its full proto name, how to add it, and whether it is ready from the start."""
@@ -178,7 +172,8 @@ class Listener(Protocol):
 class Server:
     """A grpc.aio server with health, reflection and limits. Built, started and stopped in one event loop.
 
-    check_large: checks requests above 64 KiB away from the event loop; without it they are checked on it.
+    listen: host:port or unix:/path.  check_large: checks requests above 64 KiB away from the event loop;
+    without it they are checked on it.  security: who may call, and TLS; a unix socket is open to its user.
     """
 
     def __init__(
@@ -190,8 +185,10 @@ class Server:
         service: str,
         reflection: bool = True,
         check_large: CheckMessage | None = None,
+        security: ListenerSecurity = OPEN_LISTENERS,
     ) -> None:
         self._check_large = check_large
+        self._security = security
         self._listen = listen
         self._registrations = registrations
         self._profile = profile
@@ -209,7 +206,7 @@ class Server:
         return len(self._calls)
 
     async def start(self) -> str:
-        """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
+        """Bind and serve. Returns the bound address; raises AddressError if it cannot be bound."""
         # Checked first: grpc does not report why it could not bind, and prints messages of its own.
         check_address(self._listen, shares_port=self._profile.shares_port)
         server = grpc.aio.server(
@@ -218,6 +215,7 @@ class Server:
                 calls=self._calls,
                 limits=self._profile.message_limits,
                 check_large=self._check_large,
+                authenticator=self._security.authenticator,
             ),
             options=self._profile.options(),
         )
@@ -228,12 +226,21 @@ class Server:
             names = [registration.full_name for registration in self._registrations]
             add_reflection(server, [*names, health.SERVICE_NAME])
         try:
-            port = server.add_insecure_port(self._listen)
+            port = self._bind(server)
         except RuntimeError as error:
             raise AddressError(errno.EADDRINUSE, f"address {self._listen} cannot be bound") from error
         await server.start()
         self._server = server
-        return f"{self._listen.rpartition(':')[0]}:{port}"
+        is_unix = unix_path(self._listen) is not None
+        return self._listen if is_unix else f"{self._listen.rpartition(':')[0]}:{port}"
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        if unix_path(self._listen) is not None:
+            with private_files():
+                return server.add_insecure_port(self._listen)
+        if self._security.tls is None:
+            return server.add_insecure_port(self._listen)
+        return server.add_secure_port(self._listen, self._security.tls.grpc_credentials())
 
     def set_ready(self, full_name: str, is_ready: bool) -> None:
         """Set the health of a served name."""
@@ -259,30 +266,6 @@ class Server:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
-
-
-def check_address(listen: str, *, shares_port: bool = False) -> None:
-    """Raise AddressError unless `listen`, host:port, can be bound, with `shares_port` next to others."""
-    host, _, port = listen.rpartition(":")
-    is_number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not host or not is_number or int(port) > 65535:
-        raise AddressError(errno.EINVAL, f"address {listen} is not host:port")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shares_port:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            probe.bind(address)
-            # On a shared port a listening probe would get connections, which it would drop.
-            if not shares_port:
-                probe.listen()
-    except OSError as error:
-        is_taken = error.errno == errno.EADDRINUSE
-        reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
-        raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ from service_kit.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from service_kit.security.identity import Identity, check_owner, current_identity
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._max_frontends = max_frontends
         self._rebuilt_at = clock.now() + lease_s
         self._session_ids = itertools.count(1)
+        self._owners: dict[str, Identity] = {}  # of the engines that are members
         self.signal = ChangeSignal()
         self._timers = ChangeSignal()
         self._next_step_at: float | None = None
@@ -185,6 +187,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, message: member_pb2.EngineRegistration, session_id: int, writer: EngineWriter
     ) -> None:
         self._topology.epoch_check.check(f"engine {message.engine_id}", message.highest_coordinator_epoch)
+        self._claim_engine(message.engine_id)
         version = self._topology.version
         member = self._topology.register_engine(message, session_id)
         fields = {"engine_id": message.engine_id, "endpoint": message.endpoint, "state": member.state.value}
@@ -201,6 +204,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             )
         )
         self._publish_changes(version)
+
+    def _claim_engine(self, engine_id: str) -> None:
+        """Raise PermissionDenied for an engine_id that another identity has registered."""
+        members = self._topology.engine_ids()
+        self._owners = {known: owner for known, owner in self._owners.items() if known in members}
+        if engine_id in self._owners:
+            check_owner(self._owners[engine_id], f"engine_id {engine_id}")
+        self._owners.setdefault(engine_id, current_identity())
 
     def _take_report(self, engine_id: str, session_id: int, report: coordinator_pb2.EngineReport) -> None:
         urgent, loads_version = self._topology.urgent_version, self._topology.loads_version

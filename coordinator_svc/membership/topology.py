@@ -84,6 +84,10 @@ class Topology:
         """Load reports that were dropped because a newer one had arrived."""
         return self._loads.num_stale
 
+    def engine_ids(self) -> set[str]:
+        """The engines that are members."""
+        return {member.registration.engine_id for member in self._registry.members()}
+
     def register_engine(self, message: member_pb2.EngineRegistration, session_id: int) -> Member:
         """Register an engine under a session, or update its facts if the session has it already."""
         registration = to_registration(message)

@@ -34,6 +34,7 @@ class OrphanedRequest:
     stop_token_ids: frozenset[int]
     grace_s: float
     owner: int  # number of the session that has it
+    fleet: str = ""  # the tenant of the frontend that sent it: only frontends of the same may adopt it
     is_lost: bool = False  # its session has no stream
     has_ended: bool = False
     timer: Timer | None = field(default=None, repr=False)
@@ -84,7 +85,13 @@ class OrphanedRequests:
         return bool(entry.resume_state) and has_room and entry.request_id not in self._by_id
 
     def keep(
-        self, entry: add_pb2.AddEntry, request_id: str, *, owner: int, default_grace_s: float
+        self,
+        entry: add_pb2.AddEntry,
+        request_id: str,
+        *,
+        owner: int,
+        default_grace_s: float,
+        fleet: str = "",
     ) -> OrphanedRequest:
         """Keep the request of an ADD, which session `owner` has. Not without `can_keep`."""
         grace_s = entry.orphan_grace_ms / 1000 if entry.HasField("orphan_grace_ms") else default_grace_s
@@ -98,15 +105,17 @@ class OrphanedRequests:
             stop_token_ids=frozenset(entry.sampling.stop_token_ids),
             grace_s=min(grace_s, _MAX_GRACE_S),
             owner=owner,
+            fleet=fleet,
         )
         self._by_id[orphan.wire_id] = orphan
         self._groups.setdefault(orphan.group_id, []).append(orphan)
         return orphan
 
-    def adopt(self, wire_id: str, owner: int) -> OrphanedRequest:
+    def adopt(self, wire_id: str, owner: int, *, fleet: str = "") -> OrphanedRequest:
         """Give a lost request to session `owner`. Raises NotFound; FailedPrecondition if it is not lost."""
         orphan = self._by_id.get(wire_id)
-        if orphan is None:
+        # One of another fleet is not found, so that nothing can be learned about it.
+        if orphan is None or orphan.fleet != fleet:
             raise NotFound(
                 "no request of this id is kept: it never was, or its grace is over",
                 resource_type="request",

@@ -55,6 +55,7 @@ from service_kit.clock import MonotonicClock
 from service_kit.config import ConfigError
 from service_kit.metrics import Metrics
 from service_kit.plugins import find_offered
+from service_kit.security.setup import listener_security, peer_credentials
 from service_kit.server import ADMIN, INTERNAL, Registration, Server
 from service_kit.server import Lifecycle as ServiceLifecycle
 from service_kit.trace_page import traces_page
@@ -131,7 +132,8 @@ def build_served_engine(
 def build_servers(
     config: EngineConfig, engine: ServedEngine, servicer: EngineCoreServicer, lifecycle: ServiceLifecycle
 ) -> tuple[Server, Server, AdminHTTP]:
-    """The listener for frontends, then the admin listeners."""
+    """The listener for frontends, then the admin listeners. Raises ConfigError for unusable certificates."""
+    security = listener_security(config)
     register_engine(engine.metrics, engine, servicer)
     admin = AdminServicer(
         "engine",
@@ -148,6 +150,7 @@ def build_servers(
             profile=INTERNAL,
             service="engine",
             reflection=config.reflection,
+            security=security,
         ),
         Server(
             listen=f"127.0.0.1:{config.admin_port}",
@@ -155,10 +158,12 @@ def build_servers(
             profile=ADMIN,
             service="engine",
             reflection=config.reflection,
+            security=security,
         ),
         AdminHTTP(
             f"{config.admin_http_host}:{config.admin_http_port}",
             {"/metrics": metrics_page(engine.metrics.collect), "/traces/last": traces_page},
+            security=security,
         ),
     )
 
@@ -174,7 +179,15 @@ def build_memberships(
     if config.coordinator is None:
         return []
     endpoint = _endpoint(config, bound)
-    return [Membership(engine, coordinator=config.coordinator, endpoint=endpoint, departure=departure)]
+    return [
+        Membership(
+            engine,
+            coordinator=config.coordinator,
+            credentials=peer_credentials(config),
+            endpoint=endpoint,
+            departure=departure,
+        )
+    ]
 
 
 def build_engine(

@@ -23,8 +23,9 @@ from engine_svc.membership.commands import EXIT_MISMATCH, CommandHandler
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.reports import registration_of, report_of
 from service_kit.backoff import Backoff
-from service_kit.channel import open_channel
+from service_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
 from service_kit.clock import Clock
+from service_kit.config import ConfigError
 from service_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
 
@@ -51,10 +52,17 @@ class Membership:
     """Keeps one engine registered at the coordinator, and executes the coordinator's commands."""
 
     def __init__(
-        self, engine: ServedEngine, *, coordinator: str, endpoint: str, departure: Departure
+        self,
+        engine: ServedEngine,
+        *,
+        coordinator: str,
+        endpoint: str,
+        departure: Departure,
+        credentials: ChannelCredentials = NO_CREDENTIALS,
     ) -> None:
         self._engine = engine
         self._coordinator = coordinator
+        self._credentials = credentials
         self._endpoint = endpoint
         self._command_handler = CommandHandler(engine, departure, self)
         self._fence = Fence(engine.clock)
@@ -84,27 +92,27 @@ class Membership:
         """Stay registered until cancelled, or until the engine has ended."""
         backoff = Backoff(self._engine.clock)
         has_complained = False
-        async with open_channel(self._coordinator) as channel:
-            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-            while not self._engine.lifecycle.has_ended:
-                try:
-                    await self._hold_session(stub)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-                    mismatch = _mismatch(error)
-                    # An engine that already serves keeps serving: this may be the wrong coordinator.
-                    if mismatch is not None and self._engine.lifecycle.state is EngineState.LOADING:
-                        self._engine.fail(Failure(mismatch, EXIT_MISMATCH))
-                        return
-                    # Logged once: an engine without its coordinator would fill the log.
-                    if self.is_member or not has_complained:
-                        logger.warning("coordinator unavailable", extra={"cause": _cause(error)})
-                        has_complained = True
-                if self.is_member:
-                    backoff.note_connected()
-                    # The coordinator was connected until now: its lease starts here.
-                    self._fence.observe(self._epoch, self._lease_s)
-                self._engine.note_member(False)
-                await self._pause(backoff.next_s())
+        while not self._engine.lifecycle.has_ended:
+            try:
+                # A new channel each time: certificates may have been replaced.
+                async with open_channel(self._coordinator, credentials=self._credentials) as channel:
+                    await self._hold_session(coordinator_pb2_grpc.CoordinatorServiceStub(channel))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, ConfigError) as error:
+                mismatch = _mismatch(error)
+                # An engine that already serves keeps serving: this may be the wrong coordinator.
+                if mismatch is not None and self._engine.lifecycle.state is EngineState.LOADING:
+                    self._engine.fail(Failure(mismatch, EXIT_MISMATCH))
+                    return
+                # Logged once: an engine without its coordinator would fill the log.
+                if self.is_member or not has_complained:
+                    logger.warning("coordinator unavailable", extra={"cause": _cause(error)})
+                    has_complained = True
+            if self.is_member:
+                backoff.note_connected()
+                # The coordinator was connected until now: its lease starts here.
+                self._fence.observe(self._epoch, self._lease_s)
+            self._engine.note_member(False)
+            await self._pause(backoff.next_s())
 
     async def _hold_session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         """Register and report until the stream breaks or the engine has ended."""
@@ -320,4 +328,6 @@ def _mismatch(error: Exception) -> str | None:
 def _cause(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
+    if isinstance(error, ConfigError):
+        return str(error)
     return f"no answer within {_HANDSHAKE_S:g} s"

@@ -44,6 +44,7 @@ class SessionRequests:
         orphaned_requests: OrphanedRequests,
         *,
         number: int,
+        fleet: str = "",
         is_resumable: bool,
         outbox: Outbox,
         tensors: TensorSource,
@@ -53,6 +54,7 @@ class SessionRequests:
         self._engine = engine
         self._orphaned_requests = orphaned_requests
         self._number = number
+        self._fleet = fleet
         self._is_resumable = is_resumable
         self._outbox = outbox
         self._tensors = tensors
@@ -92,7 +94,7 @@ class SessionRequests:
             return
         try:
             self._check_handle(entry.handle)
-            orphan = self._orphaned_requests.adopt(entry.request_id, self._number)
+            orphan = self._orphaned_requests.adopt(entry.request_id, self._number, fleet=self._fleet)
         except ServiceError as error:
             self._reject(entry.handle, (entry.request_id, 0), error)
             return
@@ -164,6 +166,7 @@ class SessionRequests:
                 entry,
                 request.request_id,
                 owner=self._number,
+                fleet=self._fleet,
                 default_grace_s=self._engine.replay_window_s,
             )
         self._handles.begin(entry.handle, in_flight)

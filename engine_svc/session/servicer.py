@@ -27,6 +27,7 @@ from service_kit.errors import (
     ResourceExhausted,
 )
 from service_kit.field_checks import check_id
+from service_kit.security.identity import check_owner
 from triptych.admin.v1 import admin_pb2
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
@@ -294,8 +295,12 @@ class EngineCoreServicer(engine_pb2_grpc.EngineCoreServiceServicer):
     def _enter(self, hello: session_pb2.Hello) -> tuple[Session, session_pb2.ResumeRefusal]:
         """The session that `hello` resumes, or a new one that replaces the frontend's previous session.
 
-        In a new one, also why the session that `hello` wants to resume is not continued.
+        In a new one, also why the session that `hello` wants to resume is not continued. Raises
+        PermissionDenied if the frontend_id is another identity's.
         """
+        for session in self._sessions:
+            if session.hello.frontend_id == hello.frontend_id:
+                check_owner(session.owner, f"frontend_id {hello.frontend_id}")
         resumed, refusal = self._resumed_by(hello)
         for session in list(self._sessions):
             is_same_frontend = session.hello.frontend_id == hello.frontend_id

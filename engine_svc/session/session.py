@@ -31,6 +31,7 @@ from service_kit.errors import (
     Unavailable,
 )
 from service_kit.resumable_stream import Link, ReplayLog, ResumableStream
+from service_kit.security.identity import current_identity
 from triptych.engine.v1 import engine_pb2, session_pb2, utility_pb2
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Session:
         max_replay_bytes: int = announce.MAX_REPLAY_BYTES,
     ) -> None:
         self.hello = hello
+        self.owner = current_identity()
         self.number = number
         self.features = announce.common_features(hello)
         self.num_sent_bytes = 0
@@ -115,6 +117,7 @@ class Session:
             engine,
             orphaned_requests,
             number=number,
+            fleet=self.owner.tenant,
             is_resumable=self.stream.is_resumable,
             outbox=self._outbox,
             tensors=self._tensors,

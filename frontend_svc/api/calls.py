@@ -6,14 +6,15 @@ from typing import Any
 
 import grpc.aio
 
-from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.caller import LOCAL_CALLER, Caller
 from service_kit.logs import log_fields
+from service_kit.security.identity import current_identity
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any] | None) -> Caller:
     """The caller of an RPC; without one it is in this process, and cancels what it no longer waits for."""
     if context is None:
-        return Caller(request_id="", traceparent="", tracestate="", remaining_s=lambda: None)
+        return LOCAL_CALLER
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return Caller(
         # Bound by the interceptor, which takes it from x-request-id or generates it, and echoes it.
@@ -22,4 +23,5 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any] | None) -> Caller:
         tracestate=metadata.get("tracestate", ""),
         remaining_s=context.time_remaining,
         patience_s=context.time_remaining(),
+        identity=current_identity(),
     )

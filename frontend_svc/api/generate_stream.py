@@ -66,7 +66,7 @@ async def stream_rest(
     token, received = resume.resume_token, {one.output_index: one for one in resume.received}
     # Counted before any engine is asked, so that a draining frontend adopts nothing.
     with generation.counted():
-        async with adoption.take_over(token, received, caller.is_left) as adopted:
+        async with adoption.take_over(token, received, caller.is_left, scoped=caller.scoped) as adopted:
             on_adopted(adopted.request)
             kind = kind_of(adopted.request.sampling)
             has_all_each_time = kind is OutputKind.CUMULATIVE

@@ -9,6 +9,7 @@ import grpc.aio
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.text.limits import Violations
 from service_kit.errors import InvalidArgument
+from service_kit.security.identity import current_identity
 from triptych.api.v1 import request_pb2, request_pb2_grpc
 from triptych.common.v1 import output_pb2
 
@@ -25,7 +26,7 @@ GetContext: TypeAlias = (
 
 
 class RequestServicer(request_pb2_grpc.RequestServiceServicer):
-    """Knows the open requests of this process only; those of another frontend are NOT_FOUND."""
+    """Knows the open requests of this process only; those of another frontend or tenant are NOT_FOUND."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests
@@ -34,14 +35,14 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
         self, request: request_pb2.AbortRequest, context: AbortContext
     ) -> request_pb2.AbortResponse:
         """End every request of the id; their streams end with finish reason ABORT and status OK."""
-        phase = self._requests.abort(_id_of(request.request_id))
+        phase = self._requests.abort(_id_of(request.request_id), tenant=current_identity().tenant)
         return request_pb2.AbortResponse(state=_STATES[phase])
 
     async def GetRequest(
         self, request: request_pb2.GetRequestRequest, context: GetContext
     ) -> request_pb2.GetRequestResponse:
         """The state of a request; of several with the same id, the one that arrived first."""
-        facts = self._requests.facts(_id_of(request.request_id))
+        facts = self._requests.facts(_id_of(request.request_id), tenant=current_identity().tenant)
         return request_pb2.GetRequestResponse(
             request_id=facts.request_id,
             state=_STATES[facts.phase],

@@ -54,6 +54,7 @@ class RequestStream:
     def __init__(
         self,
         token: str,
+        key: str,
         responses: AsyncGenerator[Response, None],
         limit: ReaderLimit,
         grace_s: float,
@@ -63,6 +64,7 @@ class RequestStream:
         after: int = 0,
     ) -> None:
         self.token = token
+        self.key = key  # what it is kept under: its token, scoped to its tenant
         self.grace_s = grace_s  # how long it is kept without a reader
         # Its limits are those of a client's unread output; items are tokens.
         self._stream: ResumableStream[Response, Link] = ResumableStream(
@@ -190,7 +192,7 @@ class ResumableStreams:
         self._rest_of = rest_of
         self._limit = limit
         self._drain = drain
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream] = {}  # by key
         self._read: OrderedDict[str, RequestStream] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()  # of forgotten streams
         self._left: set[str] = set()  # tokens of streams left to other frontends
@@ -219,7 +221,7 @@ class ResumableStreams:
 
         Raises NotFound if neither exists.
         """
-        stream = self._streams.get(request.resume_token)
+        stream = self._streams.get(caller.scoped(request.resume_token))
         if stream is None:
             stream = self._take_over(request, caller)
         with self._drain.awaited():
@@ -266,8 +268,10 @@ class ResumableStreams:
         caller: Caller,
         after: int = 0,
     ) -> RequestStream:
+        key = caller.scoped(token)
         stream = RequestStream(
             token,
+            key,
             messages,
             self._limit,
             grace_s,
@@ -276,18 +280,18 @@ class ResumableStreams:
             self._note_read,
             after,
         )
-        self._streams[token] = stream
+        self._streams[key] = stream
         return stream
 
     def _note_read(self, stream: RequestStream) -> None:
-        self._read[stream.token] = stream
+        self._read[stream.key] = stream
         if len(self._read) > _MAX_READ_LOGS:
             next(iter(self._read.values())).expire()
 
     def _forget(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.token) is stream:
-            del self._streams[stream.token]
-        self._read.pop(stream.token, None)
+        if self._streams.get(stream.key) is stream:
+            del self._streams[stream.key]
+        self._read.pop(stream.key, None)
         if not stream.task.done():
             self._ending.add(stream.task)
             stream.task.add_done_callback(self._ending.discard)

@@ -15,8 +15,9 @@ from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.routing.account import LoadReport
 from frontend_svc.engines.topology import CoordinatorFence, Topology
 from service_kit.backoff import Backoff
-from service_kit.channel import open_channel
+from service_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
 from service_kit.clock import Clock
+from service_kit.config import ConfigError
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class CoordinatorSession:
         num_in_flight: Callable[[], int],
         clock: Clock,
         wanted: Mapping[str, str] = MappingProxyType({}),
+        credentials: ChannelCredentials = NO_CREDENTIALS,
     ) -> None:
+        self._credentials = credentials
         self._address = address
         self._identity = identity
         self._endpoint = endpoint
@@ -68,7 +71,7 @@ class CoordinatorSession:
 
     def start(self) -> None:
         """Connect in the background, and again whenever the session is lost."""
-        self._task = asyncio.ensure_future(self._run(open_channel(self._address)))
+        self._task = asyncio.ensure_future(self._run())
 
     def note_request(self, engine_id: str) -> None:
         """Send a hint that a request was sent to an engine whose group is paused. Never waits.
@@ -87,30 +90,30 @@ class CoordinatorSession:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def _run(self, channel: grpc.aio.Channel) -> None:
-        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+    async def _run(self) -> None:
         backoff = Backoff(self._clock)
-        async with channel:
-            while True:
+        while True:
+            version = self._topology.version
+            try:
+                # A new channel each time: certificates may have been replaced.
+                async with open_channel(self._address, credentials=self._credentials) as channel:
+                    await self._session(coordinator_pb2_grpc.CoordinatorServiceStub(channel))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConfigError) as error:
+                logger.warning(
+                    "coordinator lost", extra={"coordinator": self._address, "reason": _shown(error)}
+                )
+                if _is_refusal(error) and self._fence.has_lapsed(self._clock.now()):
+                    # This coordinator is older than the accepted one, whose lease has expired.
+                    self._topology.forget_coordinator()
+            except Exception as error:
+                # A bug in the handling of a message must not end the updates about engines.
+                logger.error(
+                    "coordinator session failed", extra={"coordinator": self._address}, exc_info=error
+                )
                 version = self._topology.version
-                try:
-                    await self._session(stub)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                    logger.warning(
-                        "coordinator lost", extra={"coordinator": self._address, "reason": _shown(error)}
-                    )
-                    if _is_refusal(error) and self._fence.has_lapsed(self._clock.now()):
-                        # This coordinator is older than the accepted one, whose lease has expired.
-                        self._topology.forget_coordinator()
-                except Exception as error:
-                    # A bug in the handling of a message must not end the updates about engines.
-                    logger.error(
-                        "coordinator session failed", extra={"coordinator": self._address}, exc_info=error
-                    )
-                    version = self._topology.version
-                if self._topology.version != version:
-                    backoff.note_connected()
-                await asyncio.sleep(backoff.next_s())
+            if self._topology.version != version:
+                backoff.note_connected()
+            await asyncio.sleep(backoff.next_s())
 
     async def _session(self, stub: coordinator_pb2_grpc.CoordinatorServiceStub) -> None:
         call = stub.FrontendSession(wait_for_ready=True)
@@ -125,7 +128,13 @@ class CoordinatorSession:
         outgoing.put_nowait(coordinator_pb2.FrontendSessionRequest(register=registration))
         tasks = [
             asyncio.ensure_future(work)
-            for work in (self._read(call, outgoing), _write(call, outgoing), self._report(outgoing))
+            for work in (
+                self._read(call, outgoing),
+                _write(call, outgoing),
+                self._report(outgoing),
+                # A call that waits for a connection would wait with certificates that have expired.
+                self._credentials.until_renewed(self._credentials.version),
+            )
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,14 @@
-"""What a request needs to know of its call: ids, deadline, and whether it outlives the call."""
+"""What a request needs to know of its call: identity, ids, deadline, and whether it outlives the call."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from service_kit.errors import DeadlineExceeded, ServiceError
+from service_kit.security.identity import UNRESTRICTED, Identity
 from triptych.engine.v1 import engine_pb2
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
@@ -30,6 +32,12 @@ class Caller:
     # Whether the call sends the request again after this error, which then is not its end, and has done so.
     is_repeated: Callable[[ServiceError], bool] = lambda error: False
     is_repeat: bool = False
+    identity: Identity = UNRESTRICTED
+
+    def scoped(self, name: str) -> str:
+        """A name of the client's, such as a salt, so that two tenants never mean the same by it."""
+        tenant = self.identity.tenant
+        return hashlib.sha256(f"{tenant}\0{name}".encode()).hexdigest() if tenant else name
 
     def is_late(self) -> bool:
         """True if the deadline has passed, or will pass before an answer could reach the client."""
@@ -48,6 +56,10 @@ class Caller:
     def abort_reason(self) -> engine_pb2.AbortReason:
         """The reason with which running requests of the call are aborted at its end."""
         return engine_pb2.ABORT_REASON_DEADLINE if self.is_late() else engine_pb2.ABORT_REASON_CLIENT
+
+
+# A caller in this process, which cancels what it no longer waits for.
+LOCAL_CALLER = Caller(request_id="", traceparent="", tracestate="", remaining_s=lambda: None)
 
 
 def too_late() -> DeadlineExceeded:

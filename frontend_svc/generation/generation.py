@@ -23,6 +23,7 @@ from frontend_svc.generation.metrics import OutputMeter, RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
 from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
+from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.options.option import AnyRequest
 from frontend_svc.output.collector import Ending, EndReason, Output, OutputKind, ReaderLimit
@@ -257,7 +258,9 @@ class Generation:
         drain: Drain,
         metrics: RequestMetrics,
         traces: RequestTraces,
+        tenants: Tenants,
     ) -> None:
+        self._tenants = tenants
         self._metrics = metrics
         self._traces = traces
         self._directory = directory
@@ -288,12 +291,17 @@ class Generation:
             self._drain.counted(),
             self._traced(request, caller) as trace,
             self._metrics.counted(caller),
-            self._requests.track(request.request_id, caller.request_id) as tracked,
+            self._requests.track(
+                request.request_id, caller.request_id, tenant=caller.identity.tenant
+            ) as tracked,
+            self._tenants.admitted(caller.identity) as reservation,
             self._admission.queue() as ticket,
         ):
             model = self._directory.model(request.model, needs_of(request))
             prepared = await self._prepare(request, prompt, model, caller, trace)
-            self._admission.add_prompt(ticket, len(prepared.prompt.token_ids))
+            num_prompt_tokens = len(prepared.prompt.token_ids)
+            reservation.reserve(num_prompt_tokens + _max_output_tokens(request, model, num_prompt_tokens))
+            self._admission.add_prompt(ticket, num_prompt_tokens)
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked)
             opened.on_read = lambda: self._admission.leave_queue(ticket)
             age_s = self._failover.clock.now() - tracked.arrived_at
@@ -301,7 +309,10 @@ class Generation:
             with _kept_open(opened, caller, trace), timed:
                 opened.start()
                 tracked.follow(opened)
-                yield opened
+                try:
+                    yield opened
+                finally:
+                    reservation.settle(num_prompt_tokens + opened.num_sampled_tokens)
 
     @contextlib.asynccontextmanager
     async def adopt(
@@ -314,7 +325,9 @@ class Generation:
         request = adopted.request
         with (
             self._traced(request, caller) as trace,
-            self._requests.track(request.request_id, caller.request_id) as tracked,
+            self._requests.track(
+                request.request_id, caller.request_id, tenant=caller.identity.tenant
+            ) as tracked,
         ):
             prompt, model = RequestPrompt(request), adopted.client.model
             assert model is not None, "an engine that is ready has a model"
@@ -383,18 +396,25 @@ class Generation:
     ) -> Prepared:
         await check_request(request, prompt, model, self._limits)
         with trace.tokenizing(), self._metrics.tokenizing():
-            prepared = await prepare(request, prompt, model)
+            prepared = await prepare(request, prompt, model, caller)
         if caller.resume_token and isinstance(request, generate_pb2.GenerateRequest):
             request_id = request.request_id or caller.request_id
             make_resumable(
                 prepared.entries,
                 request,
                 request_id,
-                caller.resume_token,
+                caller.scoped(caller.resume_token),
                 has_tensors=bool(prepared.prompt.tensors),
             )
         trace.note_model(model.name, len(prepared.prompt.token_ids))
         return prepared
+
+
+def _max_output_tokens(request: AnyRequest, model: ServedModel, num_prompt_tokens: int) -> int:
+    """How many tokens all outputs may have together."""
+    room = max(0, model.max_model_len - num_prompt_tokens)
+    asked = request.sampling.max_tokens
+    return max(1, request.sampling.n) * (min(asked, room) if asked else room)
 
 
 def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:

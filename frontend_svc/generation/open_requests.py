@@ -102,25 +102,24 @@ class TrackedRequest:
 
 
 class OpenRequests:
-    """The open requests of this process, by the client's request id and by the call's id.
+    """The open requests of this process, by tenant and the client's request id or the call's id.
 
-    An id may belong to several requests: as yet no identity separates the ids of clients, and a call's id,
-    from x-request-id or generated here, belongs to all requests of a batch. An operation on an id applies to
-    all of them.
+    An id may belong to several requests: a tenant may use it again, and a call's id, from x-request-id or
+    generated here, belongs to all requests of a batch. An operation on an id applies to all of them.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._by_id: dict[str, list[TrackedRequest]] = {}
+        self._by_id: dict[tuple[str, str], list[TrackedRequest]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     @contextmanager
-    def track(self, request_id: str, call_id: str) -> Iterator[TrackedRequest]:
+    def track(self, request_id: str, call_id: str, *, tenant: str = "") -> Iterator[TrackedRequest]:
         """Register a request inside of the block. `request_id` is empty if the client gave none."""
         tracked = TrackedRequest(request_id or call_id, self._clock.now())
-        ids = sorted({request_id, call_id} - {""})
+        ids = [(tenant, one) for one in sorted({request_id, call_id} - {""})]
         for one in ids:
             self._by_id.setdefault(one, []).append(tracked)
         try:
@@ -131,17 +130,17 @@ class OpenRequests:
                 if not self._by_id[one]:
                     del self._by_id[one]
 
-    def abort(self, request_id: str) -> RequestPhase:
+    def abort(self, request_id: str, *, tenant: str = "") -> RequestPhase:
         """End all requests of an id. Returns the phase of the least advanced one; raises NotFound."""
-        phases = [tracked.abort() for tracked in self._find(request_id)]
+        phases = [tracked.abort() for tracked in self._find(tenant, request_id)]
         return min(phases, key=lambda phase: phase.value)
 
-    def facts(self, request_id: str) -> RequestFacts:
+    def facts(self, request_id: str, *, tenant: str = "") -> RequestFacts:
         """State of the first request of an id; raises NotFound."""
-        return self._find(request_id)[0].facts(self._clock.now())
+        return self._find(tenant, request_id)[0].facts(self._clock.now())
 
-    def _find(self, request_id: str) -> list[TrackedRequest]:
-        found = self._by_id.get(request_id)
+    def _find(self, tenant: str, request_id: str) -> list[TrackedRequest]:
+        found = self._by_id.get((tenant, request_id))
         if not found:
             raise NotFound(
                 f"no request with the id {request_id!r} is open in this frontend process",

@@ -19,6 +19,7 @@ from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration, Move
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.generation.poison import content_of
+from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.loss import LossKind
@@ -210,7 +211,9 @@ class Pooling:
         requests: OpenRequests,
         drain: Drain,
         traces: RequestTraces,
+        tenants: Tenants,
     ) -> None:
+        self._tenants = tenants
         self._directory = directory
         self._failover = failover
         self._admission = admission
@@ -227,13 +230,17 @@ class Pooling:
         with (
             self._drain.counted(),
             self._traces.begin(names.EMBEDDINGS, request_id, caller) as trace,
-            self._requests.track(work.request_id, caller.request_id) as tracked,
+            self._requests.track(
+                work.request_id, caller.request_id, tenant=caller.identity.tenant
+            ) as tracked,
+            self._tenants.admitted(caller.identity) as reservation,
             self._admission.queue() as ticket,
         ):
             with trace.tokenizing():
                 prompts = await work.tokenize()
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             trace.note_model(work.model.name, num_tokens)
+            reservation.reserve(num_tokens)
             self._admission.add_prompt(ticket, num_tokens)
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)
@@ -292,6 +299,10 @@ def _entry(
         pooling=work.params,
         trace_context=add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate),
     )
+    if caller.identity.tenant:
+        entry.cache_salt = caller.scoped("")
+        if work.params.late_interaction_key:
+            entry.pooling.late_interaction_key = caller.scoped(work.params.late_interaction_key)
     if is_per_token(work.params.task):
         entry.skip_reading_prefix_cache = True
     return entry

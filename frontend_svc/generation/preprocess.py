@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import Descriptor
 
 from frontend_svc.engines.routing.engine_info import EngineNeed
+from frontend_svc.generation.caller import Caller
 from frontend_svc.options import OPTIONS
 from frontend_svc.options.option import AnyRequest, PreparedPrompt
 from frontend_svc.text.limits import RequestLimits, Violations
@@ -73,14 +74,14 @@ async def check_request(
         )
 
 
-async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel) -> Prepared:
+async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, caller: Caller) -> Prepared:
     """Tokenize a checked request and complete it. Raises InvalidArgument if it cannot fit the model."""
     token_ids = await _tokenize(request, prompt, model)
     texts = model.tokenizer.token_texts if has_text(request.sampling) else None
     prepared = PreparedPrompt(
         prompt.field, model, token_ids, token_ids, texts, opens_reasoning=prompt.opens_reasoning
     )
-    entry = _entry(request, token_ids)
+    entry = _entry(request, token_ids, caller)
     for option in OPTIONS:
         await option.prepare(request, prepared, entry)
     return Prepared(prepared, _group(entry, prepared.first, max(1, request.sampling.n)))
@@ -118,7 +119,7 @@ async def _tokenize(request: AnyRequest, prompt: Prompt, model: ServedModel) -> 
     return token_ids[-num_kept:]
 
 
-def _entry(request: AnyRequest, token_ids: list[int]) -> add_pb2.AddEntry:
+def _entry(request: AnyRequest, token_ids: list[int], caller: Caller) -> add_pb2.AddEntry:
     sampling = request.sampling
     entry = add_pb2.AddEntry(
         external_request_id=request.request_id,
@@ -127,7 +128,8 @@ def _entry(request: AnyRequest, token_ids: list[int]) -> add_pb2.AddEntry:
         # A random seed if the client gave none, so that any engine can continue the request exactly.
         request_seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         priority=request.priority,
-        cache_salt=request.cache_salt,
+        # No tenant can find out by timing what another one has sent.
+        cache_salt=caller.scoped(request.cache_salt),
     )
     if request.HasField("data_parallel_rank"):
         entry.data_parallel_rank = request.data_parallel_rank

@@ -84,9 +84,7 @@ class StructuredOutput(RequestOption):
             _constraint_of(sent), _allowed_backends(sent.backend, prompt.model), sent.lenient, lenient_tags
         )
         # Those who share cached prompts share verdicts: tenants have no other name.
-        checked = await prompt.model.tokenizer.workers.check_constraint(
-            asked, field, tenant=request.cache_salt
-        )
+        checked = await prompt.model.tokenizer.workers.check_constraint(asked, field, tenant=entry.cache_salt)
         sent.backend = checked.backend
         kind = sent.WhichOneof("constraint")
         if kind in ("json_schema", "structural_tag"):

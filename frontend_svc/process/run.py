@@ -11,7 +11,7 @@ import uvloop
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
-from service_kit.config import Loaded
+from service_kit.config import ConfigError, Loaded
 from service_kit.logs import write_log_line
 from service_kit.process import end_at_once_on_signals, leave_process
 from service_kit.server import AddressError, DrainCut, run_server, write_announcement
@@ -29,7 +29,7 @@ def run(loaded: Loaded[FrontendConfig]) -> int:
     logger.info("starting", extra={"options": loaded.changed()})
     try:
         exit_code = uvloop.run(_serve(config, starting))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         reason = error.strerror if isinstance(error, AddressError) else error
         write_log_line(f"triptych frontend: {reason}")
         starting.end(str(reason))

@@ -12,7 +12,7 @@ import grpc
 from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
-from service_kit.admin_http import is_loopback
+from service_kit.addresses import is_loopback
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.version import installed_version

@@ -230,7 +230,11 @@ def known_flags() -> frozenset[str]:
     """Every flag that a configuration, a verb of the command line or a benchmark has."""
     flags = {"--help", "--version"}
     for path, text in sources(
-        "*_svc/config.py", "engine_svc/features/*/options.py", "launcher/**/*.py", "service_kit/config.py"
+        "*_svc/config.py",
+        "engine_svc/features/*/options.py",
+        "launcher/**/*.py",
+        "service_kit/config.py",
+        "service_kit/security/options.py",
     ):
         flags |= set(FLAG.findall(text))
         if path.endswith(("config.py", "options.py", "cli.py", "verbs.py")):

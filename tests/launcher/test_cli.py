@@ -106,7 +106,10 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
             ("serve", "--quantization", "awq"),
             "--quantization: 'awq' is not one of none, int8, fp8; quantized checkpoints are not read:",
         ),
-        (("serve", "--api-key", "x"), "unknown flag --api-key: there is no authentication"),
+        (
+            ("serve", "--api-key", "x"),
+            "unknown flag --api-key: set TRIPTYCH_API_KEY, or name a file with --api-keys",
+        ),
         (("engine", "--enforce-eager"), "unknown flag --enforce-eager: it is --cuda-graphs"),
         (("frontend", "--tool-call-parser=x"), "unknown flag --tool-call-parser: it is --tool-parser"),
         (("bench", "serve", "--num-prompts=3"), "unknown flag --num-prompts: it is --num-requests"),

@@ -35,9 +35,9 @@ _OUT_OF_REACH = frozenset({EngineState.CONNECTING, EngineState.LOADING, EngineSt
 _ASKABLE = frozenset({EngineState.READY, EngineState.DRAINING})
 
 
-def output_request_id(token: str, output_index: int) -> str:
-    """The request id of one output of a stream at the engines."""
-    seed = token.encode() + output_index.to_bytes(4, "little")
+def output_request_id(key: str, output_index: int) -> str:
+    """The request id of one output of a stream at the engines, from its token, scoped to its tenant."""
+    seed = key.encode() + output_index.to_bytes(4, "little")
     return hashlib.blake2b(seed, digest_size=_ID_BYTES).hexdigest()
 
 
@@ -45,19 +45,19 @@ def make_resumable(
     entries: Sequence[add_pb2.AddEntry],
     request: generate_pb2.GenerateRequest,
     request_id: str,
-    token: str,
+    key: str,
     *,
     has_tensors: bool,
 ) -> None:
     """Mark a stream's requests so that engines keep them for another frontend when this one dies.
 
-    request_id: the id that the client knows.
+    request_id: the id that the client knows.  key: the token of the stream, scoped to its tenant.
     """
     state = b"" if has_tensors else _resume_state(entries[0].request_seed, request, request_id)
     # A request with tensors, which another frontend cannot get, ends with this frontend.
     can_move = 0 < len(state) <= MAX_RESUME_STATE_BYTES
     for index, entry in enumerate(entries):
-        entry.request_id = output_request_id(token, index)
+        entry.request_id = output_request_id(key, index)
         if can_move:
             entry.orphan_grace_ms, entry.resume_state = request.orphan_grace_ms, state
 
@@ -110,18 +110,24 @@ class Adoption:
         token: str,
         received: Mapping[int, inference_pb2.ReceivedOutput],
         is_left: Callable[[], bool] = lambda: False,
+        scoped: Callable[[str], str] = str,
     ) -> AsyncGenerator[AdoptedRequest, None]:
         """The request of a stream; aborted after the block if it has not ended. Raises NotFound.
 
-        If `is_left()` is true after the block, the engine keeps it for the next frontend instead.
+        If `is_left()` is true after the block, the engine keeps it for the next frontend instead. `scoped`
+        makes the token as engines know it from the client's.
         """
-        index, client, first = await self._find(token, received)
+        key = scoped(token)
+        found = await self._find(key, received)
+        if found is None:
+            raise not_kept(token)
+        index, client, first = found
         outputs = {index: first}
         try:
             request = _request_of(token, first)
             for other in range(max(1, request.sampling.n)):
                 if other != index:
-                    await self._ask_too(client, token, other, received, outputs)
+                    await self._ask_too(client, token, key, other, received, outputs)
             yield AdoptedRequest(request, client, outputs)
         finally:
             # Those that have ended or were moved to another engine are skipped.
@@ -132,13 +138,13 @@ class Adoption:
                 client.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
 
     async def _find(
-        self, token: str, received: Mapping[int, inference_pb2.ReceivedOutput]
-    ) -> tuple[int, EngineClient, Adoptee]:
+        self, key: str, received: Mapping[int, inference_pb2.ReceivedOutput]
+    ) -> tuple[int, EngineClient, Adoptee] | None:
         for index in _probes(received):
-            found = await self._ask_all_engines(output_request_id(token, index))
+            found = await self._ask_all_engines(output_request_id(key, index))
             if found is not None:
                 return index, *found
-        raise not_kept(token)
+        return None
 
     async def _ask_all_engines(self, request_id: str) -> tuple[EngineClient, Adoptee] | None:
         give_up_at = self._clock.now() + _MAX_ASKING_S
@@ -170,12 +176,13 @@ class Adoption:
         self,
         client: EngineClient,
         token: str,
+        key: str,
         index: int,
         received: Mapping[int, inference_pb2.ReceivedOutput],
         outputs: dict[int, Adoptee],
     ) -> None:
         try:
-            outputs[index] = await client.requests.adoptions.ask(output_request_id(token, index))
+            outputs[index] = await client.requests.adoptions.ask(output_request_id(key, index))
         except ServiceError as error:
             if not (isinstance(error, NotFound) and _is_finished(received, index)):
                 raise not_kept(token) from error

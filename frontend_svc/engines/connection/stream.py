@@ -52,7 +52,8 @@ class EngineStream:
     """A session's stream from hello to its end, which is always a `StreamLost`.
 
     `open`, then `receive`; `send` and `close` at any time after `open`.
-    With `waits` it waits for an engine that does not listen yet, else it fails at once.
+    With `waits` it waits for an engine that does not listen yet, else it fails at once. When `until_renewed`
+    returns, the stream breaks, so that another one is opened with new credentials.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class EngineStream:
         heartbeat_s: float = HEARTBEAT_S,
         last_seq: int = 0,
         waits: bool = True,
+        until_renewed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._until_renewed = until_renewed
         # Waiting for the connection costs nothing and ends as soon as the engine listens.
         self._call = stub.Connect(wait_for_ready=waits)
         self._writer = EagerWriter(self._call.write)
@@ -150,6 +153,7 @@ class EngineStream:
             reader,
             asyncio.ensure_future(self._write()),
             asyncio.ensure_future(receiver.silence.watch()),
+            asyncio.ensure_future(self._break_when_renewed()),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -169,6 +173,13 @@ class EngineStream:
             self._writer.close()
             self._call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _break_when_renewed(self) -> None:
+        if self._until_renewed is None:
+            await asyncio.Event().wait()
+        else:
+            await self._until_renewed()
+            raise StreamLost("the credentials were renewed", StreamEnd.BROKEN)
 
     async def _write(self) -> None:
         # A write fails when the call is over. The reader gets the reason, after the engine's last message.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import grpc.aio
 
 from frontend_svc.engines.connection.stream import EngineStream
-from service_kit.channel import open_channel
+from service_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
 from service_kit.clock import Clock
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 
@@ -50,10 +51,11 @@ class EngineTransport(Protocol):
 
 
 class GrpcTransport:
-    """An engine behind a channel."""
+    """An engine behind a channel, whose streams end when the files of its credentials are replaced."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, credentials: ChannelCredentials = NO_CREDENTIALS) -> None:
         self._channel = channel
+        self._credentials, self._version = credentials, credentials.version
         # Made once: making a stub costs as much as all else that sends an ADD.
         self.stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
 
@@ -61,12 +63,19 @@ class GrpcTransport:
         await self._channel.channel_ready()
 
     def open_stream(self, clock: Clock, *, heartbeat_s: float, last_seq: int) -> EngineStream:
-        return EngineStream(self.stub, clock, heartbeat_s=heartbeat_s, last_seq=last_seq, waits=False)
+        return EngineStream(
+            self.stub,
+            clock,
+            heartbeat_s=heartbeat_s,
+            last_seq=last_seq,
+            waits=False,
+            until_renewed=functools.partial(self._credentials.until_renewed, self._version),
+        )
 
     async def close(self) -> None:
         await self._channel.close(None)
 
 
-def open_transport(address: str) -> GrpcTransport:
+def open_transport(address: str, credentials: ChannelCredentials = NO_CREDENTIALS) -> GrpcTransport:
     """The transport to an engine that listens at `address`."""
-    return GrpcTransport(open_channel(address))
+    return GrpcTransport(open_channel(address, credentials=credentials), credentials)

@@ -21,6 +21,7 @@ from frontend_svc.protocols.openai.bodies import BodyT, read_body
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
 from service_kit.errors import Cancelled, DeadlineExceeded, Internal, ResourceExhausted, ServiceError
 from service_kit.logs import bind_log_fields
+from service_kit.security.identity import current_identity
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def caller_of(request: Request) -> Caller:
         traceparent=request.headers.get("traceparent", ""),
         tracestate=request.headers.get("tracestate", ""),
         remaining_s=lambda: None,
+        identity=current_identity(),
     )
 
 

@@ -48,6 +48,8 @@ def error_body(error: ServiceError) -> dict[str, Any]:
 
 
 def error_headers(error: ServiceError) -> dict[str, str]:
+    if status_of(error) == 401:
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_ms is None:
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_ms / 1000)))}

@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service_kit.server import AddressError, check_address
+from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES
+from service_kit.addresses import AddressError, check_address
+from service_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
+from service_kit.security.tls import names_in_certificate
 
 _MAX_CONNECTIONS = 4096
 _MAX_HEAD_BYTES = 64 * 1024
@@ -27,26 +31,53 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Protocol(H11Protocol):
+    """Shows the application the names of a verified certificate."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        tls = transport.get_extra_info("ssl_object")
+        names = [] if tls is None else names_in_certificate(tls.getpeercert())
+        if not names:
+            return
+        app = self.app
+
+        async def with_names(scope: Any, receive: Any, send: Any) -> None:
+            scope.setdefault("extensions", {})[CERTIFICATE_NAMES] = names
+            await app(scope, receive, send)
+
+        self.app = with_names
+
+
 class HTTPListener:
     """A `Listener`, as `run_server` calls it."""
 
-    def __init__(self, listen: str, app: Any, *, shares_port: bool = False) -> None:
+    def __init__(
+        self,
+        listen: str,
+        app: Any,
+        *,
+        shares_port: bool = False,
+        security: ListenerSecurity = OPEN_LISTENERS,
+    ) -> None:
         self._listen, self._shares_port = listen, shares_port
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                loop="none",
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                limit_concurrency=_MAX_CONNECTIONS,
-                h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
-                timeout_keep_alive=_IDLE_S,
-            )
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+            timeout_keep_alive=_IDLE_S,
         )
+        config.load()
+        # Its own would never read the certificates again.
+        config.ssl = None if security.tls is None else security.tls.context()
+        self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -29,6 +30,7 @@ from frontend_svc.protocols.openai.answers import (
     whole_chat,
     whole_completion,
 )
+from frontend_svc.protocols.openai.authorization import Authorization
 from frontend_svc.protocols.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -52,6 +54,7 @@ from frontend_svc.protocols.openai.requests import chat_request, generate_reques
 from service_kit.errors import (
     InvalidArgument,
 )
+from service_kit.security.authenticator import Authenticator
 from service_kit.version import installed_version
 from triptych.api.v1 import generate_pb2, model_pb2, tokenize_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2
@@ -70,6 +73,7 @@ class OpenAIRoutes:
         tokenizer: TokenizerServicer,
         *,
         is_ready: Callable[[], bool],
+        authenticator: Authenticator,
     ) -> None:
         self._inference, self._chat, self._model, self._tokenizer = inference, chat, model, tokenizer
         self._is_ready = is_ready
@@ -90,7 +94,11 @@ class OpenAIRoutes:
         routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
         routes += [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
         # A path or a method that there is not.
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: unknown_route})
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Authorization, authenticator=authenticator)],
+            exception_handlers={HTTPException: unknown_route},
+        )
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)

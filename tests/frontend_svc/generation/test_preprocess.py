@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from frontend_svc.generation.caller import LOCAL_CALLER
 from frontend_svc.generation.preprocess import check_request as check
 from frontend_svc.generation.preprocess import child_seed, prepare
 from frontend_svc.text.limits import RequestLimits
@@ -47,12 +48,12 @@ async def check_request(
 
 
 async def entry_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> add_pb2.AddEntry:
-    (entry,) = (await prepare(request, RequestPrompt(request), model)).entries
+    (entry,) = (await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)).entries
     return entry
 
 
 async def prompt_of(request: generate_pb2.GenerateRequest, model: ServedModel) -> list[int]:
-    return (await prepare(request, RequestPrompt(request), model)).prompt.token_ids
+    return (await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)).prompt.token_ids
 
 
 async def test_104_prompt_and_one_token_must_fit_and_the_error_names_both_numbers(model):
@@ -166,7 +167,7 @@ async def test_values_out_of_range_are_refused_with_value_and_limit(model, field
 
 async def test_a_group_has_an_id_an_order_and_noise_of_its_own_for_each_output(model):
     request = make_request([5, 6], n=3, seed=11, temperature=0.5)
-    entries = (await prepare(request, RequestPrompt(request), model)).entries
+    entries = (await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)).entries
     assert [entry.group_index for entry in entries] == [0, 1, 2]
     assert len({entry.group_id for entry in entries}) == 1
     assert len({entry.request_id for entry in entries}) == 3

@@ -6,6 +6,7 @@ import asyncio
 
 from tokenizers import Tokenizer
 
+from frontend_svc.generation.caller import LOCAL_CALLER
 from frontend_svc.generation.preprocess import Prepared, check_request, prepare
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
@@ -64,7 +65,7 @@ def breaches(
 async def prepared(model: ServedModel, num_prompt_tokens: int = 1, **fields: object) -> Prepared:
     """A request that is not checked."""
     request = make_request([5] * num_prompt_tokens, **fields)
-    return await prepare(request, RequestPrompt(request), model)
+    return await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)
 
 
 async def completed(

@@ -14,6 +14,7 @@ from engine_svc.convert.feature import AddContext
 from engine_svc.convert.sampling import to_sampling
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.sampling_params import SamplingParams
+from frontend_svc.generation.caller import LOCAL_CALLER
 from frontend_svc.generation.preprocess import CORE_FIELDS, check_request, prepare
 from frontend_svc.options import OPTIONS
 from frontend_svc.text.chat.prompt import ChatPrompt
@@ -108,7 +109,7 @@ async def sent(
     model = dataclasses.replace(model_of(defaults, FACTS.max_model_len), vocab_size=FACTS.vocab_size)
     try:
         await check_request(request, RequestPrompt(request), model, LIMITS)
-        return (await prepare(request, RequestPrompt(request), model)).entries[0]
+        return (await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)).entries[0]
     except InvalidArgument:
         return None
 

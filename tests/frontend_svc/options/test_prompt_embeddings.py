@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from frontend_svc.engines.routing.engine_info import RoutingRequest
+from frontend_svc.generation.caller import LOCAL_CALLER
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
@@ -60,7 +61,7 @@ def request_of(
 async def prepared(request: generate_pb2.GenerateRequest, model: ServedModel) -> Prepared:
     prompt = RequestPrompt(request)
     await check_request(request, prompt, model, LIMITS)
-    return await prepare(request, prompt, model)
+    return await prepare(request, prompt, model, LOCAL_CALLER)
 
 
 @pytest.mark.parametrize("is_token", [b"", b"\0\0"])

@@ -11,6 +11,7 @@ import pytest
 
 from engine_svc.convert.feature import AddContext
 from engine_svc.features.structured_output.wire import StructuredOutputOfAdd
+from frontend_svc.generation.caller import LOCAL_CALLER
 from frontend_svc.generation.preprocess import check_request, needs_of, prepare
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import ParserNames
@@ -78,7 +79,7 @@ def violations_of(request: generate_pb2.GenerateRequest) -> dict[str, str]:
 async def sent(request: generate_pb2.GenerateRequest, model: ServedModel | None = None):
     model = model or served()
     await check_request(request, RequestPrompt(request), model, LIMITS)
-    return (await prepare(request, RequestPrompt(request), model)).entries[0]
+    return (await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)).entries[0]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,9 @@ async def test_an_engine_without_a_backend_is_not_asked():
 async def test_a_request_goes_to_engines_that_have_its_backend():
     (need,) = needs_of(asking(json_object=True, backend="xgrammar"))
     assert not need.is_met(served(session_pb2.Ready(structured_output_backends=["llguidance"])))
-    prepared = await prepare(asking(json_object=True), RequestPrompt(asking(json_object=True)), served())
+    prepared = await prepare(
+        asking(json_object=True), RequestPrompt(asking(json_object=True)), served(), LOCAL_CALLER
+    )
     assert [need.description for need in prepared.prompt.needs] == ["has the grammar backend llguidance"]
 
 
@@ -229,7 +232,7 @@ async def test_a_constraint_may_begin_behind_the_reasoning():
 
 async def test_an_output_that_ended_by_length_is_marked():
     request = asking(regex="a")
-    prepared = await prepare(request, RequestPrompt(request), served())
+    prepared = await prepare(request, RequestPrompt(request), served(), LOCAL_CALLER)
     option = next(option for option in OPTIONS if FIELD in option.fields)
     reader = option.reader(request, prepared.prompt, 0)
     for reason, match, expected in (
@@ -257,7 +260,8 @@ async def test_an_output_that_ended_by_length_is_marked():
 async def test_an_output_that_ends_before_its_constraint_begins_is_marked(prompt, output, is_incomplete):
     after = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
     request = make_request(prompt, structured_output={"regex": "a", "start": after})
-    prepared = await prepare(request, RequestPrompt(request), served(parsers=ParserNames("none", "think")))
+    model = served(parsers=ParserNames("none", "think"))
+    prepared = await prepare(request, RequestPrompt(request), model, LOCAL_CALLER)
     option = next(option for option in OPTIONS if FIELD in option.fields)
     finished = generate_pb2.Finished(
         reason=output_pb2.FINISH_REASON_STOP, stop_match=output_pb2.StopMatch(eos=9)

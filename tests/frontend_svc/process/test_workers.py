@@ -273,7 +273,7 @@ async def test_a_worker_that_does_not_serve_in_time_is_killed(make_group):
 
 def test_the_flags_of_a_worker_differ_from_those_of_its_parent():
     argv = ["--workers=3", "--engine=a:1", "--port=0", "--admin-port=7000", "--index=2", "--announce-fd=9"]
-    argv += ["--admin-http-host=0.0.0.0", "--admin-http-port=9400"]
+    argv += ["--admin-http-host=0.0.0.0", "--admin-http-port=9400", "--insecure"]
     parent = load_config(FrontendConfig, argv, service="frontend", env={}).config
     configs = [
         load_config(

@@ -152,8 +152,8 @@ async def test_a_client_that_goes_away_aborts_its_request():
 @pytest.mark.parametrize(
     ("options", "has_page"),
     [
-        ({"admin_http_host": "0.0.0.0"}, False),
-        ({"admin_http_host": "0.0.0.0", "ui": True}, True),
+        ({"admin_http_host": "0.0.0.0", "insecure": True}, False),
+        ({"admin_http_host": "0.0.0.0", "insecure": True, "ui": True}, True),
     ],
 )
 async def test_the_page_is_on_loopback_alone_unless_it_is_asked_for(options: dict, has_page: bool):

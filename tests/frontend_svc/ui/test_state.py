@@ -231,5 +231,5 @@ async def test_watches_end_with_the_page():
 def test_the_page_is_on_where_the_listener_is_on_loopback_or_by_the_flag(
     host: str, ui: bool, is_served: bool
 ):
-    config = FrontendConfig(engine=("127.0.0.1:1",), admin_http_host=host, ui=ui)
+    config = FrontendConfig(engine=("127.0.0.1:1",), admin_http_host=host, insecure=True, ui=ui)
     assert config.serves_ui is is_served

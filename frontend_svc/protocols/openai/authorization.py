@@ -1,0 +1,62 @@
+"""Middleware that finds the caller's identity, and refuses all but probes to callers without one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
+from service_kit.errors import PermissionDenied, Unauthenticated
+from service_kit.security.access import CLIENTS, check_role
+from service_kit.security.authenticator import AUTHORIZATION, Authenticator
+from service_kit.security.identity import bind_identity
+
+logger = logging.getLogger(__name__)
+
+# Load balancers and probes have no credentials.
+OPEN_PATHS = frozenset(("/health", "/ready"))
+# Where the listener puts the names of the certificate of a connection.
+CERTIFICATE_NAMES = "triptych.certificate_names"
+
+
+class Authorization:
+    """Wraps the whole application, so that a new route is not open by mistake."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app, self._authenticator = app, authenticator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._identify(scope)
+            except (Unauthenticated, PermissionDenied) as error:
+                logger.info(
+                    "call",
+                    extra={
+                        "method": f"{scope['method']} {scope['path'][:256]}",
+                        "code": str(status_of(error)),
+                        "reason": error.reason,
+                    },
+                )
+                refusal = Response(
+                    msgspec.json.encode(error_body(error)),
+                    status_code=status_of(error),
+                    media_type="application/json",
+                    headers={**error_headers(error), "connection": "close"},
+                )
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _identify(self, scope: Scope) -> None:
+        if not self._authenticator.needs_credentials:
+            return
+        names: Any = scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
+        identity = self._authenticator.identify(Headers(scope=scope).get(AUTHORIZATION, ""), names)
+        check_role(identity, CLIENTS, f"{scope['method']} {scope['path'][:256]}")
+        bind_identity(identity)

@@ -1,0 +1,22 @@
+"""Notices that files were replaced, such as a renewed certificate or a list of keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+Version = tuple[tuple[int, int, int], ...]
+
+
+def version_of(paths: Sequence[str]) -> Version:
+    """Differs after one of the files was written or replaced; a file that is missing counts as a version."""
+    return tuple(map(_version, paths))
+
+
+def _version(path: str) -> tuple[int, int, int]:
+    try:
+        # Follows links: a mounted secret is replaced by another target of its link.
+        found = os.stat(path)
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino
