@@ -34,7 +34,7 @@ class CoordinatorConfig(SecurityOptions):
     drain_deadline_s: float = option(20.0, help="time for sessions to end after SIGTERM, in s")
 
     def __post_init__(self) -> None:
-        self.check_security((self.host, self.admin_http_host))
+        self.check_security(self.host, self.admin_http_host)
         if not _MIN_LEASE_MS <= self.lease_ms <= _MAX_LEASE_MS:
             raise ValueError(f"lease_ms is {self.lease_ms}, the range is {_MIN_LEASE_MS}..{_MAX_LEASE_MS}")
         if self.drain_deadline_s < 0:

@@ -20,6 +20,7 @@ from coordinator_svc.metrics import coordinator_metrics
 from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
+from service_kit.addresses import listen_at
 from service_kit.admin import AdminServicer
 from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
@@ -90,7 +91,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
     security = listener_security(config)
     servers: list[Listener] = [
         Server(
-            listen=f"{config.host}:{config.port}",
+            listen=listen_at(config.uds, config.host, config.port),
             registrations=[
                 Registration(
                     "triptych.coordinator.v1.CoordinatorService",
@@ -104,7 +105,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
             security=security,
         ),
         Server(
-            listen=f"127.0.0.1:{config.admin_port}",
+            listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
             registrations=[
                 admin.registration(),
                 Registration(
@@ -119,7 +120,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
             security=security,
         ),
         AdminHTTP(
-            f"{config.admin_http_host}:{config.admin_http_port}",
+            listen_at(config.admin_http_uds, config.admin_http_host, config.admin_http_port),
             {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
             security=security,
         ),

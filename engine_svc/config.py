@@ -240,7 +240,7 @@ class CoreConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid options. Those that depend on the model are checked after loading."""
-        self.check_security((self.host, self.admin_http_host))
+        self.check_security(self.host, self.admin_http_host)
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
             "tensor_parallel_size", "pipeline_parallel_size",

@@ -52,6 +52,7 @@ from frontend_svc.text.workers.workers import TextWorkers
 from frontend_svc.ui.page import ui_pages, ui_posts
 from frontend_svc.ui.state import StatePage
 from service_kit import shared_memory
+from service_kit.addresses import listen_at
 from service_kit.admin import AdminServicer
 from service_kit.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
 from service_kit.clock import MonotonicClock
@@ -177,7 +178,7 @@ class Frontend:
         )
         self.api = self._public_api(limits, clock)
         self.public = Server(
-            listen=f"{config.host}:{config.port}",
+            listen=listen_at(config.uds, config.host, config.port),
             registrations=_registrations(self.api),
             profile=public_profile(config),
             service="frontend",
@@ -189,12 +190,14 @@ class Frontend:
         self.lifecycle = Lifecycle(lambda: self.draining.num_open)
         admin = AdminServicer("frontend", f"frontend-{config.index}", self.status, lifecycle=self.lifecycle)
         self.admin = Server(
-            listen=f"127.0.0.1:{config.admin_port}",
+            listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
             registrations=[admin.registration()],
             profile=ADMIN,
             service="frontend",
             reflection=config.reflection,
             security=self._security,
+            # For a supervisor, which may lack what TLS on the public listener needs.
+            health_names=[_INFERENCE],
         )
         self._state_page = StatePage(self, clock)
         pages: dict[str, MakePage] = {
@@ -206,7 +209,10 @@ class Frontend:
             pages |= {"/ui/state": self._state_page.make, **ui_pages(lambda: self.address)}
             posts = ui_posts(self.api.inference, self.api.chat)
         self.admin_http = AdminHTTP(
-            f"{config.admin_http_host}:{config.admin_http_port}", pages, posts, security=self._security
+            listen_at(config.admin_http_uds, config.admin_http_host, config.admin_http_port),
+            pages,
+            posts,
+            security=self._security,
         )
         register_frontend(self.metrics, self)
         self._coordinator = self._coordinator_session(clock)
@@ -361,6 +367,7 @@ class Frontend:
     def _show_readiness(self) -> None:
         is_ready = self.directory.is_ready
         self.public.set_ready(_INFERENCE, is_ready)
+        self.admin.set_ready(_INFERENCE, is_ready)
         self.public.set_ready(_CHAT, is_ready)
         self.public.set_ready(_TOKENIZER, is_ready)
         # SERVING only if a model supports pooling, so that clients can find out from the health service.

@@ -113,7 +113,7 @@ class FrontendConfig(SecurityOptions):
         return (Entry(identity, digest=digest_of(key, "TRIPTYCH_API_KEY")),)
 
     def __post_init__(self) -> None:
-        self.check_security((self.host, self.admin_http_host), has_key=bool(self.client_keys))
+        self.check_security(self.host, self.admin_http_host, has_key=bool(self.client_keys))
         if not self.engine and self.coordinator is None:
             raise ValueError("neither --engine nor --coordinator is given: no engine could be used")
         for address in (*self.engine, *([self.coordinator] if self.coordinator else [])):
@@ -164,6 +164,8 @@ class FrontendConfig(SecurityOptions):
             raise ValueError(
                 f"admin_port {self.admin_port} leaves no port for each of {self.workers} workers after it"
             )
+        if self.workers > 1 and self.uds is not None:
+            raise ValueError(f"workers is {self.workers}: they cannot share the socket of uds")
         if self.share_port and not self.port:
             raise ValueError("share_port needs a port: with port 0 each process would get another one")
 

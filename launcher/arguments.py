@@ -66,6 +66,7 @@ class Serving:
     sizes_cache: bool = False  # whether the user has set the size of the KV cache
     engine: EngineConfig | None = None  # of the first engine; None: one that is known to start
     tokenizer: str | None = None  # of the frontends, in place of the model's
+    has_tls: bool = False  # whether clients use TLS
 
     @property
     def model(self) -> str:
@@ -85,7 +86,9 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     engine = load_config(EngineConfig, [*flags["engine"], *fixed_flags], service="engine")
     load_config(config_of("coordinator"), flags["coordinator"], service="coordinator")
     frontend: Loaded[Any] = load_config(
-        config_of("frontend"), [*flags["frontend"], *_FLAGS_OF_FRONTEND_SET_LATER], service="frontend"
+        config_of("frontend"),
+        [*flags["frontend"], f"--host={config.host}", *_FLAGS_OF_FRONTEND_SET_LATER],
+        service="frontend",
     )
     if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
@@ -97,6 +100,7 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         sizes_cache,
         engine.config,
         frontend.config.tokenizer,
+        frontend.config.ssl_certfile is not None,
     )
 
 

@@ -18,6 +18,9 @@ RESERVED = frozenset(
         "--advertise-address",
         "--data-parallel-rank",
         "--share-port",
+        "--uds",
+        "--admin-uds",
+        "--admin-http-uds",
     }
 )
 

@@ -109,7 +109,6 @@ SENTENCES: dict[str, str] = {
     "pt_load_map_location": _HUB,
     "max_parallel_loading_workers": _HUB,
     "api_key": "set TRIPTYCH_API_KEY, or name a file with --api-keys: flags are in the list of processes",
-    "uds": "the frontend listens on TCP",
     "disable_custom_all_reduce": "collectives are those of torch.distributed",
     "swap_space": _NO_OFFLOAD,
     "trust_remote_code": "code of a checkpoint is never run",

@@ -33,6 +33,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def listen_at(uds: str | None, host: str, port: int) -> str:
+    """Where to listen: at the unix socket `uds`, if it is given, else at host and port."""
+    return f"{host}:{port}" if uds is None else UNIX + os.path.abspath(uds)
+
+
+def port_in(address: str) -> int | None:
+    """The port of a bound address; None for a unix socket."""
+    return None if address.startswith(UNIX) else int(address.rpartition(":")[2])
+
+
 def unix_path(listen: str) -> str | None:
     """The path in `unix:/path`; None for another address."""
     return listen.removeprefix(UNIX) if listen.startswith(UNIX) else None
@@ -77,6 +87,11 @@ def check_address(listen: str, *, shares_port: bool = False) -> None:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
         raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error
+
+
+def remove_socket(path: str) -> None:
+    """Remove the socket of a listener that has stopped, where gRPC does not do so."""
+    Path(path).unlink(missing_ok=True)
 
 
 def _check_path(path: str) -> None:

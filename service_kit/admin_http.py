@@ -20,7 +20,15 @@ from urllib.parse import urlsplit
 import h11
 from prometheus_client.metrics_core import Metric
 
-from service_kit.addresses import AddressError, check_address, is_loopback
+from service_kit.addresses import (
+    AddressError,
+    check_address,
+    is_loopback,
+    private_files,
+    remove_socket,
+    unix_path,
+)
+from service_kit.channel import NO_CREDENTIALS, ChannelCredentials
 from service_kit.errors import PermissionDenied, Unauthenticated
 from service_kit.metrics import TEXT_FORMAT, to_text
 from service_kit.security.access import ANY_ROLE, check_role
@@ -88,15 +96,20 @@ class AdminHTTP:
         self._security = security
         self._pages = pages
         self._posts = posts or {}
-        self._is_on_loopback = is_loopback(listen.rpartition(":")[0])
+        self._path = unix_path(listen)
+        self._is_on_loopback = self._path is not None or is_loopback(listen.rpartition(":")[0])
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
-        """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
+        """Bind and serve. Returns the bound address; raises AddressError if it cannot be bound."""
         check_address(self._listen)
         host, _, port = self._listen.rpartition(":")
         try:
+            if self._path is not None:
+                with private_files():
+                    self._server = await asyncio.start_unix_server(self._accept, self._path)
+                return self._listen
             tls = None if self._security.tls is None else self._security.tls.context()
             self._server = await asyncio.start_server(
                 self._accept,
@@ -122,6 +135,8 @@ class AdminHTTP:
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._server is not None and self._path is not None:
+            remove_socket(self._path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # One that was taken just before the end is as little served as one too many.
@@ -198,7 +213,8 @@ class AdminHTTP:
         """The refusal of a caller that does not prove that it may see the page."""
         authenticator = self._security.authenticator
         is_for_all = path == METRICS_PATH
-        if not authenticator.needs_credentials or (is_for_all and self._is_on_loopback):
+        is_open = self._path is not None or (is_for_all and self._is_on_loopback)
+        if is_open or not authenticator.needs_credentials:
             return None
         try:
             identity = authenticator.identify(headers.get(b"authorization", ""), certificate_names)
@@ -238,14 +254,28 @@ def _name_in(host: str) -> str:
         return ""
 
 
-async def read_page(address: str, target: str, *, limit_s: float) -> bytes:
+async def read_page(
+    address: str, target: str, *, limit_s: float, credentials: ChannelCredentials = NO_CREDENTIALS
+) -> bytes:
     """The body of a page of another process. Raises OSError if it is not served within the limits."""
-    host, _, port = address.rpartition(":")
-    connection = h11.Connection(h11.CLIENT)
-    request = h11.Request(method="GET", target=target, headers=[("host", address), ("connection", "close")])
+    path, connection = unix_path(address), h11.Connection(h11.CLIENT)
+    headers = [("host", "localhost" if path is not None else address), ("connection", "close")]
+    key = "" if path is not None else credentials.read_key()
+    if key:
+        headers.append(("authorization", f"Bearer {key}"))
+    request = h11.Request(method="GET", target=target, headers=headers)
     body = bytearray()
     async with asyncio.timeout(limit_s):
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        if path is not None:
+            reader, writer = await asyncio.open_unix_connection(path)
+        else:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(
+                host.strip("[]"),
+                int(port),
+                ssl=credentials.context() if credentials.has_tls else None,
+                server_hostname=credentials.server_name if credentials.has_tls else None,
+            )
         try:
             writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
             while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,6 +101,16 @@ class ChannelCredentials:
             private_key=read_file(files.key) if self.certificate else None,
             certificate_chain=read_file(files.certificate) if self.certificate else None,
         )
+
+    def context(self) -> ssl.SSLContext:
+        """The same for connections of asyncio. Raises ConfigError."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate:
+                context.load_cert_chain(self.certificate, self.certificate_key)
+        except OSError as error:
+            raise ConfigError(f"certificates cannot be used: {error}") from error
+        return context
 
     def read_key(self) -> str:
         """The API key; empty without one. Raises ConfigError."""

@@ -41,8 +41,8 @@ REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# How long a client may take to end its stream before it gets UNIMPLEMENTED.
-_UNSERVED_GRACE_S = 0.2
+# How long a client may take to end its stream before it gets the error that its call is refused with.
+_REFUSED_GRACE_S = 0.2
 # A client's deadline starts when it sends, so it ends the call slightly before the deadline is over here.
 _DEADLINE_LEAD_S = 0.05
 # Checking and parsing a smaller message takes a few milliseconds at most.
@@ -153,10 +153,15 @@ def _guarded_handler(
         async with _guard(call, context):
             # Sent at once, so that refused and unanswered calls can be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
-            call.identity = identify(method, metadata, context)
-            bind_identity(call.identity)
-            if call.identity is not UNRESTRICTED:
-                check_access(call.identity, method.removeprefix("/"))
+            try:
+                call.identity = identify(method, metadata, context)
+                bind_identity(call.identity)
+                if call.identity is not UNRESTRICTED:
+                    check_access(call.identity, method.removeprefix("/"))
+            except ServiceError:
+                if handler.request_streaming:
+                    await _read_out(request)
+                raise
             with calls.opened() as opened:
                 return await answer(request, context, opened)
         # grpc's call state refers to the error that ends the call, and the frames of that error refer to the
@@ -208,7 +213,7 @@ async def _read_out(requests: AsyncIterator[Any]) -> None:
     # If the answer arrives while the client still writes, the write fails, and grpc's Python client reports
     # an INTERNAL of its own instead of the answer.
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_UNSERVED_GRACE_S):
+        async with asyncio.timeout(_REFUSED_GRACE_S):
             async for _ in requests:
                 pass
 

@@ -174,6 +174,7 @@ class Server:
 
     listen: host:port or unix:/path.  check_large: checks requests above 64 KiB away from the event loop;
     without it they are checked on it.  security: who may call, and TLS; a unix socket is open to its user.
+    health_names: services that are served elsewhere, whose health is here too.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class Server:
         reflection: bool = True,
         check_large: CheckMessage | None = None,
         security: ListenerSecurity = OPEN_LISTENERS,
+        health_names: Sequence[str] = (),
     ) -> None:
         self._check_large = check_large
         self._security = security
@@ -194,7 +196,9 @@ class Server:
         self._profile = profile
         self._service = service
         self._has_reflection = reflection
-        self._health = health.HealthServicer(registration.full_name for registration in registrations)
+        self._health = health.HealthServicer(
+            [*(registration.full_name for registration in registrations), *health_names]
+        )
         self._server: grpc.aio.Server | None = None
         self._calls = OpenCalls()
         for registration in registrations:

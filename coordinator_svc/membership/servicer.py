@@ -19,6 +19,7 @@ from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.membership.topology import Topology
 from coordinator_svc.wire.convert import check_frontend
 from coordinator_svc.wire.number_limits import check_hint
+from service_kit.addresses import UNIX
 from service_kit.clock import Clock
 from service_kit.errors import (
     DeadlineExceeded,
@@ -117,11 +118,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         session_id = next(self._session_ids)
         engine_id = first.register.engine_id
         writer = EngineWriter(self._topology.commands, engine_id, session_id)
-        self._register_engine(first.register, session_id, writer)
+        is_local = context.peer().startswith(UNIX)
+        self._register_engine(first.register, session_id, writer, is_local=is_local)
         self._topology.greet(engine_id)
         try:
             await _first_to_end(
-                self._read_engine(engine_id, session_id, requests, writer), writer.run(context.write)
+                self._read_engine(engine_id, session_id, requests, writer, is_local=is_local),
+                writer.run(context.write),
             )
         finally:
             self._topology.commands.close(engine_id, session_id)
@@ -160,6 +163,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         session_id: int,
         requests: AsyncIterator[EngineRequest],
         writer: EngineWriter,
+        *,
+        is_local: bool,
     ) -> None:
         limit = RateLimit(self._clock)
         async for request in requests:
@@ -170,7 +175,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 case "register":
                     if request.register.engine_id != engine_id:
                         raise InvalidArgument("engine_id must stay the same", field="register.engine_id")
-                    self._register_engine(request.register, session_id, writer)
+                    self._register_engine(request.register, session_id, writer, is_local=is_local)
                 case "command_result":
                     version = self._topology.version
                     self._topology.take_result(engine_id, request.command_result)
@@ -184,8 +189,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                     _log_ignored(kind)
 
     def _register_engine(
-        self, message: member_pb2.EngineRegistration, session_id: int, writer: EngineWriter
+        self,
+        message: member_pb2.EngineRegistration,
+        session_id: int,
+        writer: EngineWriter,
+        *,
+        is_local: bool,
     ) -> None:
+        if message.endpoint.startswith(UNIX) and not is_local:
+            # Frontends would connect to a socket of their host that another host has chosen.
+            raise InvalidArgument(
+                f"endpoint {message.endpoint!r} is a unix socket: only an engine that is connected over one "
+                "may register it",
+                field="register.endpoint",
+            )
         self._topology.epoch_check.check(f"engine {message.engine_id}", message.highest_coordinator_epoch)
         self._claim_engine(message.engine_id)
         version = self._topology.version

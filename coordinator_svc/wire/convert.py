@@ -12,6 +12,7 @@ from coordinator_svc.data_parallel.wave import Start, WaveStatus
 from coordinator_svc.membership.load import Load, LoadReport
 from coordinator_svc.membership.registry import Member, MemberState, Registration
 from coordinator_svc.wire.number_limits import excess
+from service_kit.addresses import UNIX
 from service_kit.errors import InvalidArgument
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
@@ -225,6 +226,12 @@ def _wrong_name(name: str, *, least: int = 0, most: int = _MAX_CHARACTERS) -> st
 
 
 def _wrong_endpoint(endpoint: str) -> str:
+    if endpoint.startswith(f"{UNIX}/"):
+        return (
+            ""
+            if endpoint.isascii() and endpoint.isprintable()
+            else f"{endpoint!r} is not the path of a socket"
+        )
     host, _, port = endpoint.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         return f"{endpoint!r} is not host:port"

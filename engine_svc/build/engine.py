@@ -49,6 +49,7 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
+from service_kit.addresses import listen_at, unix_path
 from service_kit.admin import AdminServicer
 from service_kit.admin_http import AdminHTTP, metrics_page
 from service_kit.clock import MonotonicClock
@@ -145,7 +146,7 @@ def build_servers(
     )
     return (
         Server(
-            listen=f"{config.host}:{config.port}",
+            listen=listen_at(config.uds, config.host, config.port),
             registrations=[Registration(FULL_NAME, servicer.add_to)],
             profile=INTERNAL,
             service="engine",
@@ -153,7 +154,7 @@ def build_servers(
             security=security,
         ),
         Server(
-            listen=f"127.0.0.1:{config.admin_port}",
+            listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
             registrations=[admin.registration()],
             profile=ADMIN,
             service="engine",
@@ -161,7 +162,7 @@ def build_servers(
             security=security,
         ),
         AdminHTTP(
-            f"{config.admin_http_host}:{config.admin_http_port}",
+            listen_at(config.admin_http_uds, config.admin_http_host, config.admin_http_port),
             {"/metrics": metrics_page(engine.metrics.collect), "/traces/last": traces_page},
             security=security,
         ),
@@ -466,6 +467,8 @@ def _find_scheduler(name: str) -> SchedulerFactory:
 
 def _endpoint(config: EngineConfig, bound: str) -> str:
     """The address at which frontends reach this engine: with the bound port, never a wildcard host."""
+    if unix_path(bound) is not None:
+        return bound
     host, _, port = bound.rpartition(":")
     if config.advertise_address is not None:
         has_port = config.advertise_address.rpartition(":")[2].isdigit()

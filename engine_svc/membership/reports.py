@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.data_parallel.driver import RankStatus
+from service_kit.addresses import UNIX
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
 
 _STATES = {
@@ -26,6 +27,7 @@ def registration_of(engine: ServedEngine, endpoint: str) -> member_pb2.EngineReg
         dp_rank=identity.dp_rank,
         dp_size=identity.dp_size,
         endpoint=endpoint,
+        host="localhost" if endpoint.startswith(UNIX) else "",
         lockstep=engine.shares_experts,
         labels=[member_pb2.Label(key=key, value=value) for key, value in identity.labels],
     )

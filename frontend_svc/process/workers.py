@@ -16,16 +16,25 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
+from service_kit.addresses import check_address, listen_at, port_in
 from service_kit.admin_http import AdminHTTP, MakePage, Page, read_page
 from service_kit.child import Announcement, Child, ChildDied
 from service_kit.config import Loaded
 from service_kit.logs import write_log_line
 from service_kit.metrics import TEXT_FORMAT, to_text
-from service_kit.process import child_command, end_at_once_on_signals, leave_process, process_environment
-from service_kit.server import check_address, write_announcement
+from service_kit.process import (
+    child_command,
+    end_at_once_on_signals,
+    leave_process,
+    process_environment,
+    runtime_folder,
+)
+from service_kit.security.setup import listener_security
+from service_kit.server import write_announcement
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
 from service_kit.telemetry import setup_telemetry, shutdown_telemetry
 from service_kit.trace_page import number_of_traces, page_of
@@ -48,15 +57,15 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
     )
     logger.info("starting", extra={"options": loaded.changed()})
     try:
-        with _reserved(config) as port:
+        with _reserved(config, config.port) as port, _reserved_http(config) as http_port:
             limits = SupervisorLimits(startup_s=_STARTUP_S, stop_s=config.drain_deadline_s + 5.0)
             group = WorkerGroup(
                 config.workers,
-                lambda index, admin_port: worker_command(config, argv, index, port, admin_port),
+                lambda index, admin_port: worker_command(config, argv, index, port, http_port, admin_port),
                 process_environment(),
                 limits,
             )
-            exit_code = asyncio.run(_serve(config, group, port))
+            exit_code = asyncio.run(_serve(config, group, port, http_port))
     except OSError as error:
         write_log_line(f"triptych frontend: {error}")
         exit_code = 2
@@ -66,7 +75,12 @@ def run_workers(loaded: Loaded[FrontendConfig], argv: Sequence[str]) -> int:
 
 
 def worker_command(
-    config: FrontendConfig, argv: Sequence[str], index: int, port: int, admin_port: int | None
+    config: FrontendConfig,
+    argv: Sequence[str],
+    index: int,
+    port: int,
+    http_port: int | None,
+    admin_port: int | None,
 ) -> tuple[str, ...]:
     """The command line of one worker: that of its parent, and the flags that differ from worker to worker.
 
@@ -77,17 +91,31 @@ def worker_command(
     flags = [
         "--workers=1",
         f"--port={port}",
+        *([] if http_port is None else [f"--http-port={http_port}"]),
         "--share-port",
         f"--admin-port={admin_port}",
         # Scraped by this process, which adds up what all have counted.
-        "--admin-http-host=127.0.0.1",
-        "--admin-http-port=0",
+        *_private_listener(index),
+        *([] if config.admin_uds is None else [f"--admin-uds={config.admin_uds}.{index}"]),
         f"--index={config.index * config.workers + index}",
     ]
     if not config.text_workers:
         num_cores = len(os.sched_getaffinity(0))
         flags.append(f"--text-workers={max(1, num_cores // config.workers)}")
     return child_command("frontend_svc.main", *argv, *flags)
+
+
+def _private_listener(index: int) -> list[str]:
+    """The flags of a worker's admin HTTP listener: a unix socket, where there can be one."""
+    path = _socket_of(index)
+    if path is None:
+        return ["--admin-http-host=127.0.0.1", "--admin-http-port=0"]
+    return [f"--admin-http-uds={path}"]
+
+
+def _socket_of(index: int) -> Path | None:
+    folder = runtime_folder()
+    return None if folder is None else folder / f"worker-{os.getpid()}-{index}.sock"
 
 
 class WorkerGroup:
@@ -147,7 +175,7 @@ class WorkerGroup:
 
     async def _start(self, index: int) -> None:
         before = self._addresses.get(index)
-        admin_port = int(before.admin_address.rpartition(":")[2]) if before else None
+        admin_port = port_in(before.admin_address) if before else None
         command = self._command_of(index, admin_port)
         worker = Child(f"worker {index}", command, self._environment, announces=True)
         self._workers[index] = worker
@@ -209,7 +237,7 @@ async def serve_until_signal(group: WorkerGroup, announce: Callable[[Sequence[An
     return exit_code
 
 
-async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
+async def _serve(config: FrontendConfig, group: WorkerGroup, port: int, http_port: int | None) -> int:
     metrics = WorkerMetrics(lambda: group.addresses)
 
     async def page(target: str) -> Page:
@@ -226,14 +254,22 @@ async def _serve(config: FrontendConfig, group: WorkerGroup, port: int) -> int:
     pages: dict[str, MakePage] = {"/metrics": page, "/traces/last": partial(_traces_page, group)}
     if config.serves_ui:
         pages |= {"/ui/state": state}
-    listener = AdminHTTP(f"{config.admin_http_host}:{config.admin_http_port}", pages)
+    listener = AdminHTTP(
+        listen_at(config.admin_http_uds, config.admin_http_host, config.admin_http_port),
+        pages,
+        security=listener_security(config, config.client_keys),
+    )
     admin_http = await listener.start()
     try:
         return await serve_until_signal(
-            group, lambda addresses: _announce(config, port, admin_http, addresses)
+            group, lambda addresses: _announce(config, port, http_port, admin_http, addresses)
         )
     finally:
         await listener.stop(0)
+        for index in range(config.workers):
+            # A worker that was killed has left it.
+            if (path := _socket_of(index)) is not None:
+                path.unlink(missing_ok=True)
 
 
 async def _traces_page(group: WorkerGroup, target: str) -> Page:
@@ -271,12 +307,22 @@ async def _run(group: WorkerGroup, announce: Callable[[Sequence[Announcement]], 
 
 
 @contextlib.contextmanager
-def _reserved(config: FrontendConfig) -> Iterator[int]:
-    """Reserve the public port for the workers: no other program can bind it before they listen."""
+def _reserved_http(config: FrontendConfig) -> Iterator[int | None]:
+    """The same for the port of the HTTP API; None if there is none."""
+    if config.http_port is None:
+        yield None
+    else:
+        with _reserved(config, config.http_port) as port:
+            yield port
+
+
+@contextlib.contextmanager
+def _reserved(config: FrontendConfig, port: int) -> Iterator[int]:
+    """Reserve a public port for the workers: no other program can bind it before they listen."""
     # Checked without sharing first, so that two groups of workers never share one port.
-    check_address(f"{config.host}:{config.port}", shares_port=config.share_port)
+    check_address(f"{config.host}:{port}", shares_port=config.share_port)
     family, kind, protocol, _, address = socket.getaddrinfo(
-        config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        config.host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     with socket.socket(family, kind, protocol) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -285,12 +331,19 @@ def _reserved(config: FrontendConfig) -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _announce(config: FrontendConfig, port: int, admin_http: str, addresses: Sequence[Announcement]) -> None:
+def _announce(
+    config: FrontendConfig,
+    port: int,
+    http_port: int | None,
+    admin_http: str,
+    addresses: Sequence[Announcement],
+) -> None:
     address = f"{config.host}:{port}"
+    http = {} if http_port is None else {"http": f"{config.host}:{http_port}"}
     admin_addresses = [one.admin_address for one in addresses]
     logger.info(
         "serving",
-        extra={"address": address, "admin_addresses": admin_addresses, "admin_http": admin_http},
+        extra={"address": address, **http, "admin_addresses": admin_addresses, "admin_http": admin_http},
     )
     write_announcement(
         config.announce_fd,
@@ -299,6 +352,7 @@ def _announce(config: FrontendConfig, port: int, admin_http: str, addresses: Seq
             "index": config.index,
             "pid": os.getpid(),
             "address": address,
+            **http,
             "admin_address": admin_addresses[0],
             "admin_http": admin_http,
             "admin_addresses": admin_addresses,

@@ -26,6 +26,7 @@ from launcher.serve.loopback import ensure_loopback
 from launcher.serve.port_owner import find_port_owner
 from launcher.serve.readiness import await_ready
 from launcher.serve.ready_file import remove_ready_file, runtime_file, write_ready_file
+from launcher.serve.sockets import socket_folder
 from launcher.serve.supervisor import ProcessPlan, StackPlan, StartTimeout, Supervisor, parts_of
 from launcher.serve.terminal import banner, describe_engine, show_progress
 from launcher.services import command_of
@@ -48,9 +49,9 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
     Returns 2 if nothing was started.
     """
     ensure_loopback()
-    config, stack = serving.config, plan_stack(serving)
+    config = serving.config
     try:
-        _check_ports(config.host, stack.ports.values())
+        _check_ports(config.host, config.ports)
         _check_model(serving)
     except (ValueError, OSError) as error:
         write_log_line(f"triptych serve: {error}")
@@ -59,7 +60,7 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
         write_log_line("triptych serve: interrupted while the model was downloaded")
         return 128 + signal.SIGINT
     remove_ready_file(config.ready_file)
-    return asyncio.run(_serve(serving, stack, environment))
+    return asyncio.run(_serve(serving, environment))
 
 
 def _check_ports(host: str, ports: Iterable[int]) -> None:
@@ -126,8 +127,11 @@ def _is_quiet(serving: Serving) -> bool:
     return sys.stderr.isatty() and not serving.config.verbose and not asks_for_level
 
 
-def plan_stack(serving: Serving) -> StackPlan:
-    """The processes of a stack and their flags, except those that need the coordinator's address."""
+def plan_stack(serving: Serving, sockets: Path) -> StackPlan:
+    """The processes of a stack and their flags, except those that need the coordinator's address.
+
+    sockets: the folder of the sockets at which services listen that only this machine uses.
+    """
     config = serving.config
     frontends = make_engine_client(
         is_async=True,
@@ -140,7 +144,7 @@ def plan_stack(serving: Serving) -> StackPlan:
         return ProcessPlan(service, index, command_of(service))
 
     def flags(plan: ProcessPlan, num_engines: int, num_kv_blocks: int) -> tuple[str, ...]:
-        extra = _extra_flags(plan, config, num_engines)
+        extra = [*_extra_flags(plan, config, num_engines), *_socket_flags(plan, serving, sockets)]
         if plan.service == "frontend":
             extra += frontends[plan.index]
         # The other engines' number: no measurement is needed, and the longest sequence fits.
@@ -155,10 +159,7 @@ def plan_stack(serving: Serving) -> StackPlan:
             *(plan("frontend", index) for index in range(len(frontends))),
         ),
         flags=flags,
-        ports={
-            plan("frontend", index).name: config.port + index if config.port else 0
-            for index in range(len(frontends))
-        },
+        ports={plan("frontend", index).name: config.port_of(index) for index in range(len(frontends))},
         engine=lambda rank: plan("engine", rank),
         max_engines=MAX_ENGINES,
     )
@@ -175,10 +176,29 @@ def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> li
         flags.append(f"--admin-http-port={_admin_http_port(plan, config)}")
     if plan.service == "frontend":
         flags.append(f"--host={config.host}")
+        if config.http:
+            flags.append(f"--http-port={config.http_port_of(plan.index)}")
     if plan.service == "engine":
         # Ranks that share experts stay ranks of a group even if only one of them is wanted.
         size = max(num_engines, config.data_parallel_size)
         flags += [f"--data-parallel-rank={plan.index}", f"--data-parallel-size={size}"]
+    return flags
+
+
+def _socket_flags(plan: ProcessPlan, serving: Serving, sockets: Path) -> list[str]:
+    """Where a service listens instead of at ports that were not asked for."""
+
+    def at(kind: str) -> str:
+        return str(sockets / f"{plan.name}{kind}.sock")
+
+    flags = [f"--admin-uds={at('.admin')}"]
+    if plan.service == "frontend":
+        # Its page is for a browser of this machine.
+        return flags
+    flags.append(f"--uds={at('')}")
+    given = {flag.partition("=")[0] for flag in serving.flags.get(plan.service, ())}
+    if not serving.config.admin_http_port and "--admin-http-host" not in given:
+        flags.append(f"--admin-http-uds={at('.http')}")
     return flags
 
 
@@ -188,7 +208,14 @@ def _admin_http_port(plan: ProcessPlan, config: ServeConfig) -> int:
     return config.admin_http_port + before[plan.service] + plan.index
 
 
-async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> NoReturn:
+async def _serve(serving: Serving, environment: Mapping[str, str]) -> NoReturn:
+    with socket_folder() as sockets:
+        exit_code = await _serve_at(serving, plan_stack(serving, sockets), environment)
+    # At once: while the interpreter is finalized, a second signal would end it with another code.
+    leave_process(exit_code)
+
+
+async def _serve_at(serving: Serving, stack: StackPlan, environment: Mapping[str, str]) -> int:
     config = serving.config
     supervisor = Supervisor(
         stack,
@@ -214,15 +241,13 @@ async def _serve(serving: Serving, stack: StackPlan, environment: Mapping[str, s
     if _is_quiet(serving):
         supervisor.hide_info()
 
-    exit_code = await run_until_signal(
+    return await run_until_signal(
         _run(serving, stack, supervisor),
         stop=stop,
         hurry=supervisor.hurry,
         failures=(ChildDied, StartTimeout),
         on_failure=_report_failure,
     )
-    # At once: while the interpreter is finalized, a second signal would end it with another code.
-    leave_process(exit_code)
 
 
 async def _run(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> None:
@@ -264,6 +289,7 @@ async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) ->
         {name: supervisor.admin_http_of(name) for name in supervisor.children},
         None if serving.engine is None else serving.engine.kv_cache_memory,
         supervisor.http_of(_FRONTEND),
+        has_tls=serving.has_tls,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from service_kit.addresses import port_in
 from service_kit.child import STARTING, Announcement, Child, ChildDied, Output
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
@@ -228,7 +229,9 @@ class Supervisor:
         try:
             announced = self._announced[plan.name] = await child.announced()
             address = announced.address
-            await self._before_it_dies(self._await_ready(plan.service, address), child)
+            # The public listener may need certificates that only clients have.
+            asked = announced.admin_address if plan.service == "frontend" else address
+            await self._before_it_dies(self._await_ready(plan.service, asked), child)
         except ChildDied:
             child.release()
             raise
@@ -250,17 +253,20 @@ class Supervisor:
     def _flags_of(self, plan: ProcessPlan) -> list[str]:
         # A restarted process takes its old port, which the others use.
         before = self.address_of(plan.name)
-        port = int(before.rpartition(":")[2]) if before else self._plan.ports.get(plan.name, 0)
+        port = port_in(before) if before else self._plan.ports.get(plan.name, 0)
         flags = [
             *self._plan.flags(plan, self._num_wanted, self._num_kv_blocks),
             f"--index={plan.index}",
-            f"--port={port}",
+            # Without effect where its flags name a socket.
+            f"--port={port or 0}",
         ]
-        if self.admin_http_of(plan.name):
+        for flag, address in (
             # What scrapes it has its address.
-            flags.append(f"--admin-http-port={self.admin_http_of(plan.name).rpartition(':')[2]}")
-        if self.http_of(plan.name):
-            flags.append(f"--http-port={self.http_of(plan.name).rpartition(':')[2]}")
+            ("--admin-http-port", self.admin_http_of(plan.name)),
+            ("--http-port", self.http_of(plan.name)),
+        ):
+            if address and port_in(address):
+                flags.append(f"{flag}={port_in(address)}")
         if plan is not self._plan.coordinator:
             flags.append(f"--coordinator={self.address_of(self._plan.coordinator.name)}")
         return flags

@@ -12,7 +12,7 @@ import grpc
 from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
-from service_kit.addresses import is_loopback
+from service_kit.addresses import is_loopback, unix_path
 from service_kit.channel import open_channel
 from service_kit.clock import MonotonicClock
 from service_kit.version import installed_version
@@ -75,12 +75,22 @@ def banner(
     admin_https: Mapping[str, str],
     kv_cache_memory: int | None,
     http: str = "",
+    *,
+    has_tls: bool = False,
 ) -> str:
     """The text printed once everything is ready.
 
     kv_cache_memory: what was asked for, in bytes.  http: the address of OpenAI's API, empty without one.
     """
-    url = f"grpc://{addresses[0]}"
+    # Those at a socket can be scraped by nothing, and the frontend's have the address of its page.
+    num_scraped = sum(unix_path(one) is None for one in admin_https.values())
+    metrics = [
+        f"{name} http{'s' if has_tls else ''}://{one}/metrics"
+        for name, one in admin_https.items()
+        if unix_path(one) is None and not (name.startswith("frontend") and num_scraped == 1)
+    ]
+    secure = "s" if has_tls else ""
+    url = f"grpc{secure}://{addresses[0]}"
     asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
     return "\n".join(
         (
@@ -89,12 +99,12 @@ def banner(
             f" up to {ready.max_model_len:,} tokens a request",
             f"  KV      {ready.num_kv_blocks * ready.block_size:,} tokens an engine,"
             f" in {ready.num_kv_blocks:,} blocks{asked}",
-            *(f"  gRPC    grpc://{one}" for one in addresses),
-            *([f"  HTTP    http://{http}/v1 (OpenAI)"] if http else []),
-            "  admin   " + ", ".join(f"{name} {address}" for name, address in admin_addresses.items()),
-            "  metrics " + ", ".join(f"{name} http://{one}/metrics" for name, one in admin_https.items()),
+            *(f"  gRPC    grpc{secure}://{one}" for one in addresses),
+            *([f"  HTTP    http{secure}://{http}/v1 (OpenAI)"] if http else []),
+            "  admin   " + ", ".join(f"triptych admin {name}" for name in admin_addresses),
+            *([f"  metrics {', '.join(metrics)}"] if metrics else []),
             *(
-                f"  page    http://{one}/ui"
+                f"  page    http{secure}://{one}/ui"
                 for name, one in admin_https.items()
                 if name.startswith("frontend") and is_loopback(one.rpartition(":")[0])
             ),

@@ -13,6 +13,7 @@ from launcher.config import ServeConfig
 from launcher.serve.loopback import ensure_loopback
 from launcher.serve.readiness import await_ready
 from launcher.serve.serve import limits_of, plan_stack
+from launcher.serve.sockets import socket_folder
 from launcher.serve.supervisor import StartTimeout, Supervisor
 from launcher.verbs.generation import Answer, Generation
 from launcher.verbs.trace import Trace, draw, read_traces
@@ -65,18 +66,32 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         print(f"  {time.monotonic() - started_at:5.1f} s  {line}", flush=True)
 
     print("starting coordinator, engine and frontend as three processes", flush=True)
-    config = ServeConfig(port=0, startup_timeout_s=120.0, drain_deadline_s=5.0)
+    config = ServeConfig(port=0, http=False, startup_timeout_s=120.0, drain_deadline_s=5.0)
     # No other client has its address, so no drain time is needed.
     flags = {"engine": embedded_engine(), "frontend": ("--drain-lag-s=0",)}
-    supervisor = Supervisor(
-        plan_stack(Serving(config, flags=flags)),
-        environment,
-        await_ready=await_ready,
-        report=report,
-        on_change=_nothing,
-        limits=limits_of(config),
-        output=Output.KEPT,
+    with socket_folder() as sockets:
+        supervisor = Supervisor(
+            plan_stack(Serving(config, flags=flags), sockets),
+            environment,
+            await_ready=await_ready,
+            report=report,
+            on_change=_nothing,
+            limits=limits_of(config),
+            output=Output.KEPT,
+        )
+        measured, trace = await _run(supervisor, prompt)
+    still_running = [name for name, child in supervisor.children.items() if child.is_running]
+    if still_running:
+        raise DemoFailed(f"still running: {', '.join(still_running)}")
+    print(
+        f"OK: {len(supervisor.children)} processes, {len(measured.answer.first.token_ids)} tokens,"
+        f" {len(trace['spans'])} spans of one trace;"
+        f" everything stopped after {time.monotonic() - started_at:.1f} s"
     )
+
+
+async def _run(supervisor: Supervisor, prompt: str) -> tuple[Measured, Trace]:
+    """Start everything, ask once, and stop everything."""
     try:
         await supervisor.start()
         print(f"\n> {prompt}\n", flush=True)
@@ -87,14 +102,7 @@ async def _demo(prompt: str, environment: Mapping[str, str]) -> None:
         _check(measured.answer, trace, supervisor)
     finally:
         await supervisor.stop()
-    still_running = [name for name, child in supervisor.children.items() if child.is_running]
-    if still_running:
-        raise DemoFailed(f"still running: {', '.join(still_running)}")
-    print(
-        f"OK: {len(supervisor.children)} processes, {len(measured.answer.first.token_ids)} tokens,"
-        f" {len(trace['spans'])} spans of one trace;"
-        f" everything stopped after {time.monotonic() - started_at:.1f} s"
-    )
+    return measured, trace
 
 
 def _end_on_signals() -> None:

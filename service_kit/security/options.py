@@ -5,7 +5,6 @@ Needs no gRPC, as configurations do not; `service_kit.security.setup` makes of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from service_kit.addresses import is_loopback
@@ -35,14 +34,21 @@ class SecurityOptions:
     peer_api_key_file: str | None = option(
         None, help="file with the API key to send to the services that this one connects to"
     )
+    uds: str | None = option(
+        None, help="unix socket to listen on, for this user alone, instead of --host and --port"
+    )
+    admin_uds: str | None = option(None, help="unix socket of the admin listener, instead of --admin-port")
+    admin_http_uds: str | None = option(
+        None, help="unix socket of the admin HTTP listener, instead of its host and port"
+    )
     insecure: bool = option(
         False, help="listen at an address that other machines reach although no credentials are needed"
     )
 
-    def check_security(self, hosts: Iterable[str], *, has_key: bool = False) -> None:
+    def check_security(self, host: str, admin_http_host: str, *, has_key: bool = False) -> None:
         """Raise ConfigError for options that do not go together, or listeners that would be open to all.
 
-        hosts: where the process listens.  has_key: whether there is a key besides those of the file.
+        has_key: whether there is a key besides those of the file.
         """
         for first, second in (("ssl_certfile", "ssl_keyfile"), ("peer_certfile", "peer_keyfile")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
@@ -51,9 +57,12 @@ class SecurityOptions:
             raise ConfigError("ssl_ca_certs needs ssl_certfile: callers show certificates with TLS alone")
         if self.insecure or self.api_keys is not None or self.ssl_ca_certs is not None or has_key:
             return
-        for host in hosts:
-            if not is_loopback(host):
+        for name, given, uds in (
+            ("host", host, self.uds),
+            ("admin_http_host", admin_http_host, self.admin_http_uds),
+        ):
+            if uds is None and not is_loopback(given):
                 raise ConfigError(
-                    f"host {host} can be reached from other machines, and no credentials are needed: give "
+                    f"{name} {given} can be reached from other machines, and no credentials are needed: give "
                     "api_keys or ssl_ca_certs, or accept that anyone may call it with --insecure"
                 )

@@ -99,6 +99,8 @@ class OpenAIRoutes:
             middleware=[Middleware(Authorization, authenticator=authenticator)],
             exception_handlers={HTTPException: unknown_route},
         )
+        # A client would repeat a POST as a GET.
+        self.app.router.redirect_slashes = False
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)

@@ -278,15 +278,17 @@ def test_the_flags_of_a_worker_differ_from_those_of_its_parent():
     configs = [
         load_config(
             FrontendConfig,
-            worker_command(parent, argv, index, 5555, admin_port)[5:],
+            worker_command(parent, argv, index, 5555, http_port, admin_port)[5:],
             service="frontend",
             env={"TRIPTYCH_FRONTEND_WORKERS": "3"},
         ).config
-        for index, admin_port in ((0, None), (2, None), (1, 4444))
+        for index, http_port, admin_port in ((0, None, None), (2, 8000, None), (1, 8001, 4444))
     ]
     assert [(one.workers, one.port, one.share_port, one.engine) for one in configs] == [
         (1, 5555, True, ("a:1",))
     ] * 3
     assert [one.admin_port for one in configs] == [7000, 7002, 4444]
     assert [one.index for one in configs] == [6, 8, 7]
-    assert {(one.admin_http_host, one.admin_http_port) for one in configs} == {("127.0.0.1", 0)}
+    assert [one.http_port for one in configs] == [None, 8000, 8001]
+    # Of their own, so that their parent needs no credentials to read them.
+    assert len({one.admin_http_uds for one in configs} - {None}) == 3

@@ -26,6 +26,7 @@ async def serve(options: argparse.Namespace) -> int:
     address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     record = {"service": options.name, "index": options.index, "pid": os.getpid(), "address": address}
+    record["admin_address"] = address
     record["admin_http"] = f"127.0.0.1:{options.admin_http_port}"
     # First, as those that are started when this one has announced itself write there, too.
     if options.log is not None:

@@ -136,5 +136,7 @@ def test_the_value_of_every_option_is_shown() -> None:
         f"TRIPTYCH_{service}_{flag.removeprefix('--')}".upper().replace("-", "_"): "value"
         for service in SERVICES
         for flag in flag_names(config_of(service))
+        # Where a key is; what has such a name is never shown.
+        if "key" not in flag
     }
     assert masked(environment) == dict(sorted(environment.items()))

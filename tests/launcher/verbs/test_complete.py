@@ -209,9 +209,9 @@ async def test_a_deadline_that_passes_is_reported_with_its_flag() -> None:
 
 
 async def test_an_address_that_is_none_is_refused_by_its_flag() -> None:
-    outcome = await triptych("complete", "--url", "https://host:1", "hi")
+    outcome = await triptych("complete", "--url", "ftp://host:1", "hi")
     assert outcome.exit_code == 1
-    assert outcome.err.startswith("INVALID_ARGUMENT: --url: 'https://host:1' is not an address")
+    assert outcome.err.startswith("INVALID_ARGUMENT: --url: 'ftp://host:1' is not an address")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,295 @@
+"""Who may call what: every role at every RPC and route of real services; credentials that are not valid."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from launcher.services import embedded_model
+from service_kit.channel import ChannelCredentials, open_channel
+from service_kit.errors import ServiceError, from_rpc_error
+from tests.system.stack import Stack, Trio, address_of, listeners_of
+from tests.system.test_every_rpc import METHODS
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+
+# They share the services.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROLES = ("client", "frontend", "engine", "coordinator", "admin")
+NOT_ALLOWED = "ROLE_NOT_ALLOWED"
+LIMIT_S = 60.0
+# Those that connect to others.
+NAMES = ("engine", "frontend")
+FIRST, SECOND = "session-1-0123456789", "session-2-0123456789"
+# By package or method: who may call it. What is not here, nobody may.
+ALLOWED = {
+    "triptych.api.v1.": {"client", "admin"},
+    "triptych.engine.v1.EngineCoreService.Connect": {"frontend"},
+    "triptych.engine.v1.EngineCoreService.GetArtifacts": {"frontend"},
+    "triptych.engine.v1.EngineCoreService.UploadBlob": {"frontend"},
+    "triptych.engine.v1.EngineCoreService.": {"frontend", "admin"},
+    "triptych.engine.v1.KvTransferService.": {"engine"},
+    "triptych.coordinator.v1.CoordinatorService.EngineSession": {"engine"},
+    "triptych.coordinator.v1.CoordinatorService.FrontendSession": {"frontend"},
+    "triptych.coordinator.v1.CoordinatorService.GetTopology": {"frontend", "admin"},
+    "triptych.coordinator.v1.ScalingService.": {"admin"},
+    "triptych.admin.v1.AdminService.WatchScheduler": {"frontend", "admin"},
+    "triptych.admin.v1.AdminService.": {"admin"},
+}
+ROUTES = (
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/triptych-tiny"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/responses"),
+    ("POST", "/score"),
+    ("POST", "/rerank"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/version"),
+    ("GET", "/docs"),
+    ("GET", "/metrics"),
+    ("POST", "/invocations"),
+    ("GET", "/v1/../v1/models"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+)
+OPEN_ROUTES = (("GET", "/health"), ("GET", "/ready"))
+
+
+def key_of(name: str) -> str:
+    return f"triptych-key-of-{name}-0123456789"
+
+
+def entry(name: str, role: str, **more: str) -> str:
+    rest = "".join(f", {field}: {value}" for field, value in more.items())
+    return f"- {{name: {name}, key: {key_of(name)}, role: {role}{rest}}}\n"
+
+
+class Guarded(NamedTuple):
+    """Three services that need keys, and the file of these."""
+
+    trio: Trio
+    keys: Path
+
+    def address(self, of: str) -> str:
+        """Of a listener of the frontend or the engine."""
+        child = self.trio.engine if of.startswith("engine") else self.trio.frontend
+        assert child.announcement is not None
+        return str(getattr(child.announcement, of.partition(".")[2]))
+
+
+def entries(*without: str) -> str:
+    """The file of credentials."""
+    listed = {
+        **{role: entry(role, role) for role in ROLES},
+        "old": entry("old", "client", expires="2020-01-01"),
+        "gone": entry("gone", "client"),
+        "owner": entry("owner", "frontend"),
+        "owner again": "- {name: owner, role: frontend, key: owner-renewed-0123456789}\n",
+        "thief": entry("thief", "frontend"),
+    }
+    return "".join(text for name, text in listed.items() if name not in without)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+    folder = tmp_path_factory.mktemp("keys")
+    keys = folder / "keys.yaml"
+    keys.write_text(entries())
+    for name in NAMES:
+        (folder / f"{name}.key").write_text(key_of(name))
+    flags = (f"--api-keys={keys}", "--port=0")
+    async with Stack() as stack:
+        coordinator = await stack.start("coordinator", *flags)
+        known = f"--coordinator={address_of(coordinator)}"
+        engine_key, frontend_key = (f"--peer-api-key-file={folder / name}.key" for name in NAMES)
+        model = (str(embedded_model()), "--num-threads=1")
+        engine = await stack.start("engine", *model, *flags, known, engine_key)
+        frontend = await stack.start("frontend", *flags, "--http-port=0", known, frontend_key)
+        await stack.ready("frontend", frontend)
+        yield Guarded(Trio(coordinator, engine, frontend), keys)
+
+
+def may_call(role: str, method: str) -> bool:
+    found = [roles for name, roles in sorted(ALLOWED.items(), reverse=True) if method.startswith(name)]
+    # Of several the longest, which is the method itself.
+    best = max((name for name in ALLOWED if method.startswith(name)), key=len, default="")
+    return bool(found) and role in ALLOWED[best]
+
+
+async def ask(channel: grpc.aio.Channel, method: Any) -> ServiceError | None:
+    """The error of a call with one empty message, up to its first answer; None for none."""
+    kinds: dict[tuple[bool, bool], Any] = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    call = kinds[method.client_streaming, method.server_streaming](path, None, None)
+    answer = call(iter([b""]) if method.client_streaming else b"", timeout=LIMIT_S)
+    try:
+        if method.server_streaming:
+            await answer.read()
+            answer.cancel()
+        else:
+            await answer
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    return None
+
+
+async def test_every_role_at_every_rpc_of_every_listener(guarded: Guarded) -> None:
+    num_cells = 0
+    # A drain ends a service, which may be tried by those alone who may not.
+    drain = "triptych.admin.v1.AdminService.Drain"
+    for child in (guarded.trio.frontend, guarded.trio.engine, guarded.trio.coordinator):
+        for address in listeners_of(child):
+            for role in ROLES:
+                credentials = ChannelCredentials(api_key=key_of(role))
+                async with open_channel(address, credentials=credentials) as channel:
+                    for method in METHODS:
+                        if (role, method.full_name) == ("admin", drain):
+                            continue
+                        error = await ask(channel, method)
+                        is_refused = error is not None and error.reason == NOT_ALLOWED
+                        what = f"{method.full_name} by {role} at {child.name} {address}: {error}"
+                        assert is_refused != may_call(role, method.full_name), what
+                        num_cells += 1
+            for key in ("", "triptych-a-key-that-is-not-known"):
+                async with open_channel(address, credentials=ChannelCredentials(api_key=key)) as channel:
+                    for method in METHODS:
+                        error = await ask(channel, method)
+                        assert error is not None
+                        assert error.code is grpc.StatusCode.UNAUTHENTICATED, method.full_name
+                        num_cells += 1
+    assert num_cells > 2000
+
+
+async def http_answer(address: str, method: str, path: str, key: str) -> tuple[int, bytes]:
+    """The status and the body of an answer to an empty object."""
+
+    def answer() -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        try:
+            connection.request(method, path, body=b"{}", headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(answer)
+
+
+def http_cells() -> Iterator[tuple[str, str, str, set[int]]]:
+    """Method, path, key and the statuses that may come."""
+    for method, path in ROUTES:
+        for role in ROLES:
+            served = {200, 400, 404, 405} if role in ("client", "admin") else {403}
+            yield method, path, key_of(role), served
+        for key in ("", "wrong-key-0123456789"):
+            yield method, path, key, {401}
+    for method, path in OPEN_ROUTES:
+        for key in ("", "wrong-key-0123456789", *map(key_of, ROLES)):
+            yield method, path, key, {200}
+
+
+async def test_every_role_at_every_route(guarded: Guarded) -> None:
+    for method, path, key, statuses in http_cells():
+        status, body = await http_answer(guarded.address("frontend.http"), method, path, key)
+        assert status in statuses, (method, path, key, body)
+        if status in (401, 403):
+            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_credentials_that_expired_or_were_removed_are_refused(guarded: Guarded) -> None:
+    address, http_address = guarded.address("frontend.address"), guarded.address("frontend.http")
+
+    async def code_of(name: str) -> str:
+        status, body = await http_answer(http_address, "GET", "/v1/models", key_of(name))
+        return "" if status == 200 else str(json.loads(body)["error"]["code"])
+
+    assert [await code_of(name) for name in ("old", "gone", "client")] == ["expired_credentials", "", ""]
+    guarded.keys.write_text(entries("gone"))
+    async with asyncio.timeout(LIMIT_S):
+        # Another process has no event to wait for.
+        while await code_of("gone") != "unknown_key":  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert await code_of("client") == ""
+    method = next(one for one in METHODS if one.full_name.endswith("ModelService.ListModels"))
+    for name, reason in (("gone", "UNKNOWN_KEY"), ("client", None)):
+        credentials = ChannelCredentials(api_key=key_of(name))
+        async with open_channel(address, credentials=credentials) as channel:
+            error = await ask(channel, method)
+            assert (error.reason if error else None) == reason
+
+
+def hello(frontend_id: str, session_id: str, epoch: int) -> engine_pb2.ConnectRequest:
+    return engine_pb2.ConnectRequest(
+        hello=session_pb2.Hello(
+            frontend_id=frontend_id,
+            session_id=session_id,
+            frontend_epoch=epoch,
+            schema_revision=1_000_000,
+            features=["resume"],
+            role=session_pb2.PEER_ROLE_FRONTEND,
+        )
+    )
+
+
+async def test_the_session_of_a_frontend_cannot_be_taken_over(guarded: Guarded) -> None:
+    address = guarded.address("engine.address")
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect(key: str, message: engine_pb2.ConnectRequest) -> Any:
+            channel = open_channel(address, credentials=ChannelCredentials(api_key=key))
+            await stack.enter_async_context(channel)
+            call: Any = engine_pb2_grpc.EngineCoreServiceStub(channel).Connect()
+            await call.write(message)
+            return call
+
+        owner = await connect(key_of("owner"), hello("f-1", FIRST, 1))
+        assert (await owner.read()).HasField("hello_ack")
+        for session_id, epoch in (
+            (FIRST, 1),
+            (SECOND, 1),
+            (FIRST, 2),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (await connect(key_of("thief"), hello("f-1", session_id, epoch))).read()
+            assert from_rpc_error(caught.value).reason == "NOT_THE_OWNER"
+        # Its own heartbeats go on.
+        assert (await asyncio.wait_for(owner.read(), LIMIT_S)).WhichOneof("message")
+        # The same identity with a renewed key goes on where it was.
+        again = await connect("owner-renewed-0123456789", hello("f-1", SECOND, 2))
+        assert (await again.read()).HasField("hello_ack")
+        other = await connect(key_of("thief"), hello("f-2", FIRST, 1))
+        assert (await other.read()).HasField("hello_ack")
+
+
+async def test_an_admin_call_is_audited_and_no_key_is_logged(guarded: Guarded) -> None:
+    address = guarded.address("engine.admin_address")
+    method = next(one for one in METHODS if one.full_name.endswith("AdminService.GetStatus"))
+    for role in ("admin", "client"):
+        credentials = ChannelCredentials(api_key=key_of(role))
+        async with open_channel(address, credentials=credentials) as channel:
+            await ask(channel, method)
+    lines = list(guarded.trio.engine.last_lines)
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    audited = [one for one in records if one["logger"] == "triptych.audit"]
+    shown = [(one.get("identity"), one["method"], one["code"]) for one in audited]
+    path = "/triptych.admin.v1.AdminService/GetStatus"
+    assert shown[-2:] == [("admin", path, "OK"), ("client", path, "PERMISSION_DENIED")]
+    assert [line for line in lines if "key-of" in line] == []
