@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 # Those that connect to others.
 NAMES = ("engine", "frontend")
 FIRST, SECOND = "session-1-0123456789", "session-2-0123456789"
-# By package or method: who may call it. What is not here, nobody may.
+# By package or method: who may call it. What is not here is refused to all.
 ALLOWED = {
     "triptych.api.v1.": {"client", "admin"},
     "triptych.engine.v1.EngineCoreService.Connect": {"frontend"},
