@@ -307,6 +307,7 @@ class Frontend:
             api.chat,
             api.model,
             api.tokenizer,
+            api.embedding,
             is_ready=lambda: self.directory.is_ready,
             authenticator=self._security.authenticator,
         )

@@ -60,6 +60,9 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: EmbedContext | None = None
     ) -> embedding_pb2.EmbedResponse:
+        return await self.embed(request, caller_of(context))
+
+    async def embed(self, request: embedding_pb2.EmbedRequest, caller: Caller) -> embedding_pb2.EmbedResponse:
         """One embedding for each input, or one for each of its tokens."""
         params = sampling_pb2.PoolingParams()
         params.CopyFrom(request.pooling)
@@ -70,7 +73,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         model = self._checked_model(request.model, {"inputs": request.inputs}, request.request_id, violations)
         refuse_unserved_pooling(params)
         refuse_unsupported(model, [params.task])
-        pooled = await self._run(model, params, request.inputs, request.request_id, caller_of(context))
+        pooled = await self._run(model, params, request.inputs, request.request_id, caller)
         for result in pooled.results:
             if params.HasField("dimensions") and result.tensor.shape[-1] != params.dimensions:
                 given = result.tensor.shape[-1]
@@ -104,6 +107,9 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     async def Score(
         self, request: embedding_pb2.ScoreRequest, context: ScoreContext | None = None
     ) -> embedding_pb2.ScoreResponse:
+        return await self.score(request, caller_of(context))
+
+    async def score(self, request: embedding_pb2.ScoreRequest, caller: Caller) -> embedding_pb2.ScoreResponse:
         """The relevance of each document to the query of the same index, or to the only query."""
         violations = Violations()
         inputs = {"queries": request.queries, "documents": request.documents}
@@ -111,18 +117,23 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         rule = f"must be 1 or as many as documents, {num_documents}"
         violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
         model = self._checked_model(request.model, inputs, request.request_id, violations)
-        scores, pooled = await self._score(model, inputs, request.request_id, caller_of(context))
+        scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
         return embedding_pb2.ScoreResponse(scores=scores, usage=_usage(pooled), request_id=pooled.request_id)
 
     async def Rerank(
         self, request: embedding_pb2.RerankRequest, context: RerankContext
+    ) -> embedding_pb2.RerankResponse:
+        return await self.rerank(request, caller_of(context))
+
+    async def rerank(
+        self, request: embedding_pb2.RerankRequest, caller: Caller
     ) -> embedding_pb2.RerankResponse:
         """The most relevant documents, best first; documents of equal score stay in order."""
         violations = Violations()
         inputs = {"query": [request.query], "documents": request.documents}
         violations.need(request.top_n >= 0, "top_n", request.top_n, "must be 0 (all) or more")
         model = self._checked_model(request.model, inputs, request.request_id, violations)
-        scores, pooled = await self._score(model, inputs, request.request_id, caller_of(context))
+        scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
         return embedding_pb2.RerankResponse(
             results=[
@@ -161,7 +172,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
             check_result(result.tensor, 2 if is_per_token(params.task) else 1)
         return pooled
 
-    async def _score(
+    async def _scores_of(
         self, model: ServedModel, inputs: Mapping[str, Inputs], request_id: str, caller: Caller
     ) -> tuple[list[float], PooledPrompts]:
         """A score for each document. `inputs`: queries (one, or as many as documents), then documents."""

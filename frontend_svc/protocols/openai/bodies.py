@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +32,9 @@ _MAX_DEPTH_MESSAGE = "the body is nested too deeply"
 
 class Base(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """An unknown field is an error that names it."""
+
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
 
 
 class StreamOptions(Base):
@@ -216,17 +220,22 @@ def read_body(content: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
     for name, value in found.items():
         if value is None:
             continue
-        if name in REFUSED and value is not False:
-            raise Unimplemented(f"{name} is not served: {REFUSED[name]}", metadata={"field": name})
-        if name in IGNORED:
+        if name in kind.refused and value is not False:
+            raise Unimplemented(f"{name} is not served: {kind.refused[name]}", metadata={"field": name})
+        if name in kind.ignored:
             ignored.append(name)
-        elif name not in REFUSED:
+        elif name not in kind.refused:
             given[name] = value
+    return read_part(given, kind), sorted(ignored)
+
+
+def read_part(given: Mapping[str, Any], kind: type[BodyT], at: str = "") -> BodyT:
+    """An object of a body; `at` is its field there. Raises InvalidArgument with the field's name."""
     try:
-        return msgspec.convert(given, kind), sorted(ignored)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
-        field = path.rstrip("`")
+        field = ".".join(filter(None, (at, path.rstrip("`"))))
         if message.startswith("Object contains unknown field"):
             name = message.partition("`")[2].rstrip("`")
             field = f"{field}.{name}" if field else name

@@ -45,12 +45,12 @@ def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest
     sampling = _sampling(body)
     if body.max_tokens is None:
         sampling.max_tokens = _DEFAULT_COMPLETION_TOKENS
-    _set(sampling, "logprobs", body.logprobs)
+    set_field(sampling, "logprobs", body.logprobs)
     requests = []
     for field, prompt in _prompts(body.prompt):
         request = generate_pb2.GenerateRequest(sampling=sampling)
         _fill_request(request, body)
-        _set(request, "add_special_tokens", body.add_special_tokens)
+        set_field(request, "add_special_tokens", body.add_special_tokens)
         if isinstance(prompt, str):
             request.prompt = prompt
         else:
@@ -76,18 +76,18 @@ def chat_request(body: ChatBody) -> chat_message_pb2.ChatRequest:
         tools=[tool_of(tool) for tool in body.tools or ()],
     )
     _fill_request(request, body)
-    _set(request.sampling, "max_tokens", body.max_completion_tokens, "max_completion_tokens")
+    set_field(request.sampling, "max_tokens", body.max_completion_tokens, "max_completion_tokens")
     if body.logprobs:
-        _set(request.sampling, "logprobs", body.top_logprobs or 0, "top_logprobs")
+        set_field(request.sampling, "logprobs", body.top_logprobs or 0, "top_logprobs")
     if isinstance(body.tool_choice, NamedTool):
         request.tool_choice.name = body.tool_choice.function.name
     elif body.tool_choice is not None:
         request.tool_choice.mode = _MODES[body.tool_choice]
-    _set(request, "parallel_tool_calls", body.parallel_tool_calls)
+    set_field(request, "parallel_tool_calls", body.parallel_tool_calls)
     options = request.template_options
-    _set(options, "chat_template", body.chat_template)
-    _set(options, "add_generation_prompt", body.add_generation_prompt)
-    _set(options, "continue_final_message", body.continue_final_message)
+    set_field(options, "chat_template", body.chat_template)
+    set_field(options, "add_generation_prompt", body.add_generation_prompt)
+    set_field(options, "continue_final_message", body.continue_final_message)
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
@@ -132,21 +132,23 @@ def _call_of(call: CalledTool, index: int) -> chat_message_pb2.ToolCall:
 def _sampling(body: SamplingBody) -> sampling_pb2.SamplingParams:
     sampling = sampling_pb2.SamplingParams()
     for name in (*_SAME_NAME, "max_tokens"):
-        _set(sampling, name, getattr(body, name))
-    _set(sampling, "include_stop_in_output", body.include_stop_str_in_output, "include_stop_str_in_output")
+        set_field(sampling, name, getattr(body, name))
+    set_field(
+        sampling, "include_stop_in_output", body.include_stop_str_in_output, "include_stop_str_in_output"
+    )
     if body.seed is not None:
         if not -(1 << 63) <= body.seed <= _SEED_MASK:
             raise InvalidArgument(f"seed is {body.seed}, must have 64 bits", field="seed")
         sampling.seed = body.seed & _SEED_MASK
     if body.stop is not None:
-        _set(sampling, "stop", [body.stop] if isinstance(body.stop, str) else body.stop)
+        set_field(sampling, "stop", [body.stop] if isinstance(body.stop, str) else body.stop)
     for token, bias in (body.logit_bias or {}).items():
         field = f"logit_bias.{token}"
         if not token.isdecimal():
             raise InvalidArgument(f"{field} is no token id", field=field)
         entry = sampling.logit_bias.add()
-        _set(entry, "token_id", int(token), field)
-        _set(entry, "bias", bias, field)
+        set_field(entry, "token_id", int(token), field)
+        set_field(entry, "bias", bias, field)
     _fill_structured(sampling, body)
     return sampling
 
@@ -205,7 +207,7 @@ def _fill_request(
     request: generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest, body: SamplingBody
 ) -> None:
     for name in _OF_REQUEST:
-        _set(request, name, getattr(body, name))
+        set_field(request, name, getattr(body, name))
     request.return_prompt_token_ids = bool(body.return_token_ids)
 
 
@@ -223,7 +225,7 @@ def _prompts(given: str | list[Any]) -> list[tuple[str, str | list[int]]]:
     return [(f"prompt[{index}]", each) for index, each in enumerate(given)]
 
 
-def _set(message: Any, name: str, value: Any, field: str = "") -> None:
+def set_field(message: Any, name: str, value: Any, field: str = "") -> None:
     """Set a field of a protobuf message if there is a value; `field` is its name in the body."""
     if value is None:
         return

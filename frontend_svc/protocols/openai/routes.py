@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend_svc.api.chat import ChatServicer
+from frontend_svc.api.embedding import EmbeddingServicer
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
 from frontend_svc.api.tokenizer import TokenizerServicer
@@ -50,6 +51,7 @@ from frontend_svc.protocols.openai.call import (
     unknown_route,
     unless_disconnected,
 )
+from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from service_kit.errors import (
     InvalidArgument,
@@ -71,6 +73,7 @@ class OpenAIRoutes:
         chat: ChatServicer,
         model: ModelServicer,
         tokenizer: TokenizerServicer,
+        embedding: EmbeddingServicer,
         *,
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
@@ -90,6 +93,7 @@ class OpenAIRoutes:
             "/v1/chat/completions": self._chat_completions,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            **EmbeddingRoutes(embedding, model).posts,
         }
         routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
         routes += [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
