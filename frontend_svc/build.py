@@ -308,6 +308,7 @@ class Frontend:
             api.model,
             api.tokenizer,
             api.embedding,
+            api.request,
             is_ready=lambda: self.directory.is_ready,
             authenticator=self._security.authenticator,
         )

@@ -32,7 +32,7 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
         self._requests = requests
 
     async def Abort(
-        self, request: request_pb2.AbortRequest, context: AbortContext
+        self, request: request_pb2.AbortRequest, context: AbortContext | None = None
     ) -> request_pb2.AbortResponse:
         """End every request of the id; their streams end with finish reason ABORT and status OK."""
         phase = self._requests.abort(_id_of(request.request_id), tenant=current_identity().tenant)

@@ -19,6 +19,7 @@ from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.embedding import EmbeddingServicer
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
+from frontend_svc.api.request import RequestServicer
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.protocols.openai.answers import (
     Answer,
@@ -53,6 +54,8 @@ from frontend_svc.protocols.openai.call import (
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
+from frontend_svc.protocols.openai.response_store import ResponseStore
+from frontend_svc.protocols.openai.responses import ResponseRoutes
 from service_kit.errors import (
     InvalidArgument,
 )
@@ -74,6 +77,7 @@ class OpenAIRoutes:
         model: ModelServicer,
         tokenizer: TokenizerServicer,
         embedding: EmbeddingServicer,
+        requests: RequestServicer,
         *,
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
@@ -81,12 +85,14 @@ class OpenAIRoutes:
         self._inference, self._chat, self._model, self._tokenizer = inference, chat, model, tokenizer
         self._is_ready = is_ready
         self._created = int(time.time())
+        responses = ResponseRoutes(chat, requests, ResponseStore())
         gets: dict[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
+            **responses.gets,
         }
         posts: dict[str, Handler] = {
             "/v1/completions": self._completions,
@@ -94,9 +100,13 @@ class OpenAIRoutes:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             **EmbeddingRoutes(embedding, model).posts,
+            **responses.posts,
         }
         routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
         routes += [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+        routes += [
+            Route(path, guarded(handler), methods=["DELETE"]) for path, handler in responses.deletes.items()
+        ]
         # A path or a method that there is not.
         self.app = Starlette(
             routes=routes,

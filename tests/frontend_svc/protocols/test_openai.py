@@ -71,9 +71,9 @@ class HTTPClient:
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine | None = None) -> AsyncIterator[HTTPClient]:
+async def served(engine: FakeEngine | None = None, **options: object) -> AsyncIterator[HTTPClient]:
     chosen = engine or FakeEngine(answer(TEXT), chat_template=TEMPLATE)
-    async with serving(chosen, http_port=0) as (_, frontend):
+    async with serving(chosen, http_port=0, **options) as (_, frontend):
         assert frontend.http is not None
         address = await frontend.http.start()
         try:

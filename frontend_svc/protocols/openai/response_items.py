@@ -1,0 +1,159 @@
+"""The items of OpenAI's Responses API, and the messages of a chat that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from frontend_svc.protocols.openai.bodies import (
+    Base,
+    CalledFunction,
+    CalledTool,
+    Message,
+    TextPart,
+    read_part,
+)
+from service_kit.errors import InvalidArgument, Unimplemented
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextContent(Base):
+    """A part with text; `parsed` is added by clients that read it as JSON, and send it back."""
+
+    type: Literal["input_text", "output_text", "refusal", "summary_text", "reasoning_text"]
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+class MessageItem(Base, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextContent]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class ReasoningItem(Base, kw_only=True):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[TextContent] | None = None
+    content: list[TextContent] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+class CallItem(Base, kw_only=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    parsed_arguments: Any = None
+
+
+class CallOutputItem(Base, kw_only=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[TextContent]
+    id: str | None = None
+    status: Status | None = None
+
+
+_KINDS: dict[str, type[MessageItem] | type[ReasoningItem] | type[CallItem] | type[CallOutputItem]] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ItemMessage:
+    """A message, and the field of the body with its first item."""
+
+    message: Message
+    field: str
+
+
+def messages_of(given: str | Sequence[dict[str, Any]], field: str = "input") -> list[ItemMessage]:
+    """The messages of an input, or of an output that becomes one.
+
+    Reasoning, text and calls that follow each other are one message of the assistant. A call that was not
+    completed is left out: its arguments cannot be read.
+    """
+    if isinstance(given, str):
+        return [ItemMessage(Message("user", given), field)]
+    found: list[ItemMessage] = []
+    for index, raw in enumerate(given):
+        at = f"{field}[{index}]"
+        item = _item(raw, at)
+        if isinstance(item, CallOutputItem):
+            content = _text_parts(item.output, f"{at}.output")
+            found.append(ItemMessage(Message("tool", content, tool_call_id=item.call_id), at))
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            found.append(ItemMessage(Message(item.role, _text_parts(item.content, f"{at}.content")), at))
+        else:
+            _add_to_assistant(found, item, at)
+    return found
+
+
+def _add_to_assistant(
+    found: list[ItemMessage], item: MessageItem | ReasoningItem | CallItem, at: str
+) -> None:
+    last = found[-1].message if found and found[-1].message.role == "assistant" else None
+    if isinstance(item, CallItem):
+        if item.status == "incomplete":
+            return
+        last = last or _new_assistant(found, at)
+        called = CalledTool(CalledFunction(item.name, item.arguments), item.call_id)
+        last.tool_calls = [*(last.tool_calls or ()), called]
+    elif isinstance(item, ReasoningItem):
+        parts = _text_parts(item.content or item.summary or (), f"{at}.content")
+        # Reasoning comes before what it leads to.
+        if last is None or last.content is not None or last.tool_calls:
+            last = _new_assistant(found, at)
+        last.reasoning_content = (last.reasoning_content or "") + "".join(part.text for part in parts)
+    else:
+        if last is None or last.content is not None or last.tool_calls:
+            last = _new_assistant(found, at)
+        last.content = _text_parts(item.content, f"{at}.content")
+
+
+def _new_assistant(found: list[ItemMessage], at: str) -> Message:
+    found.append(ItemMessage(Message("assistant"), at))
+    return found[-1].message
+
+
+def _item(raw: dict[str, Any], at: str) -> MessageItem | ReasoningItem | CallItem | CallOutputItem:
+    kind = raw.get("type", "message")
+    if not isinstance(kind, str):
+        raise InvalidArgument(f"{at}.type is no text", field=f"{at}.type")
+    if kind not in _KINDS:
+        served = ", ".join(_KINDS)
+        raise Unimplemented(
+            f"{at}.type is {kind!r:.60}, which is not served; served are {served}",
+            metadata={"field": f"{at}.type"},
+        )
+    # Clients send back items of an answer with every field that these can have.
+    return read_part({name: value for name, value in raw.items() if value is not None}, _KINDS[kind], at)
+
+
+def _text_parts(content: str | Sequence[TextContent], at: str) -> list[TextPart]:
+    if isinstance(content, str):
+        return [TextPart("text", content)]
+    parts = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            name = "refusal" if part.type == "refusal" else "text"
+            field = f"{at}[{index}].{name}"
+            raise InvalidArgument(f"{field} is missing", field=field)
+        parts.append(TextPart("text", text))
+    return parts

@@ -1,0 +1,114 @@
+"""Responses that can be read and continued later, in the memory of this process, up to a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from frontend_svc.protocols.openai.bodies import Message
+from service_kit.errors import NotFound
+
+MAX_RESPONSES = 10_000
+MAX_BYTES = 256 * 1024 * 1024
+_encode = msgspec.json.Encoder().encode
+
+
+class StoredResponse:
+    """A response as JSON, and the messages of its turn; those before it are in what it continues.
+
+    One that was removed is kept as long as a later one continues it, without its body.
+    """
+
+    def __init__(
+        self, body: dict[str, Any], messages: Sequence[Message], previous: StoredResponse | None
+    ) -> None:
+        self.body: bytes = _encode(body)
+        self.previous = previous
+        self.num_message_bytes = len(_encode(messages))
+        before = 0 if previous is None else previous.num_conversation_bytes
+        self.num_conversation_bytes: int = before + self.num_message_bytes
+        self.num_continuations = 0
+        self.is_listed = False
+        self._messages = messages
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the bytes of its messages are among those of the store."""
+        return self.is_listed or self.num_continuations > 0
+
+    def conversation(self) -> list[Message]:
+        """The messages of all turns, oldest first."""
+        turns = []
+        turn: StoredResponse | None = self
+        while turn is not None:
+            turns.append(turn._messages)
+            turn = turn.previous
+        return [message for messages in reversed(turns) for message in messages]
+
+
+class ResponseStore:
+    """Responses by owner and id; beyond the limits the oldest are removed.
+
+    The limits are of all owners together.
+    """
+
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._listed: dict[tuple[str, str], StoredResponse] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    def get(self, owner: str, response_id: str, field: str = "response_id") -> StoredResponse:
+        """Raises NotFound for an id that is unknown, removed, another owner's or another process's."""
+        found = self._listed.get((owner, response_id))
+        if found is None:
+            raise NotFound(
+                f"{field} {response_id!r:.80} is not known here: a frontend keeps its last"
+                f" {self._max_responses} responses in {self._max_bytes} bytes, and not beyond its end",
+                resource_type="response",
+                resource_name=response_id,
+                reason=f"{field.removesuffix('_id')}_NOT_FOUND".upper(),
+                metadata={"field": field},
+            )
+        return found
+
+    def add(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        """Keep it, and remove the oldest until all fit.
+
+        One that does not fit alone, with the conversation before it, is not kept.
+        """
+        if len(response.body) + response.num_conversation_bytes > self._max_bytes:
+            return
+        self._listed[owner, response_id] = response
+        response.is_listed = True
+        self.num_bytes += len(response.body) + response.num_message_bytes
+        turn, is_counted = response.previous, False
+        while turn is not None and not is_counted:
+            # What was removed while it was being continued is counted again.
+            is_counted = turn.is_counted
+            self.num_bytes += 0 if is_counted else turn.num_message_bytes
+            turn.num_continuations += 1
+            turn = turn.previous
+        while self.num_bytes > self._max_bytes or len(self._listed) > self._max_responses:
+            self._remove(next(iter(self._listed)))
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Raises NotFound as `get` does. Later responses keep the turn in their conversation."""
+        self.get(owner, response_id)
+        self._remove((owner, response_id))
+
+    def _remove(self, key: tuple[str, str]) -> None:
+        removed = self._listed.pop(key)
+        removed.is_listed = False
+        self.num_bytes -= len(removed.body)
+        removed.body = b""
+        turn: StoredResponse | None = removed
+        while turn is not None and not turn.is_counted:
+            self.num_bytes -= turn.num_message_bytes
+            turn = turn.previous
+            if turn is not None:
+                turn.num_continuations -= 1

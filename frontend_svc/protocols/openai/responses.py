@@ -1,0 +1,423 @@
+"""OpenAI's Responses API: each response is a chat, whose conversation may be continued by its id."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend_svc.api.chat import ChatServicer
+from frontend_svc.api.request import RequestServicer
+from frontend_svc.protocols.openai.bodies import (
+    Base,
+    ChatBody,
+    Function,
+    JSONSchema,
+    Message,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    Tool,
+    read_part,
+)
+from frontend_svc.protocols.openai.call import (
+    Handler,
+    body_of,
+    caller_of,
+    json_response,
+    streamed,
+    unless_disconnected,
+)
+from frontend_svc.protocols.openai.errors import fields_named
+from frontend_svc.protocols.openai.requests import chat_request
+from frontend_svc.protocols.openai.response_events import (
+    LAST_EVENTS,
+    Event,
+    GrowingResponse,
+    ResponseStatus,
+)
+from frontend_svc.protocols.openai.response_items import messages_of
+from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
+from service_kit.errors import FailedPrecondition, NotFound, ServiceError, Unimplemented
+from triptych.api.v1 import chat_message_pb2, request_pb2
+
+# How long a call that cancels a response waits for its stream to end.
+_CANCEL_LIMIT_S = 2.0
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+_NOT_READ = frozenset({"reasoning.encrypted_content"})  # values of `include` without an effect
+_encode = msgspec.json.Encoder().encode
+
+# Fields that a chat has by the same name.
+_SAME_IN_CHAT = (
+    "model", "temperature", "top_p", "parallel_tool_calls", "seed", "stop", "presence_penalty",
+    "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
+    "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "priority", "cache_salt",
+    "return_token_ids", "max_draft_tokens", "chat_template", "chat_template_kwargs",
+)  # fmt: skip
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "sampling.max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+class TextFormat(Base):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Base):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Base):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class FunctionTool(Base, kw_only=True):
+    name: str
+    type: Literal["function"]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(Base):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseBody(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+            "safety_identifier", "service_tier", "user",
+        }
+    )  # fmt: skip
+    refused: ClassVar[Mapping[str, str]] = {
+        "background": "use stream",
+        "context_management": "conversations are not shortened",
+        "conversation": "use previous_response_id",
+        "moderation": "there is no moderation",
+        "prompt": "there are no stored prompts; use instructions and input",
+        "request_id": "a response has an id of its own",
+        "top_logprobs": "use chat completions",
+    }
+
+    input: str | list[dict[str, Any]]
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    include: list[str] | None = None
+    # vLLM's, as in chat completions.
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    max_draft_tokens: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A response that is being generated, and what is kept of it at its end."""
+
+    key: tuple[str, str]  # owner and id
+    response: GrowingResponse
+    messages: list[Message]  # of the input
+    previous: StoredResponse | None
+    is_stored: bool
+    ended: asyncio.Event
+
+
+class ResponseRoutes:
+    """Serves the Responses API over chats. What is stored is in the memory of this process."""
+
+    def __init__(self, chat: ChatServicer, requests: RequestServicer, store: ResponseStore) -> None:
+        self._chat, self._requests, self._store = chat, requests, store
+        self._streaming: dict[tuple[str, str], _Turn] = {}
+        one = "/v1/responses/{response_id}"
+        self.gets: dict[str, Handler] = {one: self._get}
+        self.posts: dict[str, Handler] = {"/v1/responses": self._create, f"{one}/cancel": self._cancel}
+        self.deletes: dict[str, Handler] = {one: self._delete}
+
+    async def _create(self, request: Request) -> Response:
+        body, ignored = await body_of(request, ResponseBody)
+        ignored += _refuse_values(body)
+        owner = _owner_of(request)
+        previous = self._previous(owner, body.previous_response_id)
+        added = messages_of(body.input)
+        first = [] if body.instructions is None else [Message("system", body.instructions)]
+        before = [] if previous is None else previous.conversation()
+        fields = ["instructions"] * len(first) + ["previous_response_id"] * len(before)
+        name_of = _names_of(fields + [each.field for each in added])
+        messages = [each.message for each in added]
+        response_id = f"resp_{secrets.token_hex(24)}"
+        with fields_named(name_of):
+            asked = chat_request(_chat_of(body, first + before + messages))
+            asked.request_id = response_id
+            with_ids = bool(body.return_token_ids)
+            response = GrowingResponse(response_id, _echo_of(body), with_ids=with_ids)
+            is_stored = body.store is not False
+            turn = _Turn((owner, response_id), response, messages, previous, is_stored, asyncio.Event())
+            if body.stream:
+                return await streamed(request, self._stream(turn, asked, request), ignored)
+            answer = await unless_disconnected(request, self._chat.whole(asked, caller_of(request)))
+        response.start(answer.started)
+        (output,) = answer.outputs
+        response.advance(
+            chat_message_pb2.ChatDelta(
+                content="".join(part.text for part in output.message.parts),
+                reasoning=output.message.reasoning,
+                tool_calls=output.message.tool_calls,
+                token_ids=output.token_ids,
+            )
+        )
+        response.finish(output.reason, output.error_message, answer.usage)
+        self._keep(turn)
+        return json_response(response.body(), ignored)
+
+    async def _stream(
+        self, turn: _Turn, asked: chat_message_pb2.ChatRequest, request: Request
+    ) -> AsyncGenerator[bytes, None]:
+        response = turn.response
+        self._streaming[turn.key] = turn
+        try:
+            async with contextlib.aclosing(self._chat.stream(asked, caller_of(request))) as responses:
+                async for event in _events_of(response, responses):
+                    if event["type"] in LAST_EVENTS:
+                        # Before the client knows of the end: its next call may continue it.
+                        del self._streaming[turn.key]
+                        self._keep(turn)
+                    yield b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n"
+        finally:
+            self._streaming.pop(turn.key, None)
+            turn.ended.set()
+
+    async def _get(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise Unimplemented(
+                "stream is not served here: create the response as a stream", metadata={"field": "stream"}
+            )
+        key = _key_of(request)
+        if (turn := self._streaming.get(key)) is not None:
+            return json_response(turn.response.body())
+        return _json(self._store.get(*key).body)
+
+    async def _cancel(self, request: Request) -> Response:
+        key = _key_of(request)
+        turn = self._streaming.get(key)
+        if turn is None:
+            # It has ended: there is nothing to cancel.
+            return _json(self._store.get(*key).body)
+        with contextlib.suppress(NotFound):
+            await self._requests.Abort(request_pb2.AbortRequest(request_id=turn.response.id))
+        with contextlib.suppress(TimeoutError):
+            # A client that does not read its stream may delay this.
+            await asyncio.wait_for(turn.ended.wait(), _CANCEL_LIMIT_S)
+        return json_response(turn.response.body())
+
+    async def _delete(self, request: Request) -> Response:
+        key = _key_of(request)
+        if key in self._streaming:
+            raise FailedPrecondition(f"response {key[1]!r} is in progress: cancel it first")
+        self._store.delete(*key)
+        return json_response({"id": key[1], "object": "response", "deleted": True})
+
+    def _previous(self, owner: str, response_id: str | None) -> StoredResponse | None:
+        if response_id is None:
+            return None
+        field = "previous_response_id"
+        if (owner, response_id) in self._streaming:
+            raise FailedPrecondition(
+                f"{field} {response_id!r} is in progress: it can be continued at its end",
+                metadata={"field": field},
+            )
+        return self._store.get(owner, response_id, field)
+
+    def _keep(self, turn: _Turn) -> None:
+        """Store a response that has ended with an answer, if the client wants that."""
+        response = turn.response
+        if not turn.is_stored or response.status is ResponseStatus.FAILED:
+            return
+        body = response.body()
+        answered = [each.message for each in messages_of(body["output"], "output")]
+        stored = StoredResponse(body, [*turn.messages, *answered], turn.previous)
+        self._store.add(*turn.key, stored)
+
+
+async def _events_of(
+    response: GrowingResponse, responses: AsyncGenerator[chat_message_pb2.ChatResponse, None]
+) -> AsyncGenerator[Event, None]:
+    """The events of a response; an error after the first one is the last one."""
+    has_started = False
+    try:
+        async for each in responses:
+            kind = each.WhichOneof("event")
+            if kind == "started":
+                events = response.start(each.started)
+                has_started = True
+            elif kind == "delta":
+                events = response.advance(each.delta)
+            else:
+                finished = each.finished
+                events = response.finish(finished.reason, finished.error_message, finished.usage)
+            for event in events:
+                yield event
+    except ServiceError as error:
+        if not has_started:
+            raise
+        for event in response.fail(error):
+            yield event
+
+
+def _owner_of(request: Request) -> str:
+    """Who may read and continue what the caller stores; all callers are one."""
+    return ""
+
+
+def _key_of(request: Request) -> tuple[str, str]:
+    return _owner_of(request), request.path_params["response_id"]
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _refuse_values(body: ResponseBody) -> list[str]:
+    """The names of given fields without an effect. Raises Unimplemented for values that are not served."""
+    if body.truncation == "auto":
+        raise Unimplemented(
+            "truncation is 'auto', which is not served: conversations are not shortened",
+            metadata={"field": "truncation"},
+        )
+    if not_served := set(body.include or ()) - _NOT_READ:
+        raise Unimplemented(
+            f"include has {min(not_served)!r:.60}, which is not served", metadata={"field": "include"}
+        )
+    ignored = ["include"] if body.include else []
+    if body.text is not None and body.text.verbosity is not None:
+        ignored.append("text.verbosity")
+    if body.reasoning is not None and (body.reasoning.summary or body.reasoning.generate_summary):
+        ignored.append("reasoning.summary")
+    return ignored
+
+
+def _chat_of(body: ResponseBody, messages: list[Message]) -> ChatBody:
+    chat = ChatBody(messages=messages, **{name: getattr(body, name) for name in _SAME_IN_CHAT})
+    chat.max_completion_tokens = body.max_output_tokens
+    chat.tools = [_tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())] or None
+    if isinstance(body.tool_choice, NamedFunctionTool):
+        chat.tool_choice = NamedTool(NamedFunction(body.tool_choice.name))
+    else:
+        chat.tool_choice = body.tool_choice
+    if body.reasoning is not None:
+        chat.reasoning_effort = body.reasoning.effort
+    if body.text is not None and (chosen := body.text.format) is not None:
+        schema = JSONSchema(chosen.name, chosen.description, chosen.schema, chosen.strict)
+        chat.response_format = ResponseFormat(chosen.type, schema if chosen.type == "json_schema" else None)
+    return chat
+
+
+def _tool_of(raw: dict[str, Any], at: str) -> Tool:
+    kind = raw.get("type")
+    if kind != "function":
+        raise Unimplemented(
+            f"{at}.type is {kind!r:.60}, which is not served: a tool is a function",
+            metadata={"field": f"{at}.type"},
+        )
+    tool = read_part(raw, FunctionTool, at)
+    return Tool(Function(tool.name, tool.description, tool.parameters, tool.strict))
+
+
+def _echo_of(body: ResponseBody) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunctionTool):
+        shown_choice: Any = {"type": "function", "name": choice.name}
+    else:
+        shown_choice = choice or "auto"
+    format_ = (body.text and body.text.format) or TextFormat("text")
+    shown_format: dict[str, Any] = {"type": format_.type}
+    if format_.type == "json_schema":
+        shown_format |= {"name": format_.name, "schema": format_.schema, "strict": bool(format_.strict)}
+    return {
+        "model": body.model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": shown_format},
+        "tool_choice": shown_choice,
+        "tools": [{"strict": False, "parameters": None, **tool} for tool in body.tools or ()],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _names_of(fields: Sequence[str]) -> Callable[[str], str]:
+    """A function from a field of the chat to that of the body; `fields` has those of its messages."""
+
+    def name_of(field: str) -> str:
+        if (message := _MESSAGE.match(field)) is not None:
+            return fields[int(message[1])]
+        for name, ours in _FIELDS.items():
+            if field == name or field.startswith(f"{name}."):
+                return ours + field.removeprefix(name).removeprefix(".json_schema")
+        return field
+
+    return name_of

@@ -1,0 +1,387 @@
+"""The Responses API: items and events of what a chat answers, and conversations that go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from typing import Any
+
+import pytest
+
+from tests.frontend_svc.fakes import AT_LENGTH, TOKENIZER, WAIT_S, FakeEngine, FakeRequest, answer
+from tests.frontend_svc.protocols.test_openai import TEXT, HTTPClient, Reply, failing, served
+from triptych.engine.v1 import engine_pb2
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }}\n{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}] {{ m.reasoning_content or '' }}|{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}|{{ call.function.name }}({{ call.function.arguments.a }})"
+    "{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+    "{# </think> #}"
+)
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+URL = "/v1/responses"
+
+
+def engine_of(text: str, **options: Any) -> FakeEngine:
+    return FakeEngine(answer(text), chat_template=TEMPLATE, **options)
+
+
+def prompt_of(request: FakeRequest) -> str:
+    return TOKENIZER.decode(request.prompt, skip_special_tokens=False)
+
+
+def events_of(reply: Reply) -> list[dict[str, Any]]:
+    """The events of a stream, each under its own type."""
+    found = []
+    for block in reply.content.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def without_ids(value: Any) -> Any:
+    """What two answers to the same request have in common."""
+    varying = ("id", "item_id", "call_id", "created_at", "completed_at")
+    if isinstance(value, dict):
+        return {name: without_ids(one) for name, one in value.items() if name not in varying}
+    return [without_ids(one) for one in value] if isinstance(value, list) else value
+
+
+async def test_a_response_has_the_answer_and_repeats_its_request():
+    engine = engine_of(TEXT)
+    async with served(engine) as client:
+        body = {
+            "input": "the cat",
+            "instructions": "be brief",
+            "max_output_tokens": 50,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "metadata": {"topic": "cats"},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "user": "x",
+            "return_token_ids": True,
+        }
+        reply = await client.post(URL, body)
+        assert reply.status == 200, reply.content
+        read = await client.call("GET", f"{URL}/{reply.body['id']}")
+    (request,) = engine.requests
+    found = reply.body
+    prompt = "[system] |be brief\n[user] |the cat\n[assistant] "
+    assert prompt_of(request) == prompt
+    assert (request.entry.sampling.max_tokens, request.entry.sampling.temperature) == (50, 0.5)
+    assert request.entry.external_request_id == found["id"]
+    assert found["id"].startswith("resp_")
+    assert found["output"][0]["id"].startswith("msg_")
+    num_prompt, num_output = len(TOKENIZER.encode(prompt).ids), len(TOKENIZER.encode(TEXT).ids) + 1
+    part = {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    assert without_ids(found) == {
+        "object": "response",
+        "status": "completed",
+        "model": "tiny",
+        "output": [{"type": "message", "role": "assistant", "status": "completed", "content": [part]}],
+        "usage": {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_output,
+        },
+        "error": None,
+        "incomplete_details": None,
+        "background": False,
+        "instructions": "be brief",
+        "max_output_tokens": 50,
+        "metadata": {"topic": "cats"},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": "low", "summary": None},
+        "store": True,
+        "temperature": 0.5,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 0.9,
+        "truncation": "disabled",
+        "token_ids": [*TOKENIZER.encode(TEXT).ids, found["token_ids"][-1]],
+    }
+    assert read.body == found
+    assert reply.headers["x-triptych-ignored-fields"] == "user, reasoning.summary"
+
+
+async def test_a_stream_has_an_event_for_each_change_of_each_item():
+    text = f"the dog\n</think>\n\nI add.{CALL}"
+    async with served(engine_of(text)) as client:
+        body = {"input": "the cat", "tools": [ADD], **THINKS}
+        whole = (await client.post(URL, body)).body
+        reply = await client.post(URL, {**body, "stream": True})
+    events = events_of(reply)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    in_order = [kind for at, kind in enumerate(kinds) if at == 0 or kinds[at - 1] != kind]
+    assert in_order == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    final = events[-1]["response"]
+    reasoning, message, call = final["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "the dog"}]
+    assert reasoning["summary"] == []
+    assert message["content"][0]["text"].strip() == "I add."
+    assert (call["name"], json.loads(call["arguments"]), call["status"]) == ("add", {"a": 1}, "completed")
+    assert call["call_id"].startswith("call_")
+    assert without_ids(final) == without_ids(whole)
+    assert events[0]["response"]["status"] == events[1]["response"]["status"] == "in_progress"
+    assert (events[0]["response"]["output"], events[0]["response"]["usage"]) == ([], None)
+    for index, item in enumerate(final["output"]):
+        of_item = [event for event in events if event.get("item_id") == item["id"]]
+        assert {event["output_index"] for event in of_item} == {index}
+        deltas = "".join(event["delta"] for event in of_item if event["type"].endswith(".delta"))
+        assert deltas == (item["arguments"] if item is call else item["content"][0]["text"])
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["output"]
+    assert [item["status"] for item in added] == ["in_progress"] * 3
+    assert added[2] == {**call, "status": "in_progress", "arguments": ""}
+
+
+async def test_a_broken_call_is_incomplete_and_no_part_of_the_conversation():
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": "1\n2"}}\n</tool_call>'
+    engine = engine_of(broken)
+    async with served(engine) as client:
+        events = events_of(await client.post(URL, {"input": "the", "tools": [ADD], "stream": True}))
+        response = events[-1]["response"]
+        call, message = response["output"]
+        assert (call["type"], call["status"]) == ("function_call", "incomplete")
+        assert message["status"] == "completed"
+        again = await client.post(URL, {"input": "a mat", "previous_response_id": response["id"]})
+        assert again.status == 200, again.content
+    text = message["content"][0]["text"]
+    assert prompt_of(engine.requests[1]) == f"[user] |the\n[assistant] |{text}\n[user] |a mat\n[assistant] "
+
+
+async def test_a_conversation_goes_on_by_its_id_as_by_its_items():
+    engine = engine_of(f"the dog\n</think>\n\nI add.{CALL}")
+    async with served(engine) as client:
+        first = {"input": "the cat", "instructions": "old", "tools": [ADD], **THINKS}
+        one = (await client.post(URL, first)).body
+        call = one["output"][2]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+        second = {"previous_response_id": one["id"], "instructions": "new", "input": [result], **THINKS}
+        two = (await client.post(URL, second)).body
+        assert two["previous_response_id"] == one["id"]
+        await client.post(URL, {"previous_response_id": two["id"], "input": "a mat"})
+        user = {"role": "user", "content": [{"type": "input_text", "text": "the cat"}]}
+        await client.post(URL, {"instructions": "new", "input": [user, *one["output"], result], **THINKS})
+    by_id, longer, by_items = [prompt_of(request) for request in engine.requests[1:]]
+    content = one["output"][1]["content"][0]["text"]
+    turns = f"[user] |the cat\n[assistant] the dog|{content}|add(1)\n[tool] |2\n"
+    assert by_id == by_items == f"[system] |new\n{turns}[assistant] <think>\n"
+    # Without tools the second answer has no call.
+    assert two["output"][1]["content"][0]["text"] == f"I add.{CALL}"
+    assert longer == f"{turns}[assistant] the dog|I add.{CALL}\n[user] |a mat\n[assistant] "
+
+
+async def test_a_response_that_is_deleted_or_not_stored_cannot_be_read_or_continued():
+    async with served(engine_of(TEXT)) as client:
+        kept = (await client.post(URL, {"input": "the"})).body["id"]
+        later = (await client.post(URL, {"input": "the", "previous_response_id": kept})).body["id"]
+        unkept = (await client.post(URL, {"input": "the", "store": False})).body["id"]
+        deleted = await client.call("DELETE", f"{URL}/{kept}")
+        replies = [
+            await client.call(method, f"{URL}/{one}{path}")
+            for one in (kept, unkept, "resp_other")
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"))
+        ]
+        continued = await client.post(URL, {"input": "the", "previous_response_id": kept})
+        still = await client.post(URL, {"input": "the", "previous_response_id": later})
+    assert deleted.body == {"id": kept, "object": "response", "deleted": True}
+    for reply in replies:
+        error = reply.body["error"]
+        assert (reply.status, error["type"], error["code"]) == (404, "not_found_error", "response_not_found")
+        assert "is not known here: a frontend keeps its last 10000 responses" in error["message"]
+    assert (continued.status, continued.body["error"]["param"]) == (404, "previous_response_id")
+    assert continued.body["error"]["code"] == "previous_response_not_found"
+    assert still.status == 200
+
+
+async def test_max_output_tokens_makes_a_response_incomplete():
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: TOKENIZER.encode(TEXT).ids}, finished={request: AT_LENGTH})
+
+    async with served(FakeEngine(script, chat_template=TEMPLATE)) as client:
+        whole = (await client.post(URL, {"input": "the"})).body
+        events = events_of(await client.post(URL, {"input": "the", "stream": True}))
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in whole["output"]] == ["incomplete"]
+    assert whole["completed_at"] is None
+    assert events[-1]["type"] == "response.incomplete"
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+
+
+async def test_an_error_is_a_status_or_the_last_event_and_nothing_is_stored():
+    async with served(FakeEngine(failing, chat_template=TEMPLATE)) as client:
+        whole = await client.post(URL, {"input": "the"})
+        events = events_of(await client.post(URL, {"input": "the", "stream": True}))
+        read = await client.call("GET", f"{URL}/{events[-1]['response']['id']}")
+    assert (whole.status, whole.body["error"]["message"]) == (500, "logits are not finite")
+    last = events[-1]["response"]
+    assert (events[-1]["type"], last["status"]) == ("response.failed", "failed")
+    assert last["error"] == {"code": "server_error", "message": "logits are not finite"}
+    assert [item["status"] for item in last["output"]] == ["incomplete"]
+    assert read.status == 404
+
+
+@contextlib.asynccontextmanager
+async def streaming(client: HTTPClient, body: dict[str, Any]):
+    """A stream that is open, and a function that reads its next event."""
+    connection = http.client.HTTPConnection(client.address, timeout=WAIT_S)
+    with contextlib.closing(connection):
+        await asyncio.to_thread(connection.request, "POST", URL, json.dumps({**body, "stream": True}))
+        response = await asyncio.to_thread(connection.getresponse)
+
+        def read() -> dict[str, Any]:
+            lines = [response.readline() for _ in range(3)]
+            return json.loads(lines[1].removeprefix(b"data: "))
+
+        yield lambda: asyncio.to_thread(read)
+
+
+async def test_a_stream_can_be_read_and_cancelled_from_another_connection():
+    engine = FakeEngine(
+        lambda engine, request: engine.step({request: TOKENIZER.encode("the").ids}), chat_template=TEMPLATE
+    )
+    async with served(engine) as client, streaming(client, {"input": "the"}) as next_event:
+        response_id = (await next_event())["response"]["id"]
+        while (await next_event())["type"] != "response.output_text.delta":
+            pass
+        running = (await client.call("GET", f"{URL}/{response_id}")).body
+        busy = await client.post(URL, {"input": "a", "previous_response_id": response_id})
+        kept = await client.call("DELETE", f"{URL}/{response_id}")
+        cancelled = (await client.post(f"{URL}/{response_id}/cancel", {})).body
+        while (last := await next_event())["type"] != "response.incomplete":
+            pass
+        again = (await client.post(f"{URL}/{response_id}/cancel", {})).body
+        read = (await client.call("GET", f"{URL}/{response_id}")).body
+    assert (running["status"], running["output"][0]["status"]) == ("in_progress", "in_progress")
+    assert running["output"][0]["content"][0]["text"] == "the"
+    assert (busy.status, busy.body["error"]["param"]) == (400, "previous_response_id")
+    assert (kept.status, kept.body["error"]["message"]) == (
+        400, f"response '{response_id}' is in progress: cancel it first"
+    )  # fmt: skip
+    assert cancelled == last["response"] == again == read
+    assert (cancelled["status"], cancelled["incomplete_details"]) == ("cancelled", None)
+    assert cancelled["output"][0]["status"] == "incomplete"
+    assert engine.requests[0].abort_reason == engine_pb2.ABORT_REASON_CLIENT
+
+
+async def test_a_client_that_goes_away_aborts_its_stream_and_leaves_nothing():
+    engine = FakeEngine(
+        lambda engine, request: engine.step({request: TOKENIZER.encode("the").ids}), chat_template=TEMPLATE
+    )
+    async with served(engine) as client:
+        async with streaming(client, {"input": "the"}) as next_event:
+            response_id = (await next_event())["response"]["id"]
+        await engine.wait(lambda: engine.requests[0].num_aborts > 0)
+        assert (await client.call("GET", f"{URL}/{response_id}")).status == 404
+
+
+async def test_tools_and_a_format_reach_the_chat():
+    engine = engine_of("{}", structured_output_backends=("llguidance",))
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    async with served(engine) as client:
+        chosen = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
+        found = (await client.post(URL, {"input": "the", "text": chosen})).body
+        any_object = {"format": {"type": "json_object"}}
+        await client.post(URL, {"input": "the", "text": any_object})
+        no_call = {"input": "the", "tools": [ADD], "tool_choice": "none"}
+        hidden = (await client.post(URL, no_call)).body
+    assert found["text"] == chosen
+    of_schema, of_object, of_tools = [request.entry.sampling for request in engine.requests]
+    assert json.loads(of_schema.structured_output.json_schema) == schema
+    assert of_object.structured_output.json_object
+    assert not of_tools.HasField("structured_output")
+    assert prompt_of(engine.requests[2]) == "[user] |the\n[assistant] "
+    assert (hidden["tool_choice"], hidden["tools"]) == ("none", [{**ADD, "strict": False}])
+
+
+USER = {"role": "user", "content": "the"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "input is missing"),
+        ({"input": 5}, "input", "Expected `str | array`"),
+        ({"input": []}, "input", "input has 0 messages, must have 1.."),
+        ({"input": [5]}, "input[0]", "Expected `object`"),
+        ({"input": [USER, {"content": "a"}]}, "input[1].role", "input[1].role is missing"),
+        ({"input": [{**USER, "role": "tool"}]}, "input[0].role", "Invalid enum value 'tool'"),
+        ({"input": [{**USER, "x": 1}]}, "input[0].x", "input[0].x is not served"),
+        (
+            {"input": [{**USER, "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "Invalid enum value 'input_image'",
+        ),
+        (
+            {"input": [{**USER, "content": [{"type": "input_text"}]}]},
+            "input[0].content[0].text",
+            "input[0].content[0].text is missing",
+        ),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input[0].type",
+            "input[0].type is 'item_reference', which is not served; served are message, reasoning",
+        ),
+        (
+            {"input": [USER, {"type": "function_call_output", "call_id": "", "output": "1"}]},
+            "input[1]",
+            "input[1]",
+        ),
+        ({"input": "the", "tools": [{"type": "web_search"}]}, "tools[0].type", "a tool is a function"),
+        ({"input": "the", "tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
+        ({"input": "the", "tool_choice": "required"}, "tool_choice.mode", "must come with tools"),
+        ({"input": "the", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
+        ({"input": "the", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0, must be"),
+        ({"input": "the", "max_output_tokens": 1 << 70}, "max_output_tokens", "out of range"),
+        ({"input": "the", "temperature": 9}, "temperature", "0..2"),
+        ({"input": "the", "background": True}, "background", "background is not served: use stream"),
+        ({"input": "the", "conversation": "c"}, "conversation", "use previous_response_id"),
+        ({"input": "the", "truncation": "auto"}, "truncation", "truncation is 'auto', which is not served"),
+        ({"input": "the", "include": ["file_search_call.results"]}, "include", "'file_search_call.results'"),
+        ({"input": "the", "n": 2}, "n", "n is not served"),
+    ],
+)
+async def test_a_wrong_body_is_an_error_with_its_own_field(body, param, says):
+    async with served(engine_of(TEXT)) as client:
+        reply = await client.post(URL, body)
+        streamed = await client.post(URL, {**body, "stream": True})
+    error = reply.body["error"]
+    assert says in error["message"]
+    assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert streamed.body == reply.body
+
+
+async def test_a_stored_response_is_not_streamed_again():
+    async with served(engine_of(TEXT)) as client:
+        found = (await client.post(URL, {"input": "the"})).body
+        reply = await client.call("GET", f"{URL}/{found['id']}?stream=true")
+    assert (reply.status, reply.body["error"]["param"]) == (400, "stream")
