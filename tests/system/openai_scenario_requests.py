@@ -3,3 +3,5 @@
 PROMPT = "Once upon a time"
 MESSAGE = "Tell me a story about a tower"
 SAMPLED = {"seed": 7, "temperature": 0.8, "max_tokens": 40}
+FOLLOWING = "And what is in it?"
+EMBEDDED = ["the cat sat on the mat", "a dog"]

@@ -1,62 +1,99 @@
-"""The unmodified `openai` package in an environment of its own: the same answers as over gRPC."""
+"""The unmodified `openai` packages of PyPI and npm, each alone: the same answers as over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.rig.processes import Fleet, ServicePlan
 from launcher.services import embedded_model
 from service_kit.channel import open_channel
-from tests.system.openai_scenario_requests import MESSAGE, PROMPT, SAMPLED
+from tests.frontend_svc.fakes import FakeEngine, FakeRequest, serving
+from tests.system.openai_scenario_requests import EMBEDDED, FOLLOWING, MESSAGE, PROMPT, SAMPLED
 from triptych.api.v1 import (
     chat_message_pb2,
     chat_pb2_grpc,
+    embedding_pb2,
     generate_pb2,
     inference_pb2_grpc,
 )
-from triptych.common.v1 import sampling_pb2
+from triptych.common.v1 import sampling_pb2, tensor_pb2
 
 pytestmark = pytest.mark.network
 
 SCENARIO = Path(__file__).with_name("openai_scenario.py")
-LIMIT_S = 120
-TEMPLATE = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+NODE_SCENARIO = Path(__file__).with_name("openai_node")
+LIMIT_S = 180
+TEMPLATE = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m['content'] or '' }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with `openai` alone."""
     folder = tmp_path_factory.mktemp("openai") / "venv"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, env=plain_environment())
     command = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "openai"]
-    subprocess.run(command, check=True, timeout=LIMIT_S, env=environment)
+    subprocess.run(command, check=True, timeout=LIMIT_S, env=plain_environment())
     return folder / "bin" / "python"
 
 
-async def test_the_openai_package_gets_what_grpc_gets(python, tmp_path):
-    async with Fleet(tmp_path) as fleet:
-        flags = (str(embedded_model()), "--num-threads=1", "--max-num-seqs=16")
-        engine = fleet.add(ServicePlan("engine", 0, flags))
-        template = tmp_path / "template.jinja"
+@pytest.fixture(scope="module")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the scenario and the npm packages of its lock file."""
+    if missing := [name for name in ("node", "npm") if not shutil.which(name)]:
+        pytest.fail(f"missing {' '.join(missing)}", pytrace=False)
+    folder = tmp_path_factory.mktemp("openai") / "node"
+    shutil.copytree(NODE_SCENARIO, folder, ignore=shutil.ignore_patterns("node_modules"))
+    command = ["npm", "ci", "--no-audit", "--no-fund", "--silent"]
+    subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S, env=plain_environment())
+    return folder
+
+
+def plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Base addresses of HTTP, and what gRPC answers to the requests of the scenario."""
+
+    base: str
+    base_of_embeddings: str
+    completion: list[int]
+    chat: list[int]
+    embeddings: list[list[float]]
+    num_embedded: int
+
+
+@contextlib.asynccontextmanager
+async def servers(folder: Path) -> AsyncIterator[Servers]:
+    """A stack with the embedded model, and a frontend of an engine that embeds: no other one does."""
+    async with Fleet(folder) as fleet, embedding_frontend() as (base_of_embeddings, embedded):
+        model = (str(embedded_model()), "--num-threads=1", "--max-num-seqs=16")
+        engine = fleet.add(ServicePlan("engine", 0, model))
+        template = folder / "template.jinja"
         template.write_text(TEMPLATE)
-        flags = ("--http-port=0", "--text-workers=1", "--tool-parser=hermes", f"--chat-template={template}")
-        frontend = fleet.add(ServicePlan("frontend", 0, (f"--engine={engine.address}", *flags)))
+        http_flags = ("--http-port=0", "--text-workers=1", "--tool-parser=hermes")
+        flags = (f"--engine={engine.address}", *http_flags, f"--chat-template={template}")
+        frontend = fleet.add(ServicePlan("frontend", 0, flags))
         await fleet.start()
         await fleet.until_routed()
-        command = [str(python), str(SCENARIO), f"http://{frontend.http}/v1"]
-        answer = await asyncio.to_thread(
-            subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S
-        )
-        assert answer.returncode == 0, answer.stderr[-3000:]
-        seen = json.loads(answer.stdout)
         sampling = sampling_pb2.SamplingParams(**SAMPLED)
         async with open_channel(frontend.address, profile="public") as channel:
             completion = await inference_pb2_grpc.InferenceServiceStub(channel).GenerateOnce(
@@ -67,13 +104,89 @@ async def test_the_openai_package_gets_what_grpc_gets(python, tmp_path):
             chat = await chat_pb2_grpc.ChatServiceStub(channel).ChatOnce(
                 chat_message_pb2.ChatRequest(messages=[message], sampling=sampling), timeout=LIMIT_S
             )
-    assert seen["completion"] == seen["chunks"] == list(completion.outputs[0].token_ids)
-    assert seen["chat"] == list(chat.outputs[0].token_ids)
+        yield Servers(
+            f"http://{frontend.http}/v1",
+            base_of_embeddings,
+            list(completion.outputs[0].token_ids),
+            list(chat.outputs[0].token_ids),
+            [list(struct.unpack(f"<{vector.shape[0]}f", vector.inline)) for vector in embedded.embeddings],
+            embedded.usage.num_prompt_tokens,
+        )
+
+
+@contextlib.asynccontextmanager
+async def embedding_frontend() -> AsyncIterator[tuple[str, embedding_pb2.EmbedResponse]]:
+    """The base address of a frontend whose engine embeds, and what it answers over gRPC."""
+
+    def embed(engine: FakeEngine, request: FakeRequest) -> None:
+        # Not exact in binary32, and different for each prompt.
+        values = [token_id / 7 for token_id in (request.prompt * 64)[:64]]
+        content = struct.pack("<64f", *values)
+        engine.pool(request, tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[64], inline=content))
+
+    engine = FakeEngine(embed, supported_tasks=("embed",))
+    async with serving(engine, http_port=0) as (client, frontend):
+        assert frontend.http is not None
+        address = await frontend.http.start()
+        inputs = [embedding_pb2.PoolingInput(prompt=text) for text in EMBEDDED]
+        answer = await client.embedding.Embed(embedding_pb2.EmbedRequest(inputs=inputs), timeout=LIMIT_S)
+        try:
+            yield f"http://{address}/v1", answer
+        finally:
+            await frontend.http.stop(0)
+
+
+async def seen_by(*command: str, cwd: Path | None = None) -> dict[str, Any]:
+    """What a scenario prints at its end."""
+    answer = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        cwd=cwd,
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    found: dict[str, Any] = json.loads(answer.stdout)
+    return found
+
+
+def check_seen(seen: dict[str, Any], expected: Servers) -> None:
+    assert seen["completion"] == seen["chunks"] == expected.completion
+    assert seen["chat"] == seen["response"] == seen["response_chunks"] == expected.chat
     assert len(set(seen["completion"])) >= 20
-    assert seen["texts"][0] == seen["text"]
-    assert len(set(seen["texts"])) == 8
+    assert len(set(seen["chat"])) >= 20
+    assert seen["response_text"] == seen["text"]
+    assert seen["gone"] == "response_not_found response_id"
+    assert seen["embeddings"] == expected.embeddings
+    assert seen["embedding_tokens"] == expected.num_embedded
     assert seen["errors"] == [
         "NotFoundError model",
         "BadRequestError temperature",
         "BadRequestError max_tokens",
     ]
+
+
+async def test_the_openai_package_of_pypi_gets_what_grpc_gets(python, tmp_path):
+    async with servers(tmp_path) as expected:
+        seen = await seen_by(str(python), str(SCENARIO), expected.base, expected.base_of_embeddings)
+    check_seen(seen, expected)
+    assert seen["texts"][0] == seen["text"]
+    assert len(set(seen["texts"])) == 8
+
+
+async def test_the_openai_package_of_npm_gets_what_grpc_gets(node_folder, tmp_path):
+    asked = {
+        "prompt": PROMPT,
+        "message": MESSAGE,
+        "following": FOLLOWING,
+        "embedded": EMBEDDED,
+        "sampled": SAMPLED,
+    }
+    async with servers(tmp_path) as expected:
+        seen = await seen_by(
+            "node", "scenario.mjs", expected.base, expected.base_of_embeddings, json.dumps(asked),
+            cwd=node_folder,
+        )  # fmt: skip
+    check_seen(seen, expected)
