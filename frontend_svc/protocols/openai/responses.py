@@ -199,7 +199,7 @@ class ResponseRoutes:
         first = [] if body.instructions is None else [Message("system", body.instructions)]
         before = [] if previous is None else previous.conversation()
         fields = ["instructions"] * len(first) + ["previous_response_id"] * len(before)
-        name_of = _names_of(fields + [each.field for each in added])
+        name_of = _names_of(body, fields + [each.field for each in added])
         messages = [each.message for each in added]
         response_id = f"resp_{secrets.token_hex(24)}"
         with fields_named(name_of):
@@ -409,13 +409,16 @@ def _echo_of(body: ResponseBody) -> dict[str, Any]:
     }
 
 
-def _names_of(fields: Sequence[str]) -> Callable[[str], str]:
+def _names_of(body: ResponseBody, fields: Sequence[str]) -> Callable[[str], str]:
     """A function from a field of the chat to that of the body; `fields` has those of its messages."""
+    names = dict(_FIELDS)
+    if body.structured_outputs is None:
+        names["sampling.structured_output"] = "text.format"
 
     def name_of(field: str) -> str:
         if (message := _MESSAGE.match(field)) is not None:
             return fields[int(message[1])]
-        for name, ours in _FIELDS.items():
+        for name, ours in names.items():
             if field == name or field.startswith(f"{name}."):
                 return ours + field.removeprefix(name).removeprefix(".json_schema")
         return field

@@ -360,6 +360,11 @@ USER = {"role": "user", "content": "the"}
         ({"input": "the", "tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
         ({"input": "the", "tool_choice": "required"}, "tool_choice.mode", "must come with tools"),
         ({"input": "the", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
+        (
+            {"input": "the", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format",
+            "type 'x' is unknown",
+        ),
         ({"input": "the", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0, must be"),
         ({"input": "the", "max_output_tokens": 1 << 70}, "max_output_tokens", "out of range"),
         ({"input": "the", "temperature": 9}, "temperature", "0..2"),
@@ -371,7 +376,8 @@ USER = {"role": "user", "content": "the"}
     ],
 )
 async def test_a_wrong_body_is_an_error_with_its_own_field(body, param, says):
-    async with served(engine_of(TEXT)) as client:
+    engine = engine_of(TEXT, structured_output_backends=("llguidance",))
+    async with served(engine) as client:
         reply = await client.post(URL, body)
         streamed = await client.post(URL, {**body, "stream": True})
     error = reply.body["error"]
