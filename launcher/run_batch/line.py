@@ -129,7 +129,7 @@ def _from_openai_line(line: Mapping[str, Any], body: Mapping[str, Any]) -> Reque
         raise InvalidArgument(f"url is {url!r}, not one of {', '.join(OPENAI_URLS)}", field="url")
     if line.get("method", "POST") != "POST":
         raise InvalidArgument(f"method is {line['method']!r}, not POST", field="method")
-    return _parsed(from_openai(url, body), OPENAI_URLS[url])
+    return from_openai(url, body)
 
 
 def _parsed(body: Mapping[str, Any], call: str) -> Request:

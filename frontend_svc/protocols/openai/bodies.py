@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from service_kit.errors import InvalidArgument, Unimplemented
 
@@ -27,6 +30,8 @@ REFUSED = {
     "use_beam_search": "there is no beam search",
     "web_search_options": "there is no web search",
 }
+_MAX_NAME_CHARS = 64  # of an unknown field that is compared with those that there are
+_STEP = re.compile(r"(\w+)|\[")
 _MAX_DEPTH_MESSAGE = "the body is nested too deeply"
 
 
@@ -216,6 +221,11 @@ def read_body(content: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
     if not isinstance(found, dict):
         raise InvalidArgument("the body is not a JSON object")
+    return read_object(found, kind)
+
+
+def read_object(found: Mapping[str, Any], kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+    """`read_body` for JSON that was parsed."""
     ignored, given = [], {}
     for name, value in found.items():
         if value is None:
@@ -239,7 +249,8 @@ def read_part(given: Mapping[str, Any], kind: type[BodyT], at: str = "") -> Body
         if message.startswith("Object contains unknown field"):
             name = message.partition("`")[2].rstrip("`")
             field = f"{field}.{name}" if field else name
-            raise InvalidArgument(f"{field} is not served", field=field) from error
+            hint = _hint(name, _known_at(kind, path.rstrip("`")))
+            raise InvalidArgument(f"{field} is not served{hint}", field=field) from error
         if message.startswith("Object missing required field"):
             name = message.partition("`")[2].rstrip("`")
             field = f"{field}.{name}" if field else name
@@ -247,3 +258,27 @@ def read_part(given: Mapping[str, Any], kind: type[BodyT], at: str = "") -> Body
         raise InvalidArgument(f"{field}: {message}", field=field) from error
     except RecursionError as error:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_NAME_CHARS else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _known_at(kind: type[Base], path: str) -> list[str]:
+    """The fields of the object at a path like `messages[0].content`."""
+    types = _alternatives(msgspec.inspect.type_info(kind))
+    for step in _STEP.finditer(re.sub(r"\[[^]]*]", "[", path)):
+        inner: list[msgspec.inspect.Type] = []
+        for each in types:
+            if isinstance(each, msgspec.inspect.StructType) and step[1]:
+                inner += [field.type for field in each.fields if field.encode_name == step[1]]
+            elif isinstance(each, msgspec.inspect.ListType) and not step[1]:
+                inner.append(each.item_type)
+        types = [one for each in inner for one in _alternatives(each)]
+    structs = [each for each in types if isinstance(each, msgspec.inspect.StructType)]
+    return [field.encode_name for each in structs for field in each.fields]
+
+
+def _alternatives(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:
+    return kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind]

@@ -562,6 +562,23 @@ def test_a_prompt_may_be_ids_and_a_stop_one_text() -> None:
     assert list(request.sampling.stop) == ["x"]
 
 
+def test_a_line_has_what_the_http_api_serves() -> None:
+    function = {"name": "add", "parameters": {"type": "object"}}
+    request = request_of(
+        CHAT,
+        messages=[USER],
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        response_format={"type": "json_object"},
+        top_k=5,
+        user="x",
+    )
+    assert isinstance(request, chat_message_pb2.ChatRequest)
+    assert [tool.name for tool in request.tools] == ["add"]
+    assert request.tool_choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
+    assert (request.sampling.structured_output.json_object, request.sampling.top_k) == (True, 5)
+
+
 def test_a_completion_without_max_tokens_has_openais_default_and_a_chat_what_fits() -> None:
     assert request_of(COMPLETIONS, prompt="x").sampling.max_tokens == 16
     assert not request_of(CHAT, messages=[USER]).sampling.HasField("max_tokens")
@@ -619,8 +636,9 @@ def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprob
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "messages": []}, "messages"),
-        (CHAT, {"messages": [USER], "tools": []}, "tools"),
+        (CHAT, {"messages": [USER], "functions": []}, "functions"),
         (CHAT, {"messages": [USER], "stream": True}, "stream"),
+        (CHAT, {"messages": [USER], "return_token_ids": True}, "return_token_ids"),
         (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
         (CHAT, {"messages": [USER], "max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
@@ -634,14 +652,14 @@ def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprob
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].type",
         ),
         (
             CHAT,
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
-            "messages[0].tool_calls[0]",
+            "messages[0].tool_calls[0].function",
         ),
-        (CHAT, {"messages": [USER], "temperature": "hot"}, "body.sampling.temperature"),
+        (CHAT, {"messages": [USER], "temperature": "hot"}, "temperature"),
     ],
 )
 def test_what_is_not_served_or_wrong_is_refused_by_name(url: str, body: dict, field: str) -> None:
