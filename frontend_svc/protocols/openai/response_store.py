@@ -49,22 +49,26 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by owner and id; beyond the limits the oldest are removed.
+    """Responses by owner and id.
 
-    The limits are of all owners together.
+    Beyond the limits, which are of all owners together, the oldest of the owner that has most are removed.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._listed: dict[tuple[str, str], StoredResponse] = {}
-        self.num_bytes = 0
+        self._owners: dict[str, _Owned] = {}
 
     def __len__(self) -> int:
-        return len(self._listed)
+        return sum(len(owned.listed) for owned in self._owners.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(owned.num_bytes for owned in self._owners.values())
 
     def get(self, owner: str, response_id: str, field: str = "response_id") -> StoredResponse:
         """Raises NotFound for an id that is unknown, removed, another owner's or another process's."""
-        found = self._listed.get((owner, response_id))
+        owned = self._owners.get(owner)
+        found = None if owned is None else owned.listed.get(response_id)
         if found is None:
             raise NotFound(
                 f"{field} {response_id!r:.80} is not known here: a frontend keeps its last"
@@ -77,13 +81,42 @@ class ResponseStore:
         return found
 
     def add(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Keep it, and remove the oldest until all fit.
+        """Keep it, and remove others until all fit.
 
         One that does not fit alone, with the conversation before it, is not kept.
         """
         if len(response.body) + response.num_conversation_bytes > self._max_bytes:
             return
-        self._listed[owner, response_id] = response
+        self._owners.setdefault(owner, _Owned()).add(response_id, response)
+        while len(self) > self._max_responses:
+            self._remove_oldest(max(self._owners, key=lambda name: len(self._owners[name].listed)))
+        while self.num_bytes > self._max_bytes:
+            self._remove_oldest(max(self._owners, key=lambda name: self._owners[name].num_bytes))
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Raises NotFound as `get` does. Later responses keep the turn in their conversation."""
+        self.get(owner, response_id)
+        self._remove(owner, response_id)
+
+    def _remove_oldest(self, owner: str) -> None:
+        self._remove(owner, next(iter(self._owners[owner].listed)))
+
+    def _remove(self, owner: str, response_id: str) -> None:
+        owned = self._owners[owner]
+        owned.remove(response_id)
+        if not owned.listed:
+            del self._owners[owner]
+
+
+class _Owned:
+    """The responses of one owner, oldest first, and what they count for."""
+
+    def __init__(self) -> None:
+        self.listed: dict[str, StoredResponse] = {}
+        self.num_bytes = 0
+
+    def add(self, response_id: str, response: StoredResponse) -> None:
+        self.listed[response_id] = response
         response.is_listed = True
         self.num_bytes += len(response.body) + response.num_message_bytes
         turn, is_counted = response.previous, False
@@ -93,16 +126,9 @@ class ResponseStore:
             self.num_bytes += 0 if is_counted else turn.num_message_bytes
             turn.num_continuations += 1
             turn = turn.previous
-        while self.num_bytes > self._max_bytes or len(self._listed) > self._max_responses:
-            self._remove(next(iter(self._listed)))
 
-    def delete(self, owner: str, response_id: str) -> None:
-        """Raises NotFound as `get` does. Later responses keep the turn in their conversation."""
-        self.get(owner, response_id)
-        self._remove((owner, response_id))
-
-    def _remove(self, key: tuple[str, str]) -> None:
-        removed = self._listed.pop(key)
+    def remove(self, response_id: str) -> None:
+        removed = self.listed.pop(response_id)
         removed.is_listed = False
         self.num_bytes -= len(removed.body)
         removed.body = b""

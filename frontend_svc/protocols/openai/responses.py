@@ -49,6 +49,7 @@ from frontend_svc.protocols.openai.response_events import (
 from frontend_svc.protocols.openai.response_items import messages_of
 from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
 from service_kit.errors import FailedPrecondition, NotFound, ServiceError, Unimplemented
+from service_kit.security.identity import current_identity
 from triptych.api.v1 import chat_message_pb2, request_pb2
 
 # How long a call that cancels a response waits for its stream to end.
@@ -171,7 +172,7 @@ class ResponseBody(Base, kw_only=True):
 class _Turn:
     """A response that is being generated, and what is kept of it at its end."""
 
-    key: tuple[str, str]  # owner and id
+    key: tuple[str, str]  # tenant and id
     response: GrowingResponse
     messages: list[Message]  # of the input
     previous: StoredResponse | None
@@ -193,7 +194,7 @@ class ResponseRoutes:
     async def _create(self, request: Request) -> Response:
         body, ignored = await body_of(request, ResponseBody)
         ignored += _refuse_values(body)
-        owner = _owner_of(request)
+        owner = current_identity().tenant
         previous = self._previous(owner, body.previous_response_id)
         added = messages_of(body.input)
         first = [] if body.instructions is None else [Message("system", body.instructions)]
@@ -320,13 +321,8 @@ async def _events_of(
             yield event
 
 
-def _owner_of(request: Request) -> str:
-    """Who may read and continue what the caller stores; all callers are one."""
-    return ""
-
-
 def _key_of(request: Request) -> tuple[str, str]:
-    return _owner_of(request), request.path_params["response_id"]
+    return current_identity().tenant, request.path_params["response_id"]
 
 
 def _json(content: bytes) -> Response:

@@ -39,6 +39,16 @@ def test_the_oldest_are_removed_beyond_a_limit(limit):
     assert (listed(store), len(store), store.num_bytes) == (["2", "3", "4"], 3, 3 * SIZE)
 
 
+@pytest.mark.parametrize("limit", [{"max_responses": 4}, {"max_bytes": 4 * SIZE}])
+def test_who_has_most_loses_its_oldest_and_others_keep_theirs(limit):
+    store = ResponseStore(**limit)
+    store.add("few", "0", response("0"))
+    for index in range(9):
+        store.add("many", str(index), response(str(index)))
+    assert (listed(store, "few"), listed(store, "many")) == (["0"], ["6", "7", "8"])
+    assert store.num_bytes == 4 * SIZE
+
+
 def test_what_does_not_fit_alone_is_not_kept_and_removes_nothing():
     store = ResponseStore(max_bytes=2 * SIZE)
     store.add("", "0", response("0"))

@@ -223,6 +223,35 @@ async def test_a_response_that_is_deleted_or_not_stored_cannot_be_read_or_contin
     assert still.status == 200
 
 
+async def test_a_response_of_one_tenant_is_unknown_to_another(tmp_path):
+    file = tmp_path / "keys.yaml"
+    names = ("one", "other")
+    file.write_text(
+        "".join(f"- {{name: {name}, key: {name * 8}, role: client, tenant: {name}}}\n" for name in names)
+    )
+    mine, others = ({"authorization": f"Bearer {name * 8}"} for name in names)
+    engine = FakeEngine(
+        lambda engine, request: engine.step({request: TOKENIZER.encode("the").ids}), chat_template=TEMPLATE
+    )
+    async with served(engine, api_keys=str(file)) as client:
+        async with streaming(client, {"input": "the"}, **mine) as next_event:
+            response_id = (await next_event())["response"]["id"]
+            path = f"{URL}/{response_id}"
+            refused = [
+                await client.call("GET", path, **others),
+                await client.call("DELETE", path, **others),
+                await client.post(f"{path}/cancel", {}, **others),
+                await client.post(URL, {"input": "a", "previous_response_id": response_id}, **others),
+            ]
+            running = await client.call("GET", path, **mine)
+            await client.post(f"{path}/cancel", {}, **mine)
+        refused.append(await client.call("GET", path, **others))
+        kept = await client.call("GET", path, **mine)
+    assert [reply.status for reply in refused] == [404] * 5
+    assert (running.body["status"], kept.body["status"]) == ("in_progress", "cancelled")
+    assert engine.requests[0].num_aborts == 1
+
+
 async def test_max_output_tokens_makes_a_response_incomplete():
     def script(engine: FakeEngine, request: FakeRequest) -> None:
         engine.step({request: TOKENIZER.encode(TEXT).ids}, finished={request: AT_LENGTH})
@@ -251,11 +280,12 @@ async def test_an_error_is_a_status_or_the_last_event_and_nothing_is_stored():
 
 
 @contextlib.asynccontextmanager
-async def streaming(client: HTTPClient, body: dict[str, Any]):
+async def streaming(client: HTTPClient, body: dict[str, Any], **headers: str):
     """A stream that is open, and a function that reads its next event."""
     connection = http.client.HTTPConnection(client.address, timeout=WAIT_S)
     with contextlib.closing(connection):
-        await asyncio.to_thread(connection.request, "POST", URL, json.dumps({**body, "stream": True}))
+        content = json.dumps({**body, "stream": True})
+        await asyncio.to_thread(connection.request, "POST", URL, content, headers)
         response = await asyncio.to_thread(connection.getresponse)
 
         def read() -> dict[str, Any]:
