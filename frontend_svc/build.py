@@ -45,6 +45,7 @@ from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.protocols.openai.listener import HTTPListener
+from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.routes import OpenAIRoutes
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
@@ -309,6 +310,9 @@ class Frontend:
             api.tokenizer,
             api.embedding,
             api.request,
+            ResponseStore(
+                max_responses=config.max_stored_responses, max_bytes=config.max_stored_response_bytes
+            ),
             is_ready=lambda: self.directory.is_ready,
             authenticator=self._security.authenticator,
         )

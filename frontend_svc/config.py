@@ -56,6 +56,12 @@ class FrontendConfig(SecurityOptions):
     max_queued_prompt_tokens: int = option(
         2_000_000, help="limit of prompt tokens of requests without a first token; more are refused"
     )
+    max_stored_responses: int = option(
+        10_000, help="limit of responses of OpenAI's API that are kept to be continued; 0: none is kept"
+    )
+    max_stored_response_bytes: int = option(
+        256 * 1024 * 1024, help="limit of the memory of stored responses, in bytes"
+    )
     tool_parser: str = option("auto", help="how tool calls are read: auto, none or the name of a format")
     reasoning_parser: str = option("auto", help="how reasoning is read: auto, none or the name of a format")
     chat_template: str | None = option(
@@ -148,6 +154,8 @@ class FrontendConfig(SecurityOptions):
             "slow_reader_s",
             "reconnect_window_s",
             "trace_slow_ms",
+            "max_stored_responses",
+            "max_stored_response_bytes",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is negative")

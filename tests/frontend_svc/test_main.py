@@ -104,6 +104,8 @@ def test_engines_are_repeatable_and_need_no_coordinator():
         (("--engine", "a:1", "--port", "70000"), "port 70000"),
         (("--engine", "a:1", "--max-queued-requests", "0"), "--max-queued-requests 0"),
         (("--engine", "a:1", "--slow-reader-s=-1"), "--slow-reader-s"),
+        (("--engine", "a:1", "--max-stored-responses=-1"), "--max-stored-responses -1"),
+        (("--engine", "a:1", "--max-stored-response-bytes=-1"), "--max-stored-response-bytes -1"),
         (("--engine", "a:1", "--reconnect-window-s=-1"), "--reconnect-window-s"),
         (("--engine", "a:1", "--workers", "0"), "workers 0"),
         (("--engine", "a:1", "--workers", "65"), "workers 65"),

@@ -10,8 +10,6 @@ import msgspec
 from frontend_svc.protocols.openai.bodies import Message
 from service_kit.errors import NotFound
 
-MAX_RESPONSES = 10_000
-MAX_BYTES = 256 * 1024 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
@@ -54,7 +52,7 @@ class ResponseStore:
     Beyond the limits, which are of all owners together, the oldest of the owner that has most are removed.
     """
 
-    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._owners: dict[str, _Owned] = {}
 

@@ -78,6 +78,7 @@ class OpenAIRoutes:
         tokenizer: TokenizerServicer,
         embedding: EmbeddingServicer,
         requests: RequestServicer,
+        responses: ResponseStore,
         *,
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
@@ -85,14 +86,14 @@ class OpenAIRoutes:
         self._inference, self._chat, self._model, self._tokenizer = inference, chat, model, tokenizer
         self._is_ready = is_ready
         self._created = int(time.time())
-        responses = ResponseRoutes(chat, requests, ResponseStore())
+        response_routes = ResponseRoutes(chat, requests, responses)
         gets: dict[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
-            **responses.gets,
+            **response_routes.gets,
         }
         posts: dict[str, Handler] = {
             "/v1/completions": self._completions,
@@ -100,12 +101,13 @@ class OpenAIRoutes:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             **EmbeddingRoutes(embedding, model).posts,
-            **responses.posts,
+            **response_routes.posts,
         }
         routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
         routes += [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
         routes += [
-            Route(path, guarded(handler), methods=["DELETE"]) for path, handler in responses.deletes.items()
+            Route(path, guarded(handler), methods=["DELETE"])
+            for path, handler in response_routes.deletes.items()
         ]
         # A path or a method that there is not.
         self.app = Starlette(

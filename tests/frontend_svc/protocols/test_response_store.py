@@ -9,6 +9,10 @@ from frontend_svc.protocols.openai.response_store import ResponseStore, StoredRe
 from service_kit.errors import NotFound
 
 
+def unlimited() -> ResponseStore:
+    return ResponseStore(max_responses=100, max_bytes=1 << 20)
+
+
 def response(text: str, previous: StoredResponse | None = None) -> StoredResponse:
     return StoredResponse({"text": text}, [Message("user", text)], previous)
 
@@ -33,7 +37,7 @@ def listed(store: ResponseStore, owner: str = "") -> list[str]:
 
 @pytest.mark.parametrize("limit", [{"max_responses": 3}, {"max_bytes": 3 * SIZE + 1}])
 def test_the_oldest_are_removed_beyond_a_limit(limit):
-    store = ResponseStore(**limit)
+    store = ResponseStore(**{"max_responses": 100, "max_bytes": 1 << 20, **limit})
     for index in range(5):
         store.add("", str(index), response(str(index)))
     assert (listed(store), len(store), store.num_bytes) == (["2", "3", "4"], 3, 3 * SIZE)
@@ -41,7 +45,7 @@ def test_the_oldest_are_removed_beyond_a_limit(limit):
 
 @pytest.mark.parametrize("limit", [{"max_responses": 4}, {"max_bytes": 4 * SIZE}])
 def test_who_has_most_loses_its_oldest_and_others_keep_theirs(limit):
-    store = ResponseStore(**limit)
+    store = ResponseStore(**{"max_responses": 100, "max_bytes": 1 << 20, **limit})
     store.add("few", "0", response("0"))
     for index in range(9):
         store.add("many", str(index), response(str(index)))
@@ -50,14 +54,14 @@ def test_who_has_most_loses_its_oldest_and_others_keep_theirs(limit):
 
 
 def test_what_does_not_fit_alone_is_not_kept_and_removes_nothing():
-    store = ResponseStore(max_bytes=2 * SIZE)
+    store = ResponseStore(max_responses=100, max_bytes=2 * SIZE)
     store.add("", "0", response("0"))
     store.add("", "1", response("x" * 2 * SIZE))
     assert (listed(store), store.num_bytes) == (["0"], SIZE)
 
 
 def test_turns_that_are_continued_stay_in_the_conversation_and_count():
-    store = ResponseStore()
+    store = unlimited()
     first = response("0")
     second = response("1", first)
     store.add("", "0", first)
@@ -71,7 +75,7 @@ def test_turns_that_are_continued_stay_in_the_conversation_and_count():
 
 
 def test_a_turn_that_was_removed_while_it_was_continued_counts_again():
-    store = ResponseStore()
+    store = unlimited()
     first = response("0")
     second = response("1", first)
     for name, each in (("0", first), ("1", second)):
@@ -94,7 +98,7 @@ def test_a_turn_that_was_removed_while_it_was_continued_counts_again():
 def test_a_conversation_that_does_not_fit_alone_is_not_kept_and_removes_nothing():
     num_turns = 4
     own = response("0").num_message_bytes
-    store = ResponseStore(max_bytes=SIZE + num_turns * own)
+    store = ResponseStore(max_responses=100, max_bytes=SIZE + num_turns * own)
     turn = None
     for index in range(num_turns + 2):
         turn = response(str(index), turn)
@@ -105,7 +109,7 @@ def test_a_conversation_that_does_not_fit_alone_is_not_kept_and_removes_nothing(
 
 
 def test_a_response_belongs_to_its_owner():
-    store = ResponseStore()
+    store = unlimited()
     store.add("one", "0", response("0"))
     assert (listed(store, "one"), listed(store, "other")) == (["0"], [])
     with pytest.raises(NotFound) as caught:

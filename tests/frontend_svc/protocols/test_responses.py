@@ -223,6 +223,17 @@ async def test_a_response_that_is_deleted_or_not_stored_cannot_be_read_or_contin
     assert still.status == 200
 
 
+async def test_limits_of_what_is_stored_are_options():
+    for limit in ({"max_stored_responses": 2}, {"max_stored_response_bytes": 2800}):
+        async with served(engine_of(TEXT), **limit) as client:
+            made = [(await client.post(URL, {"input": "the"})).body["id"] for _ in range(3)]
+            statuses = [(await client.call("GET", f"{URL}/{one}")).status for one in made]
+        assert statuses == [404, 200, 200]
+    async with served(engine_of(TEXT), max_stored_responses=0) as client:
+        made = [(await client.post(URL, {"input": "the"})).body["id"]]
+        assert (await client.call("GET", f"{URL}/{made[0]}")).status == 404
+
+
 async def test_a_response_of_one_tenant_is_unknown_to_another(tmp_path):
     file = tmp_path / "keys.yaml"
     names = ("one", "other")
