@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,7 +138,14 @@ def open_channel(
     There is TLS if the credentials have files for it, or the scheme is grpcs or https; never on a unix
     socket. Raises ConfigError for a file that cannot be read.
     """
-    address, options = parse_target(target), list[tuple[str, Any]](CHANNEL_OPTIONS[profile])
+    return secured_channel(target, CHANNEL_OPTIONS[profile], credentials)
+
+
+def secured_channel(
+    target: str, options: Sequence[tuple[str, int | str]], credentials: ChannelCredentials
+) -> grpc.aio.Channel:
+    """The same with other channel options."""
+    address, options = parse_target(target), list(options)
     is_unix = address.startswith(_UNIX)
     if (credentials.has_tls or target.startswith(_TLS_SCHEMES)) and not is_unix:
         if credentials.server_name is not None:

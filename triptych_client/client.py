@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from triptych.api.v1 import model_pb2, request_pb2, tokenizer_pb2
+from triptych_client.authorized import AuthorizedChannel
 from triptych_client.call_options import CallOptions, ModelOptions, build_message, metadata_pairs
 from triptych_client.channel_options import PUBLIC_SERVICE, ChannelOptions, address_of
 from triptych_client.chat_events import ChatCompletion, ChatEvent, to_chat_completion, to_chat_event
@@ -92,10 +93,11 @@ class Client:
         options: ChannelOptions | None = None,
         retry: RetryPolicy | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
     ) -> None:
         """Open a channel to `host:port` or `grpc://host:port`; it connects with the first call.
 
-        `credentials` None is plain text.
+        `credentials` None is plain text. `api_key` is sent with every call.
         """
         settings = (options or ChannelOptions()).as_grpc()
         self._address = address_of(target)
@@ -104,7 +106,7 @@ class Client:
             self._channel = grpc.insecure_channel(self._address, options=settings)
         else:
             self._channel = grpc.secure_channel(self._address, credentials, options=settings)
-        self._stubs = Stubs(self._channel)
+        self._stubs = Stubs(self._channel if api_key is None else AuthorizedChannel(self._channel, api_key))
 
     def connect(self, *, timeout_s: float = 10.0) -> None:
         """Wait until the frontend is connected; raises UNAVAILABLE after `timeout_s`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 
@@ -25,7 +23,7 @@ from triptych_client.stream_plan import NextCall
 class Stubs:
     """One stub per service."""
 
-    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+    def __init__(self, channel: Any) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.chat = chat_pb2_grpc.ChatServiceStub(channel)
         self.embedding = embedding_pb2_grpc.EmbeddingServiceStub(channel)

@@ -25,9 +25,11 @@ from launcher.bench.load import LoadGenerator, RequestBuilder
 from launcher.bench.metrics import OK, summarize
 from launcher.bench.plot import PlotError, check_can_plot, draw
 from launcher.bench.report import Result, print_result, write_json
+from launcher.client_channel import client_credentials
 from launcher.verbs.failures import Asked, print_failure
-from service_kit.channel import parse_target
+from service_kit.channel import parse_target, secured_channel
 from service_kit.clock import MonotonicClock
+from service_kit.config import ConfigError
 from service_kit.errors import InvalidArgument, ServiceError, Unavailable, rpc_errors_translated
 from service_kit.loop_lag import LoopLag
 from triptych.api.v1 import model_pb2, model_pb2_grpc
@@ -66,9 +68,9 @@ def run_bench_serve(config: BenchServeConfig) -> int:
             check_can_plot()
         for path in (config.json, config.plot):
             _check_writable(path)
-        address = parse_target(config.url)
-        return uvloop.run(_bench(config, address))
-    except (PlotError, DatasetError, OSError) as error:
+        parse_target(config.url)
+        return uvloop.run(_bench(config))
+    except (PlotError, DatasetError, ConfigError, OSError) as error:
         print(f"triptych bench serve: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
@@ -79,8 +81,8 @@ def run_bench_serve(config: BenchServeConfig) -> int:
         return 1
 
 
-async def _bench(config: BenchServeConfig, address: str) -> int:
-    async with _connected(address, config.connections) as channels:
+async def _bench(config: BenchServeConfig) -> int:
+    async with _connected(config.url, config.connections) as channels:
         model = await _model(channels[0], config.model)
         conversations = draw_conversations(config, model.vocab_size, left_out=model.eos_token_ids)
         check_lengths(conversations, model.max_model_len)
@@ -186,20 +188,21 @@ def _sampling(config: BenchServeConfig) -> sampling_pb2.SamplingParams:
 
 
 @contextlib.asynccontextmanager
-async def _connected(address: str, num_connections: int) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
+async def _connected(target: str, num_connections: int) -> AsyncIterator[Sequence[grpc.aio.Channel]]:
     """Connected channels, each with its own connection."""
     # Failures are counted, so nothing is retried. Channels with equal options would share a connection.
     options = [*ChannelOptions().as_grpc(), ("grpc.use_local_subchannel_pool", 1)]
+    credentials = client_credentials()
     async with contextlib.AsyncExitStack() as stack:
         channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            await stack.enter_async_context(secured_channel(target, options, credentials))
             for _ in range(num_connections)
         ]
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
                 await asyncio.gather(*(channel.channel_ready() for channel in channels))
         except TimeoutError as error:
-            raise Unavailable(f"{address} was not reached within {_CONNECT_LIMIT_S:g} s") from error
+            raise Unavailable(f"{target} was not reached within {_CONNECT_LIMIT_S:g} s") from error
         yield channels
 
 

@@ -15,10 +15,10 @@ import grpc.aio
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from launcher.client_channel import open_client_channel
 from launcher.run_batch.files import BatchFileError, Done, count_lines, open_output, read_lines
 from launcher.run_batch.line import Answer, BatchLine, Request, answer_record, error_record, read_line
 from launcher.verbs.failures import Asked, print_failure
-from service_kit.channel import open_channel
 from service_kit.errors import (
     InvalidArgument,
     ResourceExhausted,
@@ -92,7 +92,7 @@ class _Tally:
 
 
 async def _answer_all(batch: Batch, output: BinaryIO, done: Done, total: int, tally: _Tally) -> None:
-    async with open_channel(batch.url, profile="public") as channel:
+    async with open_client_channel(batch.url) as channel:
         try:
             await asyncio.wait_for(channel.channel_ready(), _CONNECT_LIMIT_S)
         except TimeoutError as error:

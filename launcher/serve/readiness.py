@@ -8,6 +8,7 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from launcher.client_channel import open_client_channel
 from launcher.services import READINESS
 from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, from_rpc_error
@@ -39,7 +40,7 @@ async def health_of(target: str, name: str, timeout_s: float) -> str:
 
     The empty name is the process as a whole.
     """
-    async with open_channel(target, profile="public") as channel:
+    async with open_client_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=name)
         try:

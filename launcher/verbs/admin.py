@@ -13,8 +13,8 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from launcher.client_channel import open_client_channel
 from launcher.verbs.failures import Asked, WrongService, run_verb
-from service_kit.channel import open_channel
 from service_kit.errors import Unimplemented, rpc_errors_translated
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
@@ -124,7 +124,7 @@ def _remedy(needs: str) -> str:
 
 async def _kind_of(asked: AdminAsked) -> str:
     """What listens at the address: a kind of service, or a description of what is none."""
-    async with open_channel(asked.address) as channel:
+    async with open_client_channel(asked.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         try:
             with rpc_errors_translated():
@@ -135,7 +135,7 @@ async def _kind_of(asked: AdminAsked) -> str:
 
 
 async def _status(asked: AdminAsked) -> int:
-    async with open_channel(asked.address) as channel:
+    async with open_client_channel(asked.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with rpc_errors_translated():
             answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=asked.timeout_s)
@@ -158,7 +158,7 @@ async def _drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) ->
     # A tiny deadline must not be rounded to 0, which means no deadline.
     request = admin_pb2.DrainRequest(deadline_ms=math.ceil(deadline_s * 1000), keep_running=keep_running)
     limit_s = deadline_s + asked.timeout_s if deadline_s else None
-    async with open_channel(asked.address) as channel:
+    async with open_client_channel(asked.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with rpc_errors_translated():
             async for answer in stub.Drain(request, timeout=limit_s):
@@ -168,7 +168,7 @@ async def _drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) ->
 
 
 async def _call(asked: AdminAsked, call: utility_pb2.UtilityCall) -> int:
-    async with open_channel(asked.address) as channel:
+    async with open_client_channel(asked.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with rpc_errors_translated():
             request = admin_pb2.UtilityRequest(call=call)
@@ -252,7 +252,7 @@ async def _evict(asked: AdminAsked, engine_id: str, reason: str) -> int:
 @asynccontextmanager
 async def _scaling_stub(address: str) -> AsyncIterator[scaling_pb2_grpc.ScalingServiceStub]:
     """A stub of the service; its errors are raised as ServiceError."""
-    async with open_channel(address) as channel:
+    async with open_client_channel(address, profile="internal") as channel:
         with rpc_errors_translated():
             yield scaling_pb2_grpc.ScalingServiceStub(channel)
 

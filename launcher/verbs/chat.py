@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.client_channel import open_client_channel
 from launcher.verbs.chat_answer import ChatAnswer
 from launcher.verbs.failures import Asked, print_failure
-from service_kit.channel import open_channel
 from service_kit.errors import ServiceError, rpc_errors_translated
 from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
@@ -100,7 +100,7 @@ def _next_line() -> str | None:
 
 
 async def _model(chat: Chat) -> str:
-    async with open_channel(chat.url, profile="public") as channel:
+    async with open_client_channel(chat.url) as channel:
         stub: Any = model_pb2_grpc.ModelServiceStub(channel)
         with rpc_errors_translated():
             answer = await stub.GetModel(model_pb2.GetModelRequest(model=chat.model), timeout=_MODEL_LIMIT_S)
@@ -116,7 +116,7 @@ def _user_message(text: str) -> chat_message_pb2.ChatMessage:
 async def _receive(answer: ChatAnswer, chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]) -> None:
     """Receive the next message, and print it as it arrives."""
     request = chat_message_pb2.ChatRequest(model=chat.model, messages=messages, sampling=chat.sampling)
-    async with open_channel(chat.url, profile="public") as channel:
+    async with open_client_channel(chat.url) as channel:
         stub: Any = chat_pb2_grpc.ChatServiceStub(channel)
         call = stub.Chat(request)
         try:

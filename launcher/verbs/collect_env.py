@@ -24,10 +24,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from launcher.client_channel import open_client_channel
 from launcher.services import READINESS
 from launcher.verbs.doctor import CHECKS
 from launcher.verbs.terminal import printable
-from service_kit.channel import open_channel
 from service_kit.errors import InvalidArgument
 from service_kit.limits import INTERNAL, PUBLIC, LimitProfile
 from service_kit.version import installed_version
@@ -218,7 +218,7 @@ def _doctor() -> Report:
 async def _link(target: str, timeout_s: float) -> Report:
     """How a service answers: which it is, how fast, how much at a time, and whether it answers pings."""
     try:
-        async with open_channel(target, profile="public") as channel:
+        async with open_client_channel(target) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             started_at = time.perf_counter()
             await _health(stub, "", timeout_s)
@@ -278,7 +278,7 @@ async def _keepalive(target: str, limits: LimitProfile) -> str:
     configured = f"ping after {limits.keepalive_time_ms} ms, answer within {limits.keepalive_timeout_ms} ms"
     if limits is not INTERNAL:
         return configured
-    async with open_channel(target) as channel:
+    async with open_client_channel(target, profile="internal") as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         try:
             await call.read()

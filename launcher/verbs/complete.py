@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.client_channel import open_client_channel
 from launcher.verbs.failures import Asked, run_verb
 from launcher.verbs.generation import Generation, event_record
-from service_kit.channel import open_channel
 from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -96,7 +96,7 @@ def sampling_of(values: Mapping[str, SamplingValue | None]) -> sampling_pb2.Samp
 
 async def _complete(completion: Completion) -> int:
     request = request_of(completion)
-    async with open_channel(completion.url, profile="public") as channel:
+    async with open_client_channel(completion.url) as channel:
         generation = Generation(channel, request)
         # Several outputs arrive interleaved; as text each is printed whole.
         num_outputs = completion.sampling.get("n") or 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from service_kit.channel import parse_target
+from service_kit.config import ConfigError
 from service_kit.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, Unimplemented
 
 # What gRPC reports of an address at which no connection could be made.
@@ -52,6 +53,10 @@ def run_verb(work: Coroutine[None, None, int], asked: Asked) -> int:
         return asyncio.run(work)
     except ServiceError as error:
         print_failure(error, asked)
+        return 1
+    except ConfigError as error:
+        # Of the files that the environment names.
+        print(str(error), file=sys.stderr)
         return 1
 
 

@@ -13,6 +13,7 @@ import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from launcher.client_channel import client_credentials
 from launcher.verbs.terminal import printable
 from service_kit.admin_http import read_page
 from service_kit.channel import parse_target
@@ -57,7 +58,9 @@ def run_top(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
 
 async def _read(address: str) -> State:
     try:
-        state: State = json.loads(await read_page(address, "/ui/state", limit_s=_LIMIT_S))
+        state: State = json.loads(
+            await read_page(address, "/ui/state", limit_s=_LIMIT_S, credentials=client_credentials())
+        )
         frame(state, None)
     except TimeoutError as error:
         raise NoState(f"no answer from {address} within {_LIMIT_S:g} s") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from launcher.client_channel import client_credentials
 from launcher.verbs.terminal import printable
 from service_kit import conventions as names
 from service_kit.admin_http import read_page
@@ -56,7 +57,9 @@ def run_trace_last(asked: TracesAsked) -> int:
 
 async def read_traces(address: str, num_traces: int, *, timeout_s: float) -> list[Trace]:
     """The last traces of the service, newest first. Raises OSError or ValueError."""
-    page = await read_page(address, f"/traces/last?n={num_traces}", limit_s=timeout_s)
+    page = await read_page(
+        address, f"/traces/last?n={num_traces}", limit_s=timeout_s, credentials=client_credentials()
+    )
     traces: list[Trace] = json.loads(page)["traces"]
     return traces
 

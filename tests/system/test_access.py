@@ -17,9 +17,12 @@ import pytest_asyncio
 from launcher.services import embedded_model
 from service_kit.channel import ChannelCredentials, open_channel
 from service_kit.errors import ServiceError, from_rpc_error
+from tests.launcher.fakes import triptych
 from tests.system.stack import Stack, Trio, address_of, listeners_of
 from tests.system.test_every_rpc import METHODS
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_client.client import Client
+from triptych_client.errors import TriptychError
 
 # They share the services.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -293,3 +296,25 @@ async def test_an_admin_call_is_audited_and_no_key_is_logged(guarded: Guarded) -
     path = "/triptych.admin.v1.AdminService/GetStatus"
     assert shown[-2:] == [("admin", path, "OK"), ("client", path, "PERMISSION_DENIED")]
     assert [line for line in lines if "key-of" in line] == []
+
+
+async def test_tools_and_clients_send_their_key(guarded: Guarded) -> None:
+    url = f"grpc://{guarded.address('frontend.address')}"
+    prompt = ("complete", "--url", url, "--prompt", "Once upon", "--max-tokens", "4", "--temperature", "0")
+    refused = await triptych(*prompt, environment={"TRIPTYCH_API_KEY": ""})
+    assert (refused.exit_code, refused.err.split(":")[0]) == (1, "UNAUTHENTICATED (NO_CREDENTIALS)")
+    served = await triptych(*prompt, environment={"TRIPTYCH_API_KEY": key_of("client")})
+    assert (served.exit_code, served.err) == (0, "")
+    admin = guarded.address("engine.admin_address")
+    for role, exit_code in (("client", 1), ("admin", 0)):
+        asked = await triptych("admin", admin, "status", environment={"TRIPTYCH_API_KEY": key_of(role)})
+        assert asked.exit_code == exit_code, asked.err
+
+    def answer(key: str | None) -> str:
+        with Client(url, api_key=key) as client:
+            return client.generate_unary("Once upon", max_tokens=4, temperature=0).outputs[0].text
+
+    assert (await asyncio.to_thread(answer, key_of("client"))) in served.out
+    with pytest.raises(TriptychError) as caught:
+        await asyncio.to_thread(answer, None)
+    assert caught.value.reason == "NO_CREDENTIALS"

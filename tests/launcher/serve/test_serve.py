@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from service_kit.admin_http import read_page
 from service_kit.channel import open_channel
 from service_kit.config import ConfigError
 from service_kit.limits import INTERNAL
+from tests.certificates import CertificateAuthority
 from tests.connections import until_connections, without_collections
 from tests.launcher.fakes import children_of, triptych
 from tests.processes import START_LIMIT_S, running_async
@@ -60,12 +63,15 @@ class Stack:
 
 
 @asynccontextmanager
-async def serving(ready_file: Path, *flags: str, stderr: int | None = None) -> AsyncIterator[Stack]:
+async def serving(
+    ready_file: Path, *flags: str, stderr: int | None = None, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Stack]:
     """`triptych serve` with the embedded model, ready."""
     async with running_async(
         *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", f"--ready-file={ready_file}", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
+        env={**os.environ, **(environment or {})},
     ) as process:
         assert process.stdout is not None
         # The banner comes after the ready file, when everything is ready.
@@ -268,6 +274,39 @@ async def test_a_stack_that_is_stopped_while_it_starts_leaves_nothing(delay_s: f
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 5) == 0
     assert not [pid for pid in children if is_running(pid)]
+
+
+async def test_serve_with_a_key_and_a_certificate_serves_those_with_the_key(
+    tmp_path: Path,
+) -> None:
+    ca = CertificateAuthority(tmp_path)
+    files, key = ca.issue("server"), "triptych-0123456789abcdef"
+    flags = (f"--ssl-certfile={files.certificate}", f"--ssl-keyfile={files.key}")
+    environment = {"TRIPTYCH_API_KEY": key}
+    async with serving(tmp_path / "ready.json", *flags, environment=environment) as stack:
+        url = f"grpcs://{stack.ready['grpc']}"
+        assert f"triptych chat --url {url}" in stack.banner
+        assert f"https://{stack.ready['http']}/v1 (OpenAI)" in stack.banner
+        prompt = ("complete", "--url", url, "--prompt", "Once upon", "--max-tokens", "4")
+        trusting = {"TRIPTYCH_CA_CERTS": ca.file}
+        served = await triptych(*prompt, environment=environment | trusting)
+        assert (served.exit_code, served.err) == (0, "")
+        unknown = await triptych(*prompt, environment=trusting)
+        assert unknown.err.startswith("UNAUTHENTICATED (NO_CREDENTIALS)")
+        missing = await triptych(*prompt, environment={"TRIPTYCH_CA_CERTS": str(tmp_path / "none.pem")})
+        assert missing.err == f"{tmp_path}/none.pem cannot be read: No such file or directory\n"
+
+        def models() -> int:
+            context = ssl.create_default_context(cafile=ca.file)
+            connection = http.client.HTTPSConnection(stack.ready["http"], context=context, timeout=60)
+            connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        assert await asyncio.to_thread(models) == 200
+        asked = await triptych("health", "--url", url, environment=trusting)
+        assert asked.exit_code == 0
 
 
 async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(tmp_path: Path) -> None:
