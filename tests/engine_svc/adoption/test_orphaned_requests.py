@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine_svc.adoption.orphaned_requests import OrphanedRequest, OrphanedRequests
-from service_kit.errors import FailedPrecondition
+from service_kit.errors import FailedPrecondition, NotFound
 from triptych.engine.v1 import add_pb2
 
 
@@ -34,14 +34,14 @@ class World:
         )
 
     def add(
-        self, wire_id: str, *, owner: int = 1, group_id: str = "", grace_s: float = 5.0
+        self, wire_id: str, *, owner: int = 1, group_id: str = "", grace_s: float = 5.0, fleet: str = ""
     ) -> OrphanedRequest | None:
         entry = add_pb2.AddEntry(
             request_id=wire_id, group_id=group_id, resume_state=b"state", orphan_grace_ms=int(grace_s * 1000)
         )
         if not self.kept.can_keep(entry):
             return None
-        return self.kept.keep(entry, f"{wire_id}/1", owner=owner, default_grace_s=9.0)
+        return self.kept.keep(entry, f"{wire_id}/1", owner=owner, default_grace_s=9.0, fleet=fleet)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -178,3 +178,13 @@ def test_the_grace_is_what_the_request_says_or_else_that_of_the_engine_within_th
     entry = add_pb2.AddEntry(request_id="b", resume_state=b"state")
     default = world.kept.keep(entry, "b/1", owner=1, default_grace_s=9.0)
     assert (own.grace_s, default.grace_s, world.add("c", grace_s=100.0).grace_s) == (1.0, 9.0, 60.0)
+
+
+def test_a_frontend_of_another_fleet_does_not_find_a_request():
+    world = World()
+    world.add("a", fleet="blue")
+    world.kept.mark_lost(1)
+    for fleet in ("", "red"):
+        with pytest.raises(NotFound):
+            world.kept.adopt("a", owner=2, fleet=fleet)
+    assert world.kept.adopt("a", owner=2, fleet="blue").owner == 2
