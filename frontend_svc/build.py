@@ -44,6 +44,10 @@ from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
+from frontend_svc.protocols.openai.body_reader import BodyReader
+from frontend_svc.protocols.openai.browsers import for_browsers
+from frontend_svc.protocols.openai.call import PROBES
+from frontend_svc.protocols.openai.connection import ConnectionLimits
 from frontend_svc.protocols.openai.listener import HTTPListener
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.routes import OpenAIRoutes
@@ -315,11 +319,17 @@ class Frontend:
             ),
             is_ready=lambda: self.directory.is_ready,
             authenticator=self._security.authenticator,
+            bodies=BodyReader(self.text_workers.check_json),
         )
         return HTTPListener(
             f"{config.host}:{config.http_port}",
-            routes.app,
+            for_browsers(routes.app, allowed_origins=config.http_allowed_origin, host=config.host),
             shares_port=config.share_port,
+            limits=ConnectionLimits(
+                max_connections=config.http_max_connections, slow_reader_s=config.slow_reader_s
+            ),
+            always_served=PROBES,
+            forwarded_allow_ips=config.forwarded_allow_ips,
             security=self._security,
         )
 

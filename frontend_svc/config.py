@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
@@ -32,6 +34,16 @@ class FrontendConfig(SecurityOptions):
     port: int = option(50051, help="port to listen on; 0 lets the kernel choose")
     http_port: int | None = option(
         None, help="port of OpenAI's HTTP API, on --host; 0 lets the kernel choose; unset: it is not served"
+    )
+    http_max_connections: int = option(
+        1024,
+        help="limit of open HTTP connections; beyond it the one that waits longest for a request is closed",
+    )
+    http_allowed_origin: tuple[str, ...] = option(
+        (), help="scheme://host[:port] of a site whose pages may use the HTTP API (CORS); *: every site"
+    )
+    forwarded_allow_ips: tuple[str, ...] = option(
+        (), help="address or network of a proxy whose X-Forwarded-For and -Proto count; *: every client"
     )
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
@@ -138,7 +150,17 @@ class FrontendConfig(SecurityOptions):
         for name in ("port", "http_port", "admin_port", "admin_http_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)} is not in 0..65535")
-        for name in ("max_queued_requests", "max_queued_prompt_tokens", "max_n", "stream_interval"):
+        for origin in self.http_allowed_origin:
+            _check_origin(origin)
+        for proxy in self.forwarded_allow_ips:
+            _check_proxy(proxy)
+        for name in (
+            "http_max_connections",
+            "max_queued_requests",
+            "max_queued_prompt_tokens",
+            "max_n",
+            "stream_interval",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
         ParserNames(self.tool_parser, self.reasoning_parser)
@@ -176,6 +198,23 @@ class FrontendConfig(SecurityOptions):
             raise ValueError(f"workers is {self.workers}: they cannot share the socket of uds")
         if self.share_port and not self.port:
             raise ValueError("share_port needs a port: with port 0 each process would get another one")
+
+
+def _check_origin(origin: str) -> None:
+    if origin in ("*", "null"):
+        return
+    parts = urlsplit(origin)
+    if not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
+        raise ValueError(f"http_allowed_origin {origin!r} is not scheme://host[:port], null or *")
+
+
+def _check_proxy(proxy: str) -> None:
+    if proxy == "*":
+        return
+    try:
+        ipaddress.ip_network(proxy)
+    except ValueError as error:
+        raise ValueError(f"forwarded_allow_ips {proxy!r} is no address or network: {error}") from error
 
 
 def _check_chat_template(path: str) -> None:

@@ -108,6 +108,7 @@ SENTENCES: dict[str, str] = {
     "safetensors_load_strategy": _HUB,
     "pt_load_map_location": _HUB,
     "max_parallel_loading_workers": _HUB,
+    "allowed_origins": "it is `http_allowed_origin`, given once for each",
     "api_key": "set TRIPTYCH_API_KEY, or name a file with --api-keys: flags are in the list of processes",
     "disable_custom_all_reduce": "collectives are those of torch.distributed",
     "swap_space": _NO_OFFLOAD,

@@ -68,7 +68,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(
         self, request: inference_pb2.ResumeRequest, context: ResumeContext
     ) -> AsyncGenerator[inference_pb2.ResumeResponse, None]:
-        responses = self._resumable.resume(request, caller_of(context))
+        responses = self.resume(request, caller_of(context))
         async with contextlib.aclosing(responses):
             async for response in responses:
                 yield inference_pb2.ResumeResponse(response=response)
@@ -89,6 +89,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The answer to a request of any protocol, as it is generated. Closing it aborts the request."""
         start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
         return start(request, caller)
+
+    def resume(
+        self, request: inference_pb2.ResumeRequest, caller: Caller
+    ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+        """The rest of a stream of any protocol."""
+        return self._resumable.resume(request, caller)
 
     async def stream_all(
         self, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller

@@ -23,12 +23,15 @@ _REASONS = {
 class Answer:
     """What all bodies and chunks of one answer have in common."""
 
-    def __init__(self, request_id: str, model: str, *, is_chat: bool, is_chunk: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, *, is_chat: bool, is_chunk: bool, created: int | None = None
+    ) -> None:
         kind = "chat.completion" if is_chat else "text_completion"
+        self.created = int(time.time()) if created is None else created
         self._common = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
             "object": f"{kind}.chunk" if is_chat and is_chunk else kind,
-            "created": int(time.time()),
+            "created": self.created,
             "model": model,
         }
 

@@ -173,6 +173,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: str | list[Any]  # a text, ids, or a list of either
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    orphan_grace_ms: int | None = None  # as over gRPC: the stream can be resumed
 
 
 class ChatBody(SamplingBody, kw_only=True):

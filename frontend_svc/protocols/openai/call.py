@@ -17,17 +17,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from frontend_svc.generation.caller import Caller
-from frontend_svc.protocols.openai.bodies import BodyT, read_body
+from frontend_svc.protocols.openai.bodies import BodyT
+from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
-from service_kit.errors import Cancelled, DeadlineExceeded, Internal, ResourceExhausted, ServiceError
+from service_kit.errors import Cancelled, Internal, ServiceError
 from service_kit.logs import bind_log_fields
 from service_kit.security.identity import current_identity
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
+PROBES = ("/health", "/ready")
 DONE = b"data: [DONE]\n\n"
-_BODY_LIMIT_S = 30.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _IGNORED_HEADER = "x-triptych-ignored-fields"
 _encode = msgspec.json.Encoder().encode
@@ -63,7 +63,7 @@ def guarded(handler: Handler) -> Handler:
         except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
             response = _refusal(_incident())
         response.headers["x-request-id"] = request_id
-        is_quiet = request.url.path in ("/health", "/ready")
+        is_quiet = request.url.path in PROBES
         logger.log(
             logging.DEBUG if is_quiet else logging.INFO,
             "call",
@@ -71,6 +71,7 @@ def guarded(handler: Handler) -> Handler:
                 "method": f"{request.method} {request.url.path}",
                 "code": str(response.status_code),
                 "duration_ms": round((time.monotonic() - began_at) * 1000, 1),
+                "client": request.client.host if request.client is not None else "",
             },
         )
         return response
@@ -79,18 +80,8 @@ def guarded(handler: Handler) -> Handler:
 
 
 async def body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
-    content = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_LIMIT_S):
-            async for part in request.stream():
-                content += part
-                if len(content) > MAX_BODY_BYTES:
-                    raise ResourceExhausted(
-                        f"the body has more than {MAX_BODY_BYTES} bytes", reason="BODY_TOO_LARGE"
-                    )
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the body did not arrive within {_BODY_LIMIT_S:.0f} s") from error
-    return read_body(bytes(content), kind)
+    reader: BodyReader = request.app.state.bodies
+    return await reader.read(request, kind)
 
 
 def caller_of(request: Request) -> Caller:
@@ -183,5 +174,6 @@ def _ignored_header(ignored: list[str]) -> dict[str, str]:
     return {_IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
 
 
-def event_of(content: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
+def event_of(content: dict[str, Any], event_id: str = "") -> bytes:
+    event = b"data: " + _encode(content) + b"\n\n"
+    return b"id: " + event_id.encode() + b"\n" + event if event_id else event

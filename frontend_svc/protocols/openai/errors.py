@@ -27,6 +27,12 @@ _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
+# For what HTTP has a status of its own.
+_STATUSES_OF_REASONS = {
+    "BODY_TIME_LIMIT": 408,
+    "BODY_TOO_LARGE": 413,
+    "UNSUPPORTED_MEDIA_TYPE": 415,
+}
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,7 +43,7 @@ _KINDS = {
 
 
 def status_of(error: ServiceError) -> int:
-    return _STATUSES.get(error.code, 500)
+    return _STATUSES_OF_REASONS.get(error.reason) or _STATUSES.get(error.code, 500)
 
 
 def error_body(error: ServiceError) -> dict[str, Any]:

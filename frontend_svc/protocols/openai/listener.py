@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
+import functools
+import logging
+import math
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES
+from frontend_svc.protocols.openai.connection import ConnectionLimits, Connections, LimitedConnection
 from service_kit.addresses import AddressError, check_address
 from service_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
-from service_kit.security.tls import names_in_certificate
 
-_MAX_CONNECTIONS = 4096
-_MAX_HEAD_BYTES = 64 * 1024
-_IDLE_S = 75  # longer than the usual proxies keep a connection, so that these close it first
+logger = logging.getLogger(__name__)
+
 _BACKLOG = 2048
 _POLL_S = 0.01
+_SWEEP_S = 0.5
 
 
 class _Server(uvicorn.Server):
@@ -31,26 +34,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Protocol(H11Protocol):
-    """Shows the application the names of a verified certificate."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        tls = transport.get_extra_info("ssl_object")
-        names = [] if tls is None else names_in_certificate(tls.getpeercert())
-        if not names:
-            return
-        app = self.app
-
-        async def with_names(scope: Any, receive: Any, send: Any) -> None:
-            scope.setdefault("extensions", {})[CERTIFICATE_NAMES] = names
-            await app(scope, receive, send)
-
-        self.app = with_names
-
-
 class HTTPListener:
-    """A `Listener`, as `run_server` calls it."""
+    """A `Listener`, as `run_server` calls it.
+
+    forwarded_allow_ips: addresses and networks of proxies, whose X-Forwarded-For and -Proto count.
+    """
 
     def __init__(
         self,
@@ -58,27 +46,36 @@ class HTTPListener:
         app: Any,
         *,
         shares_port: bool = False,
+        limits: ConnectionLimits | None = None,
+        always_served: Collection[str] = (),
+        forwarded_allow_ips: Sequence[str] = (),
         security: ListenerSecurity = OPEN_LISTENERS,
     ) -> None:
         self._listen, self._shares_port = listen, shares_port
+        self._connections = Connections(_within_open_files(limits or ConnectionLimits()), always_served)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=_Protocol,
+            http=functools.partial(LimitedConnection, all_connections=self._connections),  # type: ignore[arg-type]  # called like a class
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=_MAX_CONNECTIONS,
-            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
-            timeout_keep_alive=_IDLE_S,
+            timeout_keep_alive=math.ceil(self._connections.limits.idle_s),
+            proxy_headers=bool(forwarded_allow_ips),
+            forwarded_allow_ips=list(forwarded_allow_ips),
         )
         config.load()
         # Its own would never read the certificates again.
         config.ssl = None if security.tls is None else security.tls.context()
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections.opened)
 
     async def start(self) -> str:
         """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
@@ -95,6 +92,7 @@ class HTTPListener:
             if self._serving.done():
                 await self._serving
             await asyncio.sleep(_POLL_S)
+        self._sweeping = asyncio.ensure_future(self._sweep())
         return f"{host}:{bound.getsockname()[1]}"
 
     def drain(self) -> None:
@@ -109,8 +107,16 @@ class HTTPListener:
             async with asyncio.timeout(grace_s + 1.0):
                 await asyncio.shield(self._serving)
         self._server.force_exit = True
-        self._serving.cancel()
-        await asyncio.wait((self._serving,))
+        tasks = [task for task in (self._serving, self._sweeping) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._connections.sweep(loop.time())
 
     def _bind(self, host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -126,3 +132,13 @@ class HTTPListener:
             bound.close()
             raise
         return bound
+
+
+def _within_open_files(limits: ConnectionLimits) -> ConnectionLimits:
+    """Fewer connections where the process may not open so many files: engines and gRPC need some, too."""
+    most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    if limits.max_connections <= most:
+        return limits
+    extra = {"wanted": limits.max_connections, "limit": most}
+    logger.warning("fewer HTTP connections: the limit of open files (ulimit -n) is low", extra=extra)
+    return dataclasses.replace(limits, max_connections=most)

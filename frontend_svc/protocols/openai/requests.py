@@ -51,6 +51,7 @@ def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest
         request = generate_pb2.GenerateRequest(sampling=sampling)
         _fill_request(request, body)
         set_field(request, "add_special_tokens", body.add_special_tokens)
+        set_field(request, "orphan_grace_ms", body.orphan_grace_ms)
         if isinstance(prompt, str):
             request.prompt = prompt
         else:
@@ -213,12 +214,12 @@ def _fill_request(
 
 def _prompts(given: str | list[Any]) -> list[tuple[str, str | list[int]]]:
     """Each prompt with its place in the body."""
-    if isinstance(given, str) or (given and all(type(each) is int for each in given)):
+    if isinstance(given, str) or set(map(type, given)) == {int}:
         return [("prompt", given)]
     if not 1 <= len(given) <= _MAX_PROMPTS:
         raise InvalidArgument(f"prompt has {len(given)} entries, must be 1..{_MAX_PROMPTS}", field="prompt")
     for index, each in enumerate(given):
-        is_ids = isinstance(each, list) and all(type(one) is int for one in each)
+        is_ids = isinstance(each, list) and set(map(type, each)) <= {int}
         if not isinstance(each, str) and not is_ids:
             field = f"prompt[{index}]"
             raise InvalidArgument(f"{field} is neither a text nor a list of token ids", field=field)

@@ -40,6 +40,7 @@ from frontend_svc.protocols.openai.bodies import (
     SamplingBody,
     TokenizeBody,
 )
+from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.call import (
     DONE,
     Handler,
@@ -53,6 +54,7 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
+from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
@@ -82,6 +84,7 @@ class OpenAIRoutes:
         *,
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
+        bodies: BodyReader,
     ) -> None:
         self._inference, self._chat, self._model, self._tokenizer = inference, chat, model, tokenizer
         self._is_ready = is_ready
@@ -94,6 +97,7 @@ class OpenAIRoutes:
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
             **response_routes.gets,
+            "/v1/streams/{request_id:path}": self._rest_of_stream,
         }
         posts: dict[str, Handler] = {
             "/v1/completions": self._completions,
@@ -117,6 +121,7 @@ class OpenAIRoutes:
         )
         # A client would repeat a POST as a GET.
         self.app.router.redirect_slashes = False
+        self.app.state.bodies = bodies
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)
@@ -199,6 +204,8 @@ class OpenAIRoutes:
 
     async def _completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, CompletionBody)
+        if body.stream and body.orphan_grace_ms and LAST_EVENT_ID in request.headers:
+            return await self._resumed(request, StreamProgress.read(request.headers[LAST_EVENT_ID]))
         asked, caller = generate_requests(body), caller_of(request)
         if body.stream:
             if len(asked) == 1:
@@ -214,6 +221,24 @@ class OpenAIRoutes:
 
         answers = await unless_disconnected(request, answer_all())
         return json_response(whole_completion(answers, with_ids=bool(body.return_token_ids)), ignored)
+
+    async def _rest_of_stream(self, request: Request) -> Response:
+        progress = StreamProgress.read(request.headers.get(LAST_EVENT_ID, ""))
+        if progress.request_id != request.path_params["request_id"]:
+            raise InvalidArgument(
+                f"{LAST_EVENT_ID} is of request {progress.request_id}, not of that of the path",
+                field=LAST_EVENT_ID,
+            )
+        return await self._resumed(request, progress)
+
+    async def _resumed(self, request: Request, progress: StreamProgress) -> Response:
+        """The events behind the last one that the client of a stream has received."""
+        if progress.is_finished:
+            responses = _nothing()
+        else:
+            responses = self._inference.resume(progress.resume_request(), caller_of(request))
+        chunks = self._completion_chunks(progress.body(), _numbered(responses), progress)
+        return await streamed(request, chunks, [])
 
     async def _chat_chunks(
         self, body: ChatBody, responses: AsyncGenerator[Any, None]
@@ -252,11 +277,18 @@ class OpenAIRoutes:
         yield DONE
 
     async def _completion_chunks(
-        self, body: CompletionBody, responses: AsyncGenerator[tuple[int, Any], None]
+        self,
+        body: CompletionBody,
+        responses: AsyncGenerator[tuple[int, Any], None],
+        progress: StreamProgress | None = None,
     ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, or those behind `progress`."""
         with_ids, num_outputs = bool(body.return_token_ids), body.n or 1
         usage = _StreamUsage(body)
         common: Answer | None = None
+        if progress is not None:
+            common = progress.answer()
+            usage.restore(progress)
         async with contextlib.aclosing(responses):
             async for item, response in responses:
                 kind = response.WhichOneof("event")
@@ -265,6 +297,8 @@ class OpenAIRoutes:
                     if common is None:
                         common = Answer(started.request_id, started.model, is_chat=False, is_chunk=True)
                     usage.note_prompt(started)
+                    if started.resume_token:
+                        progress = StreamProgress.begin(started, body, common.created)
                     continue
                 assert common is not None, "the first response has the id"
                 if kind == "delta":
@@ -275,10 +309,15 @@ class OpenAIRoutes:
                     index = item * num_outputs + response.finished.output_index
                     usage.note_finished(item, response.finished.usage)
                     choice = last_choice(index, response.finished, is_chat=False)
-                yield event_of(usage.chunk(common, choice))
+                event_id = ""
+                if progress is not None:
+                    progress.note(response)
+                    event_id = usage.event_id(progress)
+                yield event_of(usage.chunk(common, choice), event_id)
         assert common is not None, "every stream begins with its id"
-        for chunk in usage.last(common):
-            yield event_of(chunk)
+        if progress is None or not progress.is_over:
+            for chunk in usage.last(common):
+                yield event_of(chunk, "" if progress is None else usage.event_id(progress, is_over=True))
         yield DONE
 
 
@@ -308,6 +347,17 @@ class _StreamUsage:
             add_usage(self._total, usage)
         self._items.add(item)
 
+    def restore(self, progress: StreamProgress) -> None:
+        _fill_counts(self._so_far, progress.usage_so_far)
+        _fill_counts(self._total, progress.usage_total)
+        if any(output.is_finished for output in progress.outputs):
+            self._items.add(0)
+
+    def event_id(self, progress: StreamProgress, *, is_over: bool = False) -> str:
+        progress.usage_so_far, progress.usage_total = _counts(self._so_far), _counts(self._total)
+        progress.is_over = is_over
+        return progress.event_id()
+
     def chunk(self, common: Answer, choice: dict[str, Any]) -> dict[str, Any]:
         if self._is_continuous:
             return common.body([choice], usage_of(self._so_far))
@@ -321,3 +371,16 @@ async def _numbered(responses: AsyncGenerator[_T, None]) -> AsyncGenerator[tuple
     async with contextlib.aclosing(responses):
         async for response in responses:
             yield 0, response
+
+
+def _counts(usage: output_pb2.Usage) -> tuple[int, int, int]:
+    return usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens
+
+
+def _fill_counts(usage: output_pb2.Usage, counts: tuple[int, int, int]) -> None:
+    usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens = counts
+
+
+async def _nothing() -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
+    return
+    yield

@@ -164,6 +164,8 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
         return {}, b""
     if verb == "check":
         return _check_message(frame), b""
+    if verb == "check_json":
+        return _check_json(frame), b""
     if verb == "check_constraint":
         return _check_constraint(frame)
     text = loaded[key]
@@ -200,6 +202,18 @@ def _check_message(frame: Frame) -> dict[str, object]:
     except WireError as error:
         return {"refused": str(error), "reason": error.reason, "violations": error.violations}
     return {}
+
+
+def _check_json(frame: Frame) -> dict[str, object]:
+    # Imported at first use: a worker without large bodies does not need it.
+    from frontend_svc.text.workers.json_check import check_json
+
+    refusal = check_json(
+        frame.body,
+        max_fields=int(frame.number("max_fields")),
+        max_numbers=int(frame.number("max_numbers")),
+    )
+    return {"refused": refusal, "reason": "TOO_MANY_VALUES"} if refusal else {}
 
 
 def _check_constraint(frame: Frame) -> tuple[dict[str, object], bytes]:

@@ -24,7 +24,7 @@ def test_an_allowance_refills_steadily_up_to_its_size():
     assert allowance.wait_s(61, 1000.0) == math.inf
 
 
-def test_open_requests_of_a_tenant_are_limited_whoever_sends_them():
+def test_open_requests_of_a_tenant_are_limited_for_all_its_keys():
     tenants = Tenants(FakeClock())
     with tenants.admitted(identity(max_requests=2)), tenants.admitted(identity(max_requests=2)):
         with pytest.raises(ResourceExhausted) as caught, tenants.admitted(identity(max_requests=2)):

@@ -1,0 +1,107 @@
+"""Receives the bodies of requests, whose size, time and sum are limited, and reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Protocol
+
+from starlette.requests import Request
+
+from frontend_svc.protocols.openai.bodies import BodyT, read_body
+from service_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+_LIMIT_S = 15.0
+# Reading a smaller body takes a few milliseconds at most.
+_LARGE_BYTES = 64 * 1024
+# Of all large bodies that are received or read.
+_MAX_SUM_BYTES = 256 * 1024 * 1024
+# As over gRPC, where ids are read in half the time.
+_MAX_FIELDS = 131_072
+_MAX_NUMBERS = 1024 * 1024
+_RETRY_AFTER_MS = 1000
+
+
+class CheckLarge(Protocol):
+    """See `TextWorkers.check_json`."""
+
+    def __call__(self, data: bytes, *, max_fields: int, max_numbers: int) -> Awaitable[None]: ...
+
+
+class BodyReader:
+    def __init__(self, check_large: CheckLarge) -> None:
+        self._check_large = check_large
+        self._sum_bytes = 0  # of the large bodies
+        self._turn = asyncio.Lock()  # one large body is parsed at a time
+
+    async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+        """The body, and the names of its fields that have no effect."""
+        _check_headers(request)
+        content, counted = bytearray(), 0
+        try:
+            try:
+                async with asyncio.timeout(_LIMIT_S):
+                    async for part in request.stream():
+                        content += part
+                        if len(content) > MAX_BODY_BYTES:
+                            raise _too_large(len(content))
+                        if len(content) > _LARGE_BYTES:
+                            added = len(content) - counted
+                            self._check_sum(added)
+                            self._sum_bytes += added
+                            counted += added
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"the body did not arrive within {_LIMIT_S:.0f} s", reason="BODY_TIME_LIMIT"
+                ) from error
+            if len(content) <= _LARGE_BYTES:
+                return read_body(bytes(content), kind)
+            whole = bytes(content)
+            content.clear()
+            await self._check_large(whole, max_fields=_MAX_FIELDS, max_numbers=_MAX_NUMBERS)
+            async with self._turn:
+                began_at = time.perf_counter()
+                found = read_body(whole, kind)
+                # Streams beside it need several turns of the event loop to catch up.
+                await asyncio.sleep(time.perf_counter() - began_at)
+            return found
+        finally:
+            self._sum_bytes -= counted
+
+    def _check_sum(self, added: int) -> None:
+        if self._sum_bytes + added > _MAX_SUM_BYTES:
+            raise ResourceExhausted(
+                f"bodies of {self._sum_bytes} bytes are being read, the limit is {_MAX_SUM_BYTES}",
+                reason="TOO_MANY_BODIES",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+
+
+def _check_headers(request: Request) -> None:
+    """Refuse a body before it is sent."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        raise InvalidArgument(
+            f"content-encoding {coding} is not served: send the body as it is",
+            field="content-encoding",
+            reason="UNSUPPORTED_MEDIA_TYPE",
+        )
+    # As vLLM and OpenAI do; a client that names no type is served.
+    kind = request.headers.get("content-type", "application/json")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidArgument(
+            f"content-type is {kind}, must be application/json",
+            field="content-type",
+            reason="UNSUPPORTED_MEDIA_TYPE",
+        )
+    length = request.headers.get("content-length", "0")
+    if int(length) > MAX_BODY_BYTES:  # h11 has checked that it is a number of 20 digits at most
+        raise _too_large(int(length))
+
+
+def _too_large(size: int) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"the body has {size} bytes or more, the limit is {MAX_BODY_BYTES}", reason="BODY_TOO_LARGE"
+    )

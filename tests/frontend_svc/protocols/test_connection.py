@@ -1,0 +1,232 @@
+"""Limits of an HTTP listener on its connections, with an application of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from frontend_svc.protocols.openai.connection import ConnectionLimits
+from frontend_svc.protocols.openai.listener import HTTPListener
+from tests.frontend_svc.protocols.raw_http import RawConnection, connected, exchange, post, until
+
+GET = b"GET /%s HTTP/1.1\r\nhost: a\r\n\r\n"
+SHORT = ConnectionLimits(request_s=0.3, idle_s=0.3, slow_reader_s=0.3, linger_s=0.3)
+
+
+class App:
+    """Answers with what it knows of the request; `held` answers wait, and `endless` ones do not end."""
+
+    def __init__(self) -> None:
+        self.num_open = self.max_open = self.num_ended = 0
+        self.release = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_open += 1
+        self.max_open = max(self.max_open, self.num_open)
+        self.begun.set()
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self.num_open -= 1
+            self.num_ended += 1
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path == "/held":
+            await self.release.wait()
+        if path == "/waits":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
+        if path == "/read":
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                if not message["more_body"]:
+                    break
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if path == "/endless":
+            gone = asyncio.ensure_future(receive())
+            while not gone.done():
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+        seen = {"path": path, "client": scope["client"][0], "scheme": scope["scheme"]}
+        await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
+
+
+@contextlib.asynccontextmanager
+async def listening(**options: Any) -> AsyncGenerator[tuple[App, str], None]:
+    app = App()
+    listener = HTTPListener("127.0.0.1:0", app, **{"always_served": ("/health",), **options})
+    address = await listener.start()
+    try:
+        yield app, address
+    finally:
+        app.release.set()
+        await listener.stop(0)
+
+
+async def drip(connection: RawConnection, content: bytes, interval_s: float = 0.05) -> None:
+    with contextlib.suppress(ConnectionError):
+        while not connection.reader.at_eof():
+            connection.writer.write(content)
+            await asyncio.sleep(interval_s)
+
+
+async def test_a_request_that_does_not_arrive_ends_its_connection():
+    slow = [
+        (b"", b""),
+        (b"GET /he", b""),
+        (b"GET /a HTTP/1.1\r\n", b"x: y\r\n"),
+        (post(b"", "content-length: 1000000", path="/read"), b"a"),
+        (post(b"", "transfer-encoding: chunked", path="/read"), b"1\r\na\r\n"),
+    ]
+
+    async def is_cut_off(begin: bytes, more: bytes) -> bool:
+        async with connected(address) as connection:
+            await connection.send(begin)
+            dripping = asyncio.ensure_future(drip(connection, more))
+            is_closed = await connection.is_closed()
+            dripping.cancel()
+            return is_closed
+
+    async with listening(limits=SHORT) as (app, address):
+        assert await asyncio.gather(*(is_cut_off(*one) for one in slow)) == [True] * len(slow)
+        await until(lambda: not app.num_open)
+
+
+async def test_a_connection_without_a_request_is_closed_and_one_with_a_request_is_not():
+    async with (
+        listening(limits=SHORT) as (app, address),
+        connected(address) as idle,
+        connected(address) as busy,
+    ):
+        for connection, path in ((idle, b"a"), (busy, b"held")):
+            await connection.send(GET % path)
+        assert (await idle.reply()).status == 200
+        assert await idle.is_closed()
+        await asyncio.sleep(0.5)
+        app.release.set()
+        assert (await busy.reply()).status == 200
+
+
+async def test_a_body_that_goes_on_behind_its_answer_ends_its_connection():
+    async with listening(limits=SHORT) as (_, address), connected(address) as connection:
+        await connection.send(post(b"", "content-length: 1000000", path="/a"))
+        dripping = asyncio.ensure_future(drip(connection, b"a"))
+        assert (await connection.reply()).status == 200
+        assert await connection.is_closed()
+        dripping.cancel()
+
+
+async def test_a_client_that_does_not_read_is_cut_off():
+    async with listening(limits=SHORT) as (app, address):
+        host, _, port = address.rpartition(":")
+        with contextlib.closing(socket.socket()) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(client, GET % b"endless")
+            await app.begun.wait()
+            await until(lambda: not app.num_open)
+
+
+async def test_one_connection_too_many_closes_the_one_that_waits_longest():
+    async with (
+        contextlib.AsyncExitStack() as stack,
+        listening(limits=ConnectionLimits(max_connections=2)) as (_, address),
+        connected(address) as first,
+        connected(address) as second,
+    ):
+        await asyncio.sleep(0.2)
+        third = await stack.enter_async_context(connected(address))
+        assert await first.is_closed()
+        for connection in (second, third):
+            await connection.send(GET % b"a")
+            assert (await connection.reply()).status == 200
+
+
+async def test_beyond_the_limit_the_probes_alone_are_served():
+    async with (
+        listening(limits=ConnectionLimits(max_connections=2)) as (app, address),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        busy = [await stack.enter_async_context(connected(address)) for _ in range(2)]
+        for connection in busy:
+            await connection.send(GET % b"held")
+        await until(lambda: app.num_open == 2)
+        refused = await exchange(address, GET % b"a")
+        health = await exchange(address, GET % b"health")
+        more = [await stack.enter_async_context(connected(address)) for _ in range(200)]
+        late = await exchange(address, GET % b"health")
+        app.release.set()
+        assert [(await connection.reply()).status for connection in busy] == [200, 200]
+        del more
+    assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+    assert "2 connections" in refused.error["message"]
+    assert refused.headers["retry-after"] == "1"
+    assert (health.status, health.headers["connection"]) == (200, "close")
+    assert late.status == 200
+
+
+async def test_beyond_what_is_reserved_for_probes_a_connection_is_refused_at_once():
+    limits = ConnectionLimits(max_connections=1)
+    async with (
+        listening(limits=limits, always_served=("/held",)) as (app, address),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for _ in range(65):
+            connection = await stack.enter_async_context(connected(address))
+            await connection.send(GET % b"held")
+        await until(lambda: app.num_open == 65)
+        refused = await exchange(address, b"")
+    assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+
+
+@pytest.mark.parametrize("more", [b"", b"\r\n", GET % b"a"])
+async def test_the_end_of_a_client_is_noticed_also_behind_the_beginning_of_its_next_request(more):
+    async with listening() as (app, address):
+        async with connected(address) as connection:
+            await connection.send(GET % b"waits")
+            await app.begun.wait()
+            await connection.send(more)
+            await asyncio.sleep(0.05)
+        await until(lambda: app.num_ended == 1)
+
+
+async def test_requests_of_a_connection_are_answered_one_after_the_other():
+    async with listening() as (app, address), connected(address) as connection:
+        await connection.send(b"".join(GET % str(number).encode() for number in range(500)))
+        paths = [json.loads((await connection.reply()).content)["path"] for _ in range(500)]
+    assert paths == [f"/{number}" for number in range(500)]
+    assert app.max_open == 1
+
+
+async def test_headers_of_a_proxy_count_where_it_is_named():
+    forwarded = (
+        b"GET /a HTTP/1.1\r\nhost: a\r\nx-forwarded-for: 6.6.6.6, 9.9.9.9\r\nx-forwarded-proto: https\r\n\r\n"
+    )
+    found = []
+    for proxies in ([], ["10.0.0.0/8"], ["127.0.0.1"], ["127.0.0.0/8", "9.9.9.9"]):
+        async with listening(forwarded_allow_ips=proxies) as (_, address):
+            seen = json.loads((await exchange(address, forwarded)).content)
+            found.append((seen["client"], seen["scheme"]))
+    assert found == [("127.0.0.1", "http")] * 2 + [("9.9.9.9", "https"), ("6.6.6.6", "https")]
+
+
+async def test_what_follows_an_early_answer_and_is_no_chunk_ends_the_connection():
+    async with listening() as (_, address), connected(address) as connection:
+        await connection.send(post(b"", "transfer-encoding: chunked", path="/a"))
+        assert (await connection.reply()).status == 200
+        await connection.send(b"zz\r\n")
+        assert await connection.is_closed()
+        assert (await exchange(address, GET % b"a")).status == 200
