@@ -65,7 +65,7 @@ from service_kit.loop_lag import LoopLag
 from service_kit.metrics import Metrics
 from service_kit.process import runtime_folder
 from service_kit.security.setup import listener_security, peer_credentials
-from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server
+from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server, ServiceState
 from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
     chat_pb2_grpc,
@@ -317,7 +317,9 @@ class Frontend:
             ResponseStore(
                 max_responses=config.max_stored_responses, max_bytes=config.max_stored_response_bytes
             ),
-            is_ready=lambda: self.directory.is_ready,
+            # Requests are served for the drain lag, in which proxies that ask for it leave this frontend out.
+            is_ready=lambda: self.directory.is_ready and self.lifecycle.state is not ServiceState.DRAINING,
+            heartbeat_s=config.http_heartbeat_s,
             authenticator=self._security.authenticator,
             bodies=BodyReader(self.text_workers.check_json),
         )

@@ -45,6 +45,9 @@ class FrontendConfig(SecurityOptions):
     forwarded_allow_ips: tuple[str, ...] = option(
         (), help="address or network of a proxy whose X-Forwarded-For and -Proto count; *: every client"
     )
+    http_heartbeat_s: float = option(
+        15.0, help="seconds of silence after which a stream of HTTP gets a comment; 0 is never"
+    )
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
     admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
@@ -173,6 +176,7 @@ class FrontendConfig(SecurityOptions):
         for name in (
             "drain_deadline_s",
             "drain_lag_s",
+            "http_heartbeat_s",
             "slow_reader_s",
             "reconnect_window_s",
             "trace_slow_ms",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -292,8 +293,10 @@ class Client:
         grace_s: float = 0.0,
     ) -> Stream[EventT]:
         plan = StreamPlan(to_event, Attempts(self._retry, options.get("timeout_s")), grace_s=grace_s)
-        return Stream(self._stubs.starter(rpc, request, options), plan, self._abort_quietly)
+        abort = functools.partial(self._abort_quietly, options.get("metadata", {}))
+        return Stream(self._stubs.starter(rpc, request, options), plan, abort)
 
-    async def _abort_quietly(self, request_id: str) -> None:
+    async def _abort_quietly(self, metadata: Mapping[str, str], request_id: str) -> None:
+        """Abort a request with the metadata of its call, by which a proxy finds its frontend."""
         with contextlib.suppress(TriptychError):
-            await self.abort(request_id, timeout_s=_ABORT_LIMIT_S)
+            await self.abort(request_id, timeout_s=_ABORT_LIMIT_S, metadata=metadata)

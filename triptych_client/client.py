@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -290,8 +291,10 @@ class Client:
         grace_s: float = 0.0,
     ) -> Stream[EventT]:
         plan = StreamPlan(to_event, Attempts(self._retry, options.get("timeout_s")), grace_s=grace_s)
-        return Stream(self._stubs.starter(rpc, request, options), plan, self._abort_quietly)
+        abort = functools.partial(self._abort_quietly, options.get("metadata", {}))
+        return Stream(self._stubs.starter(rpc, request, options), plan, abort)
 
-    def _abort_quietly(self, request_id: str) -> None:
+    def _abort_quietly(self, metadata: Mapping[str, str], request_id: str) -> None:
+        """Abort a request with the metadata of its call, by which a proxy finds its frontend."""
         with contextlib.suppress(TriptychError):
-            self.abort(request_id, timeout_s=_ABORT_LIMIT_S)
+            self.abort(request_id, timeout_s=_ABORT_LIMIT_S, metadata=metadata)

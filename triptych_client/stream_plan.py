@@ -138,4 +138,7 @@ class StreamPlan(Generic[EventT]):
 def _is_break(error: TriptychError) -> bool:
     # A status without a reason comes from gRPC and means a broken connection: frontends always set one.
     is_gone = error.status is grpc.StatusCode.UNAVAILABLE and error.reason in ("", _LEAVES)
-    return is_gone or is_undelivered(error)
+    # A proxy that cuts a stream ends it without a status, or resets it.
+    is_cut = error.status is grpc.StatusCode.UNKNOWN and not error.reason
+    is_cut |= error.status is grpc.StatusCode.INTERNAL and error.message.startswith("Received RST_STREAM")
+    return is_gone or is_cut or is_undelivered(error)

@@ -37,7 +37,14 @@ DOCUMENTS = (
 MOST_LINES = {"README.md": 130, "ARCHITECTURE.md": 250}
 MOST_CHARACTERS = 200
 # Of programs of others, in command lines that the documents show.
-FOREIGN_FLAGS = {"--build-arg", "--target", "--protocol", "--http2-prior-knowledge", "--follow"}
+FOREIGN_FLAGS = {
+    "--build-arg",
+    "--target",
+    "--protocol",
+    "--http2-prior-knowledge",
+    "--follow",
+    "--model-server-metrics-port",
+}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`([A-Za-z_][\w.-]*(?:/[\w.-]+)*/?)`")

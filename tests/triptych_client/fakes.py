@@ -20,6 +20,8 @@ from triptych.api.v1 import (
     inference_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    request_pb2,
+    request_pb2_grpc,
     tokenize_pb2,
     tokenizer_pb2_grpc,
 )
@@ -35,6 +37,7 @@ class FakeFrontend(
     inference_pb2_grpc.InferenceServiceServicer,
     tokenizer_pb2_grpc.TokenizerServiceServicer,
     model_pb2_grpc.ModelServiceServicer,
+    request_pb2_grpc.RequestServiceServicer,
 ):
     """Answers with the prompt's words; keeps what it was asked, and whether a stream was cancelled."""
 
@@ -99,6 +102,12 @@ class FakeFrontend(
     ) -> tokenize_pb2.DetokenizeResponse:
         return tokenize_pb2.DetokenizeResponse(text="".join(chr(id_) for id_ in request.token_ids if id_))
 
+    def Abort(
+        self, request: request_pb2.AbortRequest, context: grpc.ServicerContext
+    ) -> request_pb2.AbortResponse:
+        self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
+        return request_pb2.AbortResponse()
+
     def ListModels(
         self, request: model_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> model_pb2.ListModelsResponse:
@@ -142,6 +151,7 @@ def serve(frontend: FakeFrontend, *, ready: bool = True) -> Iterator[str]:
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(frontend, server)
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(frontend, server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(frontend, server)
+    request_pb2_grpc.add_RequestServiceServicer_to_server(frontend, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -158,6 +168,7 @@ def _started(request: generate_pb2.GenerateRequest) -> generate_pb2.Started:
         num_prompt_tokens=7,
         num_cached_tokens=3,
         prompt_token_ids=request.token_ids.ids,
+        resume_token="token" if request.orphan_grace_ms else "",
     )
 
 

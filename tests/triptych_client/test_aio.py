@@ -57,6 +57,16 @@ async def test_leaving_the_block_cancels_the_request(client: Client, frontend: F
     assert [event async for event in stream] == []
 
 
+async def test_a_stream_that_is_left_is_aborted_with_the_metadata_of_its_call(
+    client: Client, frontend: FakeFrontend
+) -> None:
+    async with client.generate(
+        STREAM_FOREVER, orphan_grace_ms=1000, metadata={"x-request-id": "mine"}
+    ) as stream:
+        await anext(stream)
+    assert [metadata["x-request-id"] for metadata in frontend.metadata] == ["mine", "mine"]
+
+
 async def test_closing_wakes_a_reader_without_an_error(client: Client, frontend: FakeFrontend) -> None:
     stream = client.generate(STREAM_FOREVER)
     has_text = asyncio.Event()

@@ -60,6 +60,14 @@ def test_leaving_the_block_cancels_the_request(client: Client, frontend: FakeFro
     assert list(stream) == []
 
 
+def test_a_stream_that_is_left_is_aborted_with_the_metadata_of_its_call(
+    client: Client, frontend: FakeFrontend
+) -> None:
+    with client.generate(STREAM_FOREVER, orphan_grace_ms=1000, metadata={"x-request-id": "mine"}) as stream:
+        next(stream)
+    assert [metadata["x-request-id"] for metadata in frontend.metadata] == ["mine", "mine"]
+
+
 def test_closing_wakes_a_reader_without_an_error(client: Client, frontend: FakeFrontend) -> None:
     stream = client.generate(STREAM_FOREVER)
     texts: list[str] = []

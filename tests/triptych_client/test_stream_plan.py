@@ -81,6 +81,19 @@ def test_a_stream_that_broke_is_resumed_after_its_last_message_at_once() -> None
     assert stream.after_error(BREAK) == NextCall(0.0, 9.0, resume_after(2))
 
 
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (grpc.StatusCode.UNKNOWN, "Stream removed (Data frame with END_STREAM flag received)"),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
+    ],
+)
+def test_a_stream_that_a_proxy_cut_is_resumed(status: grpc.StatusCode, message: str) -> None:
+    stream = plan(timeout_s=9.0)
+    stream.take(started())
+    assert stream.after_error(TriptychError(status, message)) == NextCall(0.0, 9.0, resume_after(1))
+
+
 def test_a_frontend_that_leaves_breaks_its_streams_and_cannot_resume_them() -> None:
     stream = plan()
     stream.take(started())
@@ -171,6 +184,7 @@ def test_a_stream_that_is_not_kept_ends_with_what_broke_it() -> None:
     [
         TriptychError(grpc.StatusCode.UNAVAILABLE, "no engine", reason="NO_ENGINE"),
         TriptychError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"),
+        TriptychError(grpc.StatusCode.INTERNAL, "internal error, incident 7", reason="INCIDENT"),
     ],
 )
 def test_an_end_that_the_frontend_reported_is_no_break(error: TriptychError) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Send
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.protocols.openai.bodies import BodyT
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/ready")
 DONE = b"data: [DONE]\n\n"
+# A comment, which readers of events pass over.
+HEARTBEAT = b": heartbeat\n\n"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _IGNORED_HEADER = "x-triptych-ignored-fields"
 _encode = msgspec.json.Encoder().encode
@@ -123,24 +126,69 @@ async def _until_disconnected(request: Request) -> None:
 
 
 async def streamed(request: Request, events: AsyncGenerator[bytes, None], ignored: list[str]) -> Response:
-    """A stream of events, once there is the first: until then an error has a status of its own."""
+    """A stream of events, once there is the first: until then an error has a status of its own.
+
+    After a heartbeat's time the stream begins without one: proxies cut an answer that is silent.
+    """
+    interval_s: float = request.app.state.heartbeat_s
+    first = asyncio.ensure_future(anext(events))
     try:
-        first = await unless_disconnected(request, anext(events))
+        await unless_disconnected(request, asyncio.wait((first,), timeout=interval_s or None))
+        if first.done():
+            first.result()
     except BaseException:
+        first.cancel()
+        await asyncio.wait((first,))
         await events.aclose()
         raise
-    return StreamingResponse(
+    return _EventStream(
         _with_errors(first, events),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-cache", "x-accel-buffering": "no", **_ignored_header(ignored)},
+        interval_s,
+        {"cache-control": "no-cache", "x-accel-buffering": "no", **_ignored_header(ignored)},
     )
 
 
-async def _with_errors(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+class _EventStream(StreamingResponse):
+    """Sends events, and a heartbeat whenever there was none for `interval_s`; 0 is never."""
+
+    def __init__(self, events: AsyncIterator[bytes], interval_s: float, headers: dict[str, str]) -> None:
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._interval_s = interval_s
+        self._sent_at = 0.0
+        # A heartbeat that waits for a slow client must not be sent after the end.
+        self._sending = asyncio.Lock()
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_turn(message: Message) -> None:
+            async with self._sending:
+                await send(message)
+            self._sent_at = time.monotonic()
+
+        self._sent_at = time.monotonic()
+        beating = asyncio.ensure_future(self._beat(send_in_turn)) if self._interval_s else None
+        try:
+            await super().stream_response(send_in_turn)
+        finally:
+            if beating is not None:
+                beating.cancel()
+                await asyncio.wait((beating,))
+
+    async def _beat(self, send: Send) -> None:
+        while True:
+            silent_s = time.monotonic() - self._sent_at
+            if silent_s >= self._interval_s:
+                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+            else:
+                await asyncio.sleep(self._interval_s - silent_s)
+
+
+async def _with_errors(
+    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
+) -> AsyncIterator[bytes]:
     """An error after the beginning of the stream is its last event."""
     try:
         async with contextlib.aclosing(events):
-            yield first
+            yield await first
             async for event in events:
                 yield event
     except ServiceError as error:

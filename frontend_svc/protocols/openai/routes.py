@@ -85,6 +85,7 @@ class OpenAIRoutes:
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
         bodies: BodyReader,
+        heartbeat_s: float = 15.0,
     ) -> None:
         self._inference, self._chat, self._model, self._tokenizer = inference, chat, model, tokenizer
         self._is_ready = is_ready
@@ -122,6 +123,7 @@ class OpenAIRoutes:
         # A client would repeat a POST as a GET.
         self.app.router.redirect_slashes = False
         self.app.state.bodies = bodies
+        self.app.state.heartbeat_s = heartbeat_s
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from service_kit.server import ServiceState
 from tests.frontend_svc.fakes import (
     TOKENIZER,
     WAIT_S,
@@ -222,6 +223,70 @@ async def test_a_client_that_goes_away_aborts_its_request():
             await engine.wait(lambda request=request: request.num_aborts > 0)
 
 
+@contextlib.asynccontextmanager
+async def silent_stream(client: HTTPClient, engine: FakeEngine) -> AsyncIterator[SilentStream]:
+    connection = http.client.HTTPConnection(client.address, timeout=WAIT_S)
+    with contextlib.closing(connection):
+        body = json.dumps({"prompt": "the", "stream": True})
+        await asyncio.to_thread(connection.request, "POST", "/v1/completions", body)
+        (request,) = await engine.wait_for_requests(1)
+        yield SilentStream(request, await asyncio.to_thread(connection.getresponse))
+
+
+@dataclass
+class SilentStream:
+    """A stream whose request has no output yet."""
+
+    request: FakeRequest
+    response: http.client.HTTPResponse
+
+    async def event(self) -> bytes:
+        line = await asyncio.to_thread(self.response.readline)
+        assert await asyncio.to_thread(self.response.readline) == b"\n"
+        return line
+
+
+async def test_a_stream_that_is_silent_has_heartbeats_before_its_first_event_and_after_it():
+    engine = FakeEngine()
+    async with (
+        served(engine, http_heartbeat_s=0.05) as client,
+        silent_stream(client, engine) as stream,
+    ):
+        assert [await stream.event(), await stream.event()] == [b": heartbeat\n"] * 2
+        engine.step({stream.request: [7]})
+        while not (await stream.event()).startswith(b"data: "):
+            pass
+        assert await stream.event() == b": heartbeat\n"
+        ending = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_STOP)
+        engine.step({stream.request: [8]}, finished={stream.request: ending})
+        rest = await asyncio.to_thread(stream.response.read)
+    assert stream.response.status == 200
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_error_after_a_heartbeat_is_the_last_event():
+    engine = FakeEngine()
+    async with (
+        served(engine, http_heartbeat_s=0.05) as client,
+        silent_stream(client, engine) as stream,
+    ):
+        assert await stream.event() == b": heartbeat\n"
+        ending = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ERROR, message="logits are not finite")
+        engine.step({stream.request: [7]}, finished={stream.request: ending})
+        *_, last, end = (await asyncio.to_thread(stream.response.read)).split(b"\n\n")
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "logits are not finite"
+    assert end == b""
+
+
+async def test_a_client_that_leaves_a_stream_without_events_aborts_its_request():
+    engine = FakeEngine()
+    async with served(engine, http_heartbeat_s=0.05) as client:
+        async with silent_stream(client, engine) as stream:
+            assert await stream.event() == b": heartbeat\n"
+            stream.response.close()
+        await engine.wait(lambda: stream.request.num_aborts > 0)
+
+
 async def test_models_health_and_version_and_what_there_is_not():
     async with served() as client:
         listed = (await client.call("GET", "/v1/models")).body
@@ -235,6 +300,19 @@ async def test_models_health_and_version_and_what_there_is_not():
     assert (missing.status, missing.body["error"]["code"]) == (404, "unknown_url")
     assert wrong.status == 405
     assert listed["object"] == "list"
+
+
+async def test_a_frontend_that_drains_is_not_ready_and_serves_until_its_lag_is_over():
+    async with serving(FakeEngine(answer(TEXT)), http_port=0) as (_, frontend):
+        assert frontend.http is not None
+        client = HTTPClient(await frontend.http.start())
+        frontend.lifecycle.move_to(ServiceState.SERVING)
+        before = await client.call("GET", "/ready")
+        frontend.lifecycle.move_to(ServiceState.DRAINING)
+        ready, health = [await client.call("GET", path) for path in ("/ready", "/health")]
+        answered = await client.post("/v1/completions", {"prompt": "the"})
+        await frontend.http.stop(0)
+    assert [before.status, ready.status, health.status, answered.status] == [200, 503, 200, 200]
 
 
 async def test_texts_are_tokenized_as_requests_are():
