@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -101,3 +102,16 @@ async def test_in_the_shell_with_nginx_in_front(stack: Stack) -> None:
             # nginx is a child of the script.
             os.killpg(script.pid, signal.SIGTERM)
             await asyncio.wait_for(script.wait(), LIMIT_S)
+
+
+async def test_in_the_shell_with_tls_and_a_key() -> None:
+    if missing := [name for name in ("openssl", "curl") if not is_installed(name)]:
+        pytest.skip(f"{', '.join(missing)} is not installed")
+    refused, whole, text = await output_of(
+        "env",
+        f"PATH={Path(sys.executable).parent}:{ENVIRONMENT['PATH']}",
+        FOLDER / "tls.sh",
+        *(str(free_port()) for _ in range(2)),
+    )
+    assert refused == "without a key: 401"
+    assert json.loads(whole)["choices"][0]["text"] == text
