@@ -10,6 +10,8 @@ FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PATH=/opt/triptych/bin:$PATH HOME=/tmp
 WORKDIR /
 STOPSIGNAL SIGTERM
+# A volume that is mounted here, for the files of --api-keys, gets this owner.
+RUN install -d -m 0755 -o 65532 -g 65532 /keys
 
 # The project with compiled CPU kernels, without its dependencies.
 FROM base AS project

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service_kit.config import load_config
+from service_kit.config import ConfigError, load_config
+from service_kit.security.options import SecurityOptions
 from tests.architecture.test_options import SERVICES, config_class
 from tests.compose.files import CPU_FILE, GPU_FILE, ROOT, flags_of, read, variables_of
 from tests.promql import parse
@@ -80,7 +81,7 @@ def test_every_variable_of_a_service_is_an_option_of_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_service_of_ours_runs_with_no_more_rights_than_it_needs(path: Path) -> None:
-    for name, service in own_services(path):
+    for name, service in [*own_services(path), ("keys", read(path)["services"]["keys"])]:
         assert service["read_only"] is True
         # What an engine takes is up to its model, and to options.
         assert ("mem_limit" in service) == (service_kind(name) != "engine")
@@ -97,7 +98,7 @@ def test_every_service_of_ours_runs_with_no_more_rights_than_it_needs(path: Path
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_image_is_built_twice_at_a_time(path: Path) -> None:
     # Compose builds all services at once, and a name that two builds store in the same moment is an error.
-    services = dict(own_services(path))
+    services = {**dict(own_services(path)), "keys": read(path)["services"]["keys"]}
     builders = [service["image"] for service in services.values() if "build" in service]
     assert sorted(builders) == sorted({service["image"] for service in services.values()})
     others = [service for service in services.values() if "build" not in service]
@@ -124,6 +125,41 @@ def test_every_engine_has_a_number_of_its_own(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_service_waits_for_another_to_start(path: Path) -> None:
     assert [name for name, service in own_services(path) if "depends_on" in service] == []
+    # Without its keys a service exits, and is started again until they are there.
+    assert {service["restart"] for _, service in own_services(path)} == {"on-failure"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_service_needs_keys_and_only_one_container_can_write_them(path: Path) -> None:
+    keys = read(path)["services"]["keys"]
+    assert keys["entrypoint"] == ["triptych", "key", "init", "/keys"]
+    assert keys["network_mode"] == "none"
+    # It ends when the keys are there: no health check would find it.
+    assert keys["healthcheck"] == {"disable": True}
+    assert keys["volumes"] == ["keys:/keys"]
+    for name, service in own_services(path):
+        kind = str(service_kind(name))
+        assert "keys:/keys:ro" in service["volumes"]
+        given = {key: str(value) for key, value in service["environment"].items() if key not in FOREIGN}
+        model = [] if kind != "engine" or flags_of(service) else ["model"]
+        config = load_config(config_class(kind), [*flags_of(service), *model], service=kind, env=given).config
+        assert isinstance(config, SecurityOptions)
+        assert (config.api_keys, config.insecure) == ("/keys/keys.yaml", False)
+        # A coordinator connects to no other service.
+        expected = None if kind == "coordinator" else f"/keys/{kind}.key"
+        assert config.peer_api_key_file == expected
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_two_variables_let_clients_in_without_a_key(path: Path) -> None:
+    def loaded(**variables: str) -> Any:
+        environment = read(path, variables)["services"]["frontend"]["environment"]
+        given = {key: str(value) for key, value in environment.items() if key not in FOREIGN}
+        return load_config(config_class("frontend"), [], service="frontend", env=given).config
+
+    assert loaded(FRONTEND_API_KEYS="none", FRONTEND_INSECURE="true").api_keys is None
+    with pytest.raises(ConfigError, match="--insecure"):
+        loaded(FRONTEND_API_KEYS="none")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -134,7 +170,7 @@ def test_every_external_variable_is_documented_in_the_guide(path: Path) -> None:
 
 def test_what_differs_between_the_files_is_listed_in_the_guide() -> None:
     gpu, cpu = read(GPU_FILE)["services"], read(CPU_FILE)["services"]
-    for name in ("coordinator", "frontend"):
+    for name in ("keys", "coordinator", "frontend"):
         assert gpu[name] == cpu[name]
     keys = {*gpu["engine-0"], *cpu["engine-0"]}
     different = {key for key in keys if gpu["engine-0"].get(key) != cpu["engine-0"].get(key)}
@@ -212,6 +248,7 @@ def test_prometheus_reaches_the_metrics_of_every_service_and_the_host_does_not(p
         if job["job_name"] == "triptych"
     )
     (found,) = job["dns_sd_configs"]
+    assert job["authorization"] == {"credentials_file": "/keys/metrics.key"}
     for name, service in own_services(path):
         prefix = f"TRIPTYCH_{service_kind(name)}_ADMIN_HTTP".upper()
         assert name in found["names"]
@@ -219,6 +256,17 @@ def test_prometheus_reaches_the_metrics_of_every_service_and_the_host_does_not(p
         assert service["environment"][f"{prefix}_PORT"] == str(found["port"])
         assert str(found["port"]) in service["expose"]
         assert [port for port in service.get("ports", ()) if port.endswith(f":{found['port']}")] == []
+
+
+def test_prometheus_may_read_its_key_and_write_its_own_files() -> None:
+    prometheus = read(GPU_FILE)["services"]["prometheus"]
+    assert "keys:/keys:ro" in prometheus["volumes"]
+    # The user of its image, whom the volume `prometheus` belongs to, in the group of the services.
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    owner = re.search(r"install -d -m 0755 -o (\d+) -g (\d+) /keys\n", dockerfile)
+    assert owner is not None
+    assert prometheus["user"] == f"65534:{owner[2]}"
+    assert f"USER {owner[1]}:{owner[2]}\n" in dockerfile
 
 
 def test_grafana_opens_with_a_dashboard_and_changes_nothing() -> None:

@@ -44,6 +44,8 @@ FOREIGN_FLAGS = {
     "--http2-prior-knowledge",
     "--follow",
     "--model-server-metrics-port",
+    "--entrypoint",
+    "--rm",
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +27,13 @@ class ContainerEngine:
         options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
         self._run([self.program, "build", "--target", target, *options, "-t", tag, str(folder)])
 
-    def compose(self, file: Path, project: str, *arguments: str) -> str:
-        """Run a compose command over the file, as a project of its own."""
+    def compose(
+        self, file: Path, project: str, *arguments: str, variables: Mapping[str, str] | None = None
+    ) -> str:
+        """Run a compose command over the file, as a project of its own. variables: of the file."""
         head = [self.program, "compose"]
         head += ["-f", str(file)] if self._is_docker else [str(file)]
-        return self._run([*head, "-p", project, *arguments])
+        return self._run([*head, "-p", project, *arguments], variables)
 
     def run(self, *arguments: str) -> str:
         return self._run([*self._head, *arguments])
@@ -64,8 +68,11 @@ class ContainerEngine:
     def _head(self) -> list[str]:
         return [self.program] if self._is_docker else [self.program, "podman"]
 
-    def _run(self, command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
+    def _run(self, command: list[str], variables: Mapping[str, str] | None = None) -> str:
+        environment = {**os.environ, **(variables or {})}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False
+        )
         if done.returncode:
             raise RuntimeError(
                 f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"

@@ -1,13 +1,15 @@
 """Streams without end against one frontend: runs in a container, and knows the public client alone.
 
-`python streams.py HOST:PORT NUM_STREAMS`. Prints a line of JSON as soon as the first token is there, one when
-every prompt was answered once, and the last when standard input has ended and all streams are at their ends.
+`python streams.py HOST:PORT NUM_STREAMS`, with a key in TRIPTYCH_API_KEY. Prints a line of JSON as soon as
+the first token is there, one when every prompt was answered once, and the last when standard input has ended
+and all streams are at their ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 
@@ -98,7 +100,7 @@ async def first_token(client: Client) -> None:
 
 
 async def main(address: str, num_streams: int) -> None:
-    client = Client(address, retry=PATIENT)
+    client = Client(address, retry=PATIENT, api_key=os.environ["TRIPTYCH_API_KEY"])
     await first_token(client)
     report(first_token_at=time.time())
     load = Load(client)
