@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.connection.client import EngineState
+from launcher.client_channel import open_client_channel
 from launcher.engines.own_engine import EngineDead, OwnEngine
-from service_kit.channel import open_channel
 from service_kit.errors import DeadlineExceeded, Unavailable, rpc_errors_translated
 from triptych.api.v1 import (
     chat_pb2_grpc,
@@ -44,7 +44,7 @@ class RemoteFrontend:
 
     def __init__(self, address: str, *, start_timeout_s: float) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._channel = open_channel(address, profile="public")
+        self._channel = open_client_channel(address)
         self._address = address
         self._start_timeout_s = start_timeout_s
 

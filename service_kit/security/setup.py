@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from service_kit.channel import ChannelCredentials
@@ -11,6 +12,8 @@ from service_kit.security.listeners import ListenerSecurity
 from service_kit.security.options import SecurityOptions
 from service_kit.security.tls import CertificateFiles, ListenerTLS
 
+logger = logging.getLogger(__name__)
+
 
 def listener_security(options: SecurityOptions, extra_keys: Iterable[Entry] = ()) -> ListenerSecurity:
     """What the listeners need. Raises ConfigError for files that cannot be used."""
@@ -18,6 +21,8 @@ def listener_security(options: SecurityOptions, extra_keys: Iterable[Entry] = ()
     if options.ssl_certfile is not None and options.ssl_keyfile is not None:
         tls = ListenerTLS(CertificateFiles(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs))
     extra = tuple(extra_keys)
+    if options.insecure:
+        logger.warning("listeners may be reachable without credentials", extra={"cause": "--insecure"})
     credentials = Credentials(options.api_keys, extra) if options.api_keys is not None or extra else None
     verifies = tls is not None and tls.verifies_clients
     return ListenerSecurity(Authenticator(credentials, verifies_certificates=verifies), tls)
