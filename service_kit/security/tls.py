@@ -92,7 +92,10 @@ class ListenerTLS:
 
 def _server_context(files: CertificateFiles) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A resumed session is not verified again, and would outlive its CA. TLS 1.2 cannot be kept from resuming.
+    verifies = files.ca is not None
+    context.minimum_version = ssl.TLSVersion.TLSv1_3 if verifies else ssl.TLSVersion.TLSv1_2
+    context.num_tickets = 0
     try:
         context.load_cert_chain(files.certificate, files.key)
         if files.ca is not None:

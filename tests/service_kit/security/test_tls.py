@@ -1,4 +1,6 @@
 import asyncio
+import contextlib
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,50 @@ async def test_a_replaced_certificate_is_used_from_the_next_connection_on(tmp_pa
             await listener.stop(0)
     assert first[0] == first[1] != second[0] == second[1]
     assert third == second
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_session_of_a_certificate_is_not_resumed_after_its_ca_was_replaced(
+    tmp_path: Path, version: ssl.TLSVersion
+):
+    ca = CertificateAuthority(tmp_path)
+    files = ca.issue("admin", uri="spiffe://example/admin/a")
+    security = ListenerSecurity(
+        Authenticator(None, verifies_certificates=True), ListenerTLS(ca.issue("server"))
+    )
+    context = ssl.create_default_context(cafile=ca.file)
+    context.minimum_version = context.maximum_version = version
+    context.load_cert_chain(files.certificate, files.key)
+
+    async def page(target: str) -> Page:
+        return Page(b"content")
+
+    def read(address: str, session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        host, port = address.split(":")
+        with (
+            socket.create_connection((host, int(port)), 10) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(b"GET /x HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            content = b"".join(iter(lambda: connection.recv(4096), b""))
+            return content, connection.session
+
+    listener = AdminHTTP("127.0.0.1:0", {"/x": page}, security=security)
+    address = await listener.start()
+    try:
+        content, session = b"", None
+        with contextlib.suppress(ssl.SSLError):
+            content, session = await asyncio.to_thread(read, address, None)
+        assert content.endswith(b"content") == (version is ssl.TLSVersion.TLSv1_3)
+        CertificateAuthority(tmp_path).issue("server")
+        # The new server certificate is not that which the client wants; that it is refused is the point.
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        content = b""
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            content, _ = await asyncio.to_thread(read, address, session)
+        assert not content
+    finally:
+        await listener.stop(0)
 
 
 @pytest.mark.parametrize("broken", ["certificate", "key", "ca"])
