@@ -116,7 +116,7 @@ def parse_entries(content: bytes | str, what: str) -> tuple[Entry, ...]:
     """The entries of the content of a file, which errors call `what`. Raises ConfigError."""
     try:
         given = yaml.safe_load(content)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         # Its own message would quote the line, which may be a key.
         raise ConfigError(f"{what} is not YAML{_mark_of(error)}") from None
     if not isinstance(given, list):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-Version = tuple[tuple[int, int, int], ...]
+Version = tuple[tuple[int, int, int, int], ...]
 
 
 def version_of(paths: Sequence[str]) -> Version:
-    """Differs after one of the files was written or replaced; a file that is missing counts as a version."""
+    """Differs after one of the files was written or replaced, or can be read by others than before.
+
+    A file that is missing counts as a version.
+    """
     return tuple(map(_version, paths))
 
 
-def _version(path: str) -> tuple[int, int, int]:
+def _version(path: str) -> tuple[int, int, int, int]:
     try:
         # Follows links: a mounted secret is replaced by another target of its link.
         found = os.stat(path)
     except OSError:
-        return 0, 0, 0
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        return 0, 0, 0, 0
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

@@ -38,6 +38,7 @@ def test_a_key_in_a_header(credentials, header):
         ("Digest abc", "MALFORMED_CREDENTIALS"),
         ("Basic %%%", "MALFORMED_CREDENTIALS"),
         ("Basic /w==", "MALFORMED_CREDENTIALS"),
+        ("Basic \u00fc", "MALFORMED_CREDENTIALS"),
         (f"Bearer {'x' * 2000}", "MALFORMED_CREDENTIALS"),
         ("Bearer wrong", "UNKNOWN_KEY"),
         ("Bearer", "UNKNOWN_KEY"),

@@ -1,6 +1,7 @@
 import hashlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -71,6 +72,22 @@ def test_a_file_that_is_broken_later_leaves_the_keys_as_they_were(tmp_path, capl
     assert KEY not in caplog.text
 
 
+def test_a_file_that_can_be_read_again_is(tmp_path, monkeypatch):
+    clock, new = FakeClock(), new_key()
+    path = write(tmp_path / "keys", f"- {{name: a, key: {KEY}, role: client}}")
+    credentials = Credentials(path, clock=clock)
+    write(tmp_path / "keys", f"- {{name: a, key: {new}, role: client}}")
+    with monkeypatch.context() as patched:
+        # As without permission, which a test that runs as root has.
+        patched.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied")))
+        clock.advance(1.1)
+        assert credentials.by_key(KEY).name == "a"
+    (tmp_path / "keys").chmod(0o640)
+    clock.advance(1.1)
+    with pytest.raises(Unauthenticated, match="not known"):
+        credentials.by_key(KEY)
+
+
 def test_a_key_expires(tmp_path):
     past, future = datetime.now(UTC) - timedelta(seconds=1), datetime.now(UTC) + timedelta(days=1)
     other = new_key()
@@ -112,6 +129,8 @@ ENTRY = "name: a, role: client"
         (f"- {{{ENTRY}, key: {KEY}, tenant: [x]}}", "entry 1 (a): tenant has to match"),
         (f"- {{{ENTRY}, key: {KEY}, max_requests: 1}}\n- {{{ENTRY}, certificate: x}}", "different limits"),
         (f"- {{{ENTRY}, key: {KEY}", "is not YAML, line 1"),
+        (f"- {{{ENTRY}, key: {KEY}, expires: 2030-02-31}}", "is not YAML"),
+        (f"- {{{ENTRY}, key: {KEY}, max_requests: {'9' * 5000}}}", "is not YAML"),
         ("- [" * 20_000, "is not YAML"),
         ("- {name: a}\n" * 1025, "has 1025 entries, the limit is 1024"),
         ("#" * 1_048_577, "has 1048577 bytes, the limit is 1048576"),
