@@ -25,7 +25,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from service_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
-from service_kit.logs import bind_log_fields
+from service_kit.logs import AUDIT_LOGGER, bind_log_fields
 from service_kit.open_calls import OpenCall, OpenCalls
 from service_kit.security.access import AUDITED, OPEN_METHODS, check_access
 from service_kit.security.authenticator import AUTHORIZATION, Authenticator
@@ -35,7 +35,7 @@ from service_kit.telemetry import join_trace
 from service_kit.wire_check import MessageLimits, WireError, check_wire
 
 logger = logging.getLogger(__name__)
-audit_logger = logging.getLogger("triptych.audit")
+audit_logger = logging.getLogger(AUDIT_LOGGER)
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_ID_KEY = "x-trace-id"

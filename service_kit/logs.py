@@ -23,6 +23,7 @@ from service_kit.config import read_environment
 
 LOG_FORMATS = ("auto", "text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+AUDIT_LOGGER = "triptych.audit"
 
 # Set for a child process whose output is copied to a terminal.
 COPIED_TO_TERMINAL = "TRIPTYCH_COPIED_TO_TERMINAL"
@@ -151,6 +152,8 @@ def set_log_level(log_level: str) -> None:
     logging.getLogger().setLevel(level)
     for library in ("asyncio", "grpc", "urllib3", "transformers", "opentelemetry"):
         logging.getLogger(library).setLevel(max(level, logging.WARNING))
+    # An admin who sets the level must not be able to hide what follows.
+    logging.getLogger(AUDIT_LOGGER).setLevel(logging.INFO)
 
 
 class JsonFormatter(logging.Formatter):

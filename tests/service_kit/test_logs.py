@@ -107,3 +107,18 @@ def test_a_line_is_for_people_at_a_terminal_and_in_a_process_whose_output_is_cop
     ]
     monkeypatch.setenv(COPIED_TO_TERMINAL, "1")
     assert is_shown_on_terminal(io.StringIO())
+
+
+def test_no_level_hides_calls_of_admins():
+    root, stream = logging.getLogger(), io.StringIO()
+    handlers, level = list(root.handlers), root.level
+    try:
+        setup_logs("engine", instance="0", log_format="json", log_level="error", stream=stream)
+        logging.getLogger("a").warning("hidden")
+        logging.getLogger("triptych.audit").info("admin call")
+    finally:
+        root.setLevel(level)
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+    assert "admin call" in stream.getvalue()
+    assert "hidden" not in stream.getvalue()
