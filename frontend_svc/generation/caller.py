@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ _MAX_REMAINING_S = 10 * 365 * 86400.0
 # Tolerance for clocks of engine and frontend, and the share by which gRPC rounds a deadline.
 _LATE_S = 0.002
 _ROUNDED_SHARE = 0.01
+# What a name of a tenant's becomes.
+_SCOPED = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ class Caller:
     def scoped(self, name: str) -> str:
         """A name of the client's, such as a salt, so that two tenants never mean the same by it."""
         tenant = self.identity.tenant
-        return hashlib.sha256(f"{tenant}\0{name}".encode()).hexdigest() if tenant else name
+        # A client without a tenant may not name what is another's, either.
+        is_plain = not tenant and not _SCOPED.fullmatch(name)
+        return name if is_plain else hashlib.sha256(f"{tenant}\0{name}".encode()).hexdigest()
 
     def is_late(self) -> bool:
         """True if the deadline has passed, or will pass before an answer could reach the client."""

@@ -256,6 +256,7 @@ class Pooling:
                 )
                 for prompt in prompts
             ]
+            reservation.settle(num_tokens)
             results = await self._run_all(pooled_prompts, ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
 
@@ -299,10 +300,9 @@ def _entry(
         pooling=work.params,
         trace_context=add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate),
     )
-    if caller.identity.tenant:
-        entry.cache_salt = caller.scoped("")
-        if work.params.late_interaction_key:
-            entry.pooling.late_interaction_key = caller.scoped(work.params.late_interaction_key)
+    entry.cache_salt = caller.scoped("")
+    if work.params.late_interaction_key:
+        entry.pooling.late_interaction_key = caller.scoped(work.params.late_interaction_key)
     if is_per_token(work.params.task):
         entry.skip_reading_prefix_cache = True
     return entry

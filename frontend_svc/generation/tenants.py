@@ -25,6 +25,12 @@ class Allowance:
         self._left = float(per_minute)
         self._at = now
 
+    def limit_to(self, per_minute: int, now: float) -> None:
+        """Have another limit from now on, of which as much is used as of the one before."""
+        self._refill(now)
+        self._left += per_minute - self._per_minute
+        self._per_minute = per_minute
+
     def wait_s(self, amount: int, now: float) -> float:
         """How long until `amount` is left; 0 if it is now, infinite if it never is."""
         self._refill(now)
@@ -77,7 +83,7 @@ class Reservation:
         self._reserved = num_tokens
 
     def settle(self, num_tokens: int) -> None:
-        """Give back what was reserved and not used."""
+        """Give back what was reserved and not used. Later calls have no effect."""
         if self._tokens is not None:
             self._tokens.take(min(num_tokens, self._reserved) - self._reserved, self._clock.now())
             self._reserved = 0
@@ -101,17 +107,23 @@ class Tenants:
             raise ResourceExhausted(text, reason=_REASON, retry_after_ms=_RETRY_MS)
         if limits.requests_per_minute is not None:
             usage.requests = usage.requests or Allowance(limits.requests_per_minute, now)
+            usage.requests.limit_to(limits.requests_per_minute, now)
             wait_s = usage.requests.wait_s(1, now)
             if wait_s:
                 raise _refusal(f"{whose} may send {limits.requests_per_minute} requests a minute", wait_s)
             usage.requests.take(1, now)
+        tokens = None
         if limits.tokens_per_minute is not None:
-            usage.tokens = usage.tokens or Allowance(limits.tokens_per_minute, now)
+            tokens = usage.tokens = usage.tokens or Allowance(limits.tokens_per_minute, now)
+            tokens.limit_to(limits.tokens_per_minute, now)
         usage.num_open += 1
+        reservation = Reservation(identity.tenant, limits.tokens_per_minute, tokens, self._clock)
         try:
-            yield Reservation(identity.tenant, limits.tokens_per_minute, usage.tokens, self._clock)
+            yield reservation
         finally:
             usage.num_open -= 1
+            # Of a request that ended before anything of it was sent.
+            reservation.settle(0)
 
 
 def _refusal(text: str, wait_s: float) -> ResourceExhausted:

@@ -70,6 +70,36 @@ def test_tokens_are_reserved_and_what_is_not_used_comes_back():
     assert caught.value.retry_after_ms is None
 
 
+def test_tokens_of_a_request_that_ends_before_it_is_sent_come_back():
+    tenants, asking = Tenants(FakeClock()), identity(tokens_per_minute=100)
+    for _ in range(3):
+        with tenants.admitted(asking) as reservation:
+            reservation.reserve(80)
+
+
+def test_a_changed_limit_counts_from_the_next_request_on():
+    tenants = Tenants(FakeClock())
+    with tenants.admitted(identity(requests_per_minute=10, tokens_per_minute=100)) as reservation:
+        reservation.reserve(80)
+        reservation.settle(80)
+    # Fewer than have been used.
+    with (
+        pytest.raises(ResourceExhausted, match="may send 1 requests a minute"),
+        tenants.admitted(identity(requests_per_minute=1)),
+    ):
+        pass
+    with tenants.admitted(identity(requests_per_minute=3, tokens_per_minute=200)) as reservation:
+        reservation.reserve(120)
+        reservation.settle(120)
+    with (
+        tenants.admitted(identity(tokens_per_minute=90)) as reservation,
+        pytest.raises(ResourceExhausted, match="may use 90 tokens a minute"),
+    ):
+        reservation.reserve(1)
+    with tenants.admitted(identity()) as reservation:
+        reservation.reserve(10**9)
+
+
 def test_a_tenant_without_limits_is_served():
     tenants = Tenants(FakeClock())
     with tenants.admitted(identity("")) as reservation:
