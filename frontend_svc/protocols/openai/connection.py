@@ -52,6 +52,7 @@ _RETRY_AFTER_MS = 1000
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     max_connections: int = 1024
+    handshake_s: float = 5.0  # of TLS
     request_s: float = 19.0  # for a whole request to arrive; a new connection has no more for its first one
     idle_s: float = 75.0  # longer than the usual proxies keep a connection, so that these close it first
     slow_reader_s: float = 30.0  # for a client to read what exceeds the buffers

@@ -28,6 +28,25 @@ _SWEEP_S = 0.5
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
+        super().__init__(config)
+        self._handshake_s = handshake_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which gives a client a minute for a handshake, before which nothing is counted."""
+        config = self.config
+        make_protocol: Any = config.http_protocol_class
+        make = functools.partial(make_protocol, config=config, server_state=self.server_state, app_state={})
+        loop = asyncio.get_running_loop()
+        limit_s = None if config.ssl is None else self._handshake_s
+        self.servers = [
+            await loop.create_server(
+                make, sock=bound, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=limit_s
+            )
+            for bound in sockets or ()
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process."""
@@ -69,7 +88,7 @@ class HTTPListener:
         config.load()
         # Its own would never read the certificates again.
         config.ssl = None if security.tls is None else security.tls.context()
-        self._server = _Server(config)
+        self._server = _Server(config, self._connections.limits.handshake_s)
         self._serving: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
 

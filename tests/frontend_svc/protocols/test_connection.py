@@ -7,12 +7,17 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from frontend_svc.protocols.openai.connection import ConnectionLimits
 from frontend_svc.protocols.openai.listener import HTTPListener
+from service_kit.security.authenticator import Authenticator
+from service_kit.security.listeners import ListenerSecurity
+from service_kit.security.tls import CertificateFiles, ListenerTLS
+from tests.certificates import CertificateAuthority
 from tests.frontend_svc.protocols.raw_http import RawConnection, connected, exchange, post, until
 
 GET = b"GET /%s HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -79,6 +84,19 @@ async def drip(connection: RawConnection, content: bytes, interval_s: float = 0.
         while not connection.reader.at_eof():
             connection.writer.write(content)
             await asyncio.sleep(interval_s)
+
+
+async def test_a_handshake_that_does_not_end_ends_its_connection(tmp_path: Path):
+    files = CertificateAuthority(tmp_path).issue("server")
+    tls = ListenerTLS(CertificateFiles(files.certificate, files.key))
+    security = ListenerSecurity(Authenticator(None, verifies_certificates=False), tls)
+    async with listening(limits=ConnectionLimits(handshake_s=0.3), security=security) as (_, address):
+        for begin in (b"", b"\x16\x03\x01"):
+            async with connected(address) as connection:
+                connection.writer.write(begin)
+                async with asyncio.timeout(5):
+                    with contextlib.suppress(ConnectionError):
+                        assert not await connection.reader.read()
 
 
 async def test_a_request_that_does_not_arrive_ends_its_connection():
