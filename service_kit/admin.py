@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import grpc.aio
 
-from service_kit.errors import Unimplemented
+from service_kit.errors import InvalidArgument, Unimplemented
 from service_kit.field_checks import check_enum
-from service_kit.logs import set_log_level
+from service_kit.logs import AUDIT_LOGGER, set_log_level
 from service_kit.server import Lifecycle, Registration
 from service_kit.spans import SpanRecord, Value
 from service_kit.telemetry import recent_spans
@@ -108,6 +108,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         context: grpc.aio.ServicerContext[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse],
     ) -> admin_pb2.SetLogLevelResponse:
         check_enum(request.level, "level", admin_pb2.LogLevel, _LEVELS)
+        if request.logger == AUDIT_LOGGER:
+            raise InvalidArgument(f"{AUDIT_LOGGER} logs calls of admins at every level", field="logger")
         target = logging.getLogger(request.logger or None)
         previous = target.getEffectiveLevel()
         if request.logger:

@@ -182,3 +182,11 @@ async def test_a_drain_without_a_limit_goes_on_without_its_caller(telemetry: Non
         call.cancel()
         await lifecycle.until_ordered()
     assert (lifecycle.drain_deadline_s, lifecycle.keeps_running) == (None, False)
+
+
+async def test_the_level_of_the_audit_log_is_not_changed(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    request = admin_pb2.SetLogLevelRequest(level=admin_pb2.LOG_LEVEL_ERROR, logger="triptych.audit")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await admin.SetLogLevel(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert logging.getLogger("triptych.audit").isEnabledFor(logging.INFO)
