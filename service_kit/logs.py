@@ -24,6 +24,7 @@ from service_kit.config import read_environment
 LOG_FORMATS = ("auto", "text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 AUDIT_LOGGER = "triptych.audit"
+_GRPC_LOGGER = "grpc._cython.cygrpc"
 
 # Set for a child process whose output is copied to a terminal.
 COPIED_TO_TERMINAL = "TRIPTYCH_COPIED_TO_TERMINAL"
@@ -133,7 +134,13 @@ def setup_logs(
     for earlier in [one for one in root.handlers if one.get_name() == "triptych"]:
         root.removeHandler(earlier)
     root.addHandler(handler)
+    logging.getLogger(_GRPC_LOGGER).addFilter(_has_no_metadata)
     set_log_level(log_level)
+
+
+def _has_no_metadata(record: logging.LogRecord) -> bool:
+    # gRPC logs metadata that is not UTF-8, which may be a key, before anyone is asked who calls.
+    return not str(record.msg).startswith("Invalid encoding")
 
 
 def is_shown_on_terminal(stream: TextIO | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import logging
 import os
@@ -12,6 +14,7 @@ from typing import TextIO
 import pytest
 
 from service_kit.logs import COPIED_TO_TERMINAL, LogStream, is_shown_on_terminal, setup_logs
+from service_kit.server import ADMIN, Server
 
 
 @pytest.fixture
@@ -109,16 +112,55 @@ def test_a_line_is_for_people_at_a_terminal_and_in_a_process_whose_output_is_cop
     assert is_shown_on_terminal(io.StringIO())
 
 
-def test_no_level_hides_calls_of_admins():
+@contextlib.contextmanager
+def logged(log_level: str) -> Iterator[io.StringIO]:
+    """What is logged inside of the block."""
     root, stream = logging.getLogger(), io.StringIO()
     handlers, level = list(root.handlers), root.level
     try:
-        setup_logs("engine", instance="0", log_format="json", log_level="error", stream=stream)
-        logging.getLogger("a").warning("hidden")
-        logging.getLogger("triptych.audit").info("admin call")
+        setup_logs("engine", instance="0", log_format="json", log_level=log_level, stream=stream)
+        yield stream
     finally:
         root.setLevel(level)
         for handler in set(root.handlers) - set(handlers):
             root.removeHandler(handler)
+
+
+def test_no_level_hides_calls_of_admins():
+    with logged("error") as stream:
+        logging.getLogger("a").warning("hidden")
+        logging.getLogger("triptych.audit").info("admin call")
     assert "admin call" in stream.getvalue()
     assert "hidden" not in stream.getvalue()
+
+
+async def test_metadata_that_is_no_text_is_not_logged():
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/grpc.health.v1.Health/Check",
+        b":authority": b"x",
+        b"te": b"trailers",
+        b"content-type": b"application/grpc",
+        b"authorization": b"Bearer hunter2\xff",
+    }
+    # HTTP/2: settings, headers as literals without an index, and an empty message.
+    head = b"".join(
+        bytes((0, len(name))) + name + bytes((len(value),)) + value for name, value in fields.items()
+    )
+    sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for kind, flags, stream_id, content in ((4, 0, 0, b""), (1, 4, 1, head), (0, 1, 1, bytes(5))):
+        sent += len(content).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big")
+        sent += content
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=ADMIN, service="x")
+    address = await server.start()
+    try:
+        with logged("info") as stream:
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writer.write(sent)
+            async with asyncio.timeout(10):
+                await reader.readuntil(b"grpc-status")
+            writer.close()
+    finally:
+        await server.stop(0)
+    assert "hunter2" not in stream.getvalue()
