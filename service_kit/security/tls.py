@@ -17,6 +17,8 @@ from service_kit.security.files import version_of
 
 logger = logging.getLogger(__name__)
 
+_SPIFFE = "spiffe://"
+
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
@@ -122,9 +124,16 @@ def read_file(path: str) -> bytes:
 
 
 def names_in_auth_context(auth_context: Mapping[str, Iterable[bytes]]) -> list[str]:
-    """The names of a gRPC peer's verified certificate: its common name, DNS and URI names."""
-    keys = ("x509_common_name", "x509_subject_alternative_name")
-    return [name.decode("utf-8", "replace") for key in keys for name in auth_context.get(key, ())]
+    """The names of a gRPC peer's verified certificate: its common name, DNS and URI names.
+
+    Those of SPIFFE are URI names alone: a CA may let others be chosen.
+    """
+
+    def names(*keys: str) -> list[str]:
+        return [name.decode("utf-8", "replace") for key in keys for name in auth_context.get(key, ())]
+
+    others = names("x509_common_name", "x509_subject_alternative_name")
+    return names("peer_spiffe_id") + [name for name in others if not name.startswith(_SPIFFE)]
 
 
 def names_in_certificate(certificate: Mapping[str, Any] | None) -> list[str]:
@@ -134,6 +143,8 @@ def names_in_certificate(certificate: Mapping[str, Any] | None) -> list[str]:
     subject = [
         value for part in certificate.get("subject", ()) for name, value in part if name == "commonName"
     ]
-    return subject + [
-        value for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "URI")
+    alternatives = certificate.get("subjectAltName", ())
+    others = subject + [value for kind, value in alternatives if kind == "DNS"]
+    return [value for kind, value in alternatives if kind == "URI"] + [
+        name for name in others if not name.startswith(_SPIFFE)
     ]

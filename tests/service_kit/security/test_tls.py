@@ -15,7 +15,7 @@ from service_kit.security.authenticator import Authenticator
 from service_kit.security.credentials import Credentials
 from service_kit.security.identity import Role, current_identity
 from service_kit.security.listeners import ListenerSecurity
-from service_kit.security.tls import CertificateFiles, ListenerTLS
+from service_kit.security.tls import CertificateFiles, ListenerTLS, names_in_certificate
 from service_kit.server import ADMIN, Listener, Registration, Server
 from tests.certificates import CertificateAuthority
 
@@ -60,6 +60,8 @@ async def test_certificates_are_verified_on_both_sides_and_give_the_identity(tmp
         assert await ask(address, shown(ca.issue("x", uri=uri), ca)) == uri
         for files, reason in (
             (ca.issue("mallory"), grpc.StatusCode.UNAUTHENTICATED),
+            # An identity of SPIFFE is a URI name.
+            (ca.issue(uri, file="common"), grpc.StatusCode.UNAUTHENTICATED),
             (ca.issue("e", uri="spiffe://example/engine/e"), grpc.StatusCode.PERMISSION_DENIED),
             # The handshake fails.
             (ca.issue("alice.example", is_expired=True, file="old"), grpc.StatusCode.UNAVAILABLE),
@@ -74,6 +76,15 @@ async def test_certificates_are_verified_on_both_sides_and_give_the_identity(tmp
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await server.stop(0)
+
+
+def test_an_identity_of_spiffe_is_a_uri_name():
+    uri = "spiffe://example/admin/a"
+    shown = {
+        "subject": ((("commonName", uri),), (("commonName", "cn"),)),
+        "subjectAltName": (("DNS", uri), ("DNS", "dns"), ("URI", "spiffe://example/client/b")),
+    }
+    assert names_in_certificate(shown) == ["spiffe://example/client/b", "cn", "dns"]
 
 
 async def test_a_key_is_sent_over_tls_with_the_name_of_another_host(tmp_path: Path):
