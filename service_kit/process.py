@@ -24,6 +24,7 @@ from service_kit.stacks import write_when_asked
 
 Role = Literal["frontend", "engine", "coordinator", "client"]
 
+API_KEY_VARIABLE = "TRIPTYCH_API_KEY"
 _PR_SET_PDEATHSIG = 1
 
 # Event-engine listeners cost an engine's stream a third of its speed, but help a frontend's server side.
@@ -130,7 +131,7 @@ def process_environment() -> dict[str, str]:
 
 def api_key_in_environment() -> str | None:
     """The variable TRIPTYCH_API_KEY: the key that clients send, and that a frontend accepts."""
-    return os.environ.get("TRIPTYCH_API_KEY") or None
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def importing_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from service_kit.addresses import port_in
 from service_kit.child import STARTING, Announcement, Child, ChildDied, Output
+from service_kit.process import API_KEY_VARIABLE
 from service_kit.supervision import Restarts, SupervisorLimits, first_failure, until_ready
 
 # Called with a service and its "host:port"; returns once it is ready.
@@ -220,7 +221,11 @@ class Supervisor:
 
     async def _start(self, plan: ProcessPlan) -> None:
         command = (*plan.command, *self._flags_of(plan))
-        child = Child(plan.name, command, self._environment, announces=True, output=self._output)
+        environment = dict(self._environment)
+        if plan.service != "frontend":
+            # The key of clients, which frontends alone see.
+            environment.pop(API_KEY_VARIABLE, None)
+        child = Child(plan.name, command, environment, announces=True, output=self._output)
         child.hides_info = self._hides_info
         if plan.service == "frontend" and not self._only_frontends_are_late():
             # Until then it reports what engines do, which report that themselves.

@@ -33,6 +33,21 @@ async def test_the_coordinator_starts_first_and_all_get_its_address(make_stack: 
     assert all(line.endswith(f"coordinator={coordinator}") for line in starts[1:])
 
 
+async def test_frontends_alone_get_the_key_of_clients(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_API_KEY", "triptych-0123456789abcdef")
+    one = make_stack()
+    await one.supervisor.start()
+    with_key = {
+        name
+        for name, child in one.supervisor.children.items()
+        if b"triptych-0123456789abcdef" in Path(f"/proc/{child.pid}/environ").read_bytes()
+    }
+    await one.supervisor.stop()
+    assert with_key == {"frontend-0"}
+
+
 async def test_it_stops_the_frontend_then_the_engines_then_the_coordinator(make_stack: MakeStack) -> None:
     one = make_stack()
     await one.supervisor.start()
