@@ -72,7 +72,7 @@ async def test_tenants_share_no_cached_prompt(tmp_path: Path):
             for salt in ("", "s"):
                 await client.inference.GenerateOnce(make_request(cache_salt=salt), timeout=WAIT_S)
                 salts[name, salt] = engine.requests[-1].entry.cache_salt
-        # Whoever can make a salt as this frontend does meets nobody by it.
+        # A salt that is made as this frontend does it meets none of them.
         for salt in (salts["ann", ""], salts["ann", "s"]):
             await clients["none"].inference.GenerateOnce(make_request(cache_salt=salt), timeout=WAIT_S)
             assert engine.requests[-1].entry.cache_salt not in salts.values()
