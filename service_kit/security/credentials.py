@@ -62,6 +62,7 @@ class Credentials:
         self._extra = tuple(extra)
         self._clock = clock or MonotonicClock()
         self._version = version_of([path] if path else [])
+        self._is_unread = False
         self._looked_at = self._clock.now()
         self._entries = (*self._extra, *(read_entries(path) if path else ()))
 
@@ -91,13 +92,16 @@ class Credentials:
             return self._entries
         self._looked_at = now
         version = version_of([self._path])
-        if version != self._version:
-            self._version = version
+        if version != self._version or self._is_unread:
+            is_new, self._version, self._is_unread = version != self._version, version, False
             try:
                 self._entries = (*self._extra, *read_entries(self._path))
                 logger.info("credentials read again", extra={"num_entries": len(self._entries)})
             except ConfigError as error:
-                logger.error("credentials not read again", extra={"cause": str(error)})
+                # Such as for lack of file descriptors, which is over without a change of the file.
+                self._is_unread = isinstance(error.__cause__, OSError)
+                if is_new:
+                    logger.error("credentials not read again", extra={"cause": str(error)})
         return self._entries
 
 

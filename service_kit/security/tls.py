@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from service_kit.security.files import version_of
 logger = logging.getLogger(__name__)
 
 _SPIFFE = "spiffe://"
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class ListenerTLS:
         # gRPC asks in a thread of its own.
         self._lock = threading.Lock()
         self._version = version_of(files.paths)
+        self._unusable, self._tried_at = self._version, 0.0
         self._context = _server_context(files)
         self._configuration = _configuration(files)
 
@@ -80,12 +83,15 @@ class ListenerTLS:
 
     def _read_if_changed(self) -> None:
         version = version_of(self._files.paths)
-        if version == self._version:
+        is_tried = version == self._unusable and time.monotonic() - self._tried_at < _RETRY_S
+        if version == self._version or is_tried:
             return
         try:
             context, configuration = _server_context(self._files), _configuration(self._files)
         except ConfigError as error:
-            # A certificate and its key may be replaced one after the other: tried again next time.
+            # A certificate and its key may be replaced one after the other: tried again, but not for everyone
+            # who connects.
+            self._unusable, self._tried_at = version, time.monotonic()
             logger.warning("certificates not read again", extra={"cause": str(error)})
             return
         self._version, self._context, self._configuration = version, context, configuration

@@ -72,7 +72,8 @@ def test_a_file_that_is_broken_later_leaves_the_keys_as_they_were(tmp_path, capl
     assert KEY not in caplog.text
 
 
-def test_a_file_that_can_be_read_again_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_file_that_can_be_read_again_is(tmp_path, monkeypatch, caplog, is_changed: bool):
     clock, new = FakeClock(), new_key()
     path = write(tmp_path / "keys", f"- {{name: a, key: {KEY}, role: client}}")
     credentials = Credentials(path, clock=clock)
@@ -80,9 +81,12 @@ def test_a_file_that_can_be_read_again_is(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         # As without permission, which a test that runs as root has.
         patched.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied")))
-        clock.advance(1.1)
-        assert credentials.by_key(KEY).name == "a"
-    (tmp_path / "keys").chmod(0o640)
+        for _ in range(3):
+            clock.advance(1.1)
+            assert credentials.by_key(KEY).name == "a"
+    assert [record.getMessage() for record in caplog.records] == ["credentials not read again"]
+    if is_changed:
+        (tmp_path / "keys").chmod(0o640)
     clock.advance(1.1)
     with pytest.raises(Unauthenticated, match="not known"):
         credentials.by_key(KEY)

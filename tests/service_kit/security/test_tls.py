@@ -127,7 +127,9 @@ async def serial_of(address: str, ca: CertificateAuthority) -> str:
     return str(certificate["serialNumber"])
 
 
-async def test_a_replaced_certificate_is_used_from_the_next_connection_on(tmp_path: Path):
+async def test_a_replaced_certificate_is_used_from_the_next_connection_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     ca = CertificateAuthority(tmp_path)
     files = ca.issue("server")
     tls = ListenerTLS(CertificateFiles(files.certificate, files.key))
@@ -147,11 +149,16 @@ async def test_a_replaced_certificate_is_used_from_the_next_connection_on(tmp_pa
         second = [await serial_of(address, ca) for address in addresses]
         Path(files.key).write_text("half of a key")
         third = [await serial_of(address, ca) for address in addresses]
+        # Those who connect cannot fill the log.
+        assert [one.getMessage() for one in caplog.records].count("certificates not read again") == 1
+        ca.issue("server")
+        fourth = [await serial_of(address, ca) for address in addresses]
     finally:
         for listener in listeners:
             await listener.stop(0)
     assert first[0] == first[1] != second[0] == second[1]
     assert third == second
+    assert fourth[0] == fourth[1] != third[0]
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
