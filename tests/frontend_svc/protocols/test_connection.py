@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 
-from frontend_svc.protocols.openai.connection import ConnectionLimits
+from frontend_svc.protocols.openai.connection import ConnectionLimits, StrictConnection
 from frontend_svc.protocols.openai.listener import HTTPListener
 from service_kit.security.authenticator import Authenticator
 from service_kit.security.listeners import ListenerSecurity
@@ -248,3 +249,22 @@ async def test_what_follows_an_early_answer_and_is_no_chunk_ends_the_connection(
         await connection.send(b"zz\r\n")
         assert await connection.is_closed()
         assert (await exchange(address, GET % b"a")).status == 200
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"3")]])
+def test_an_answer_is_framed_as_by_h11(version: str, headers: list[tuple[bytes, bytes]]) -> None:
+    request = f"GET / HTTP/{version}\r\nhost: a\r\n\r\n".encode()
+    events = [
+        h11.Response(status_code=200, headers=headers, reason=b"OK"),
+        *(h11.Data(data=data) for data in (b"a", b"", b"bc")),
+        h11.EndOfMessage(),
+    ]
+    connections = [StrictConnection(), h11.Connection(h11.SERVER)]
+    for connection in connections:
+        connection.receive_data(request)
+        connection.next_event()
+    for event in events:
+        ours, theirs = (connection.send(event) for connection in connections)
+        assert ours == theirs
+    assert connections[0].our_state is connections[1].our_state
