@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +67,7 @@ async def synthetic_engine(rate: float) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def frontend(engine: str, *flags: str) -> AsyncIterator[Served]:
     """A real frontend of that engine, once it is ready."""
-    async with _service("frontend", ("--port=0", f"--engine={engine}", "--log-level=error", *flags)) as found:
+    async with service("frontend", ("--port=0", f"--engine={engine}", "--log-level=error", *flags)) as found:
         await asyncio.wait_for(await_ready("frontend", found.address), _START_LIMIT_S)
         # One of several on the port has answered; the others reach the engine in the same moments.
         await asyncio.sleep(_OTHERS_S)
@@ -85,10 +85,14 @@ async def clients(address: str, **options: float) -> AsyncIterator[Clients]:
 
 
 @contextlib.asynccontextmanager
-async def _service(name: str, arguments: tuple[str, ...]) -> AsyncIterator[Announcement]:
+async def service(
+    name: str, arguments: tuple[str, ...], environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Announcement]:
+    """A service once it listens, which is not until it is ready. environment: what is added to this one's."""
     command = (sys.executable, "-m", "launcher.cli", name, *arguments, "--index=0")
-    environment = {**os.environ} | ({"OMP_NUM_THREADS": "1"} if name == "frontend" else {})
-    child = Child(f"{name}-0", command, environment, announces=True, output=Output.COPIED)
+    threads = {"OMP_NUM_THREADS": "1"} if name == "frontend" else {}
+    whole = {**os.environ, **threads, **(environment or {})}
+    child = Child(f"{name}-0", command, whole, announces=True, output=Output.COPIED)
     try:
         yield await asyncio.wait_for(child.announced(), _START_LIMIT_S)
     finally:
