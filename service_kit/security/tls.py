@@ -58,10 +58,18 @@ class ListenerTLS:
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Credentials of a gRPC listener."""
 
+        given = self._configuration
+
         def newest() -> Any:
+            nonlocal given
             with self._lock:
                 self._read_if_changed()
-                return self._configuration
+                if self._configuration is given:
+                    # None: unchanged. gRPC replaces what another thread may be shaking hands with, which has
+                    # ended processes (grpcio 1.81) where it was done for every connection.
+                    return None
+                given = self._configuration
+                return given
 
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self._configuration, newest, require_client_authentication=self.verifies_clients

@@ -172,7 +172,7 @@ async def placement(cluster: Cluster, coordinator: str, *, num_engines: int) -> 
     """`triptych ray place` of the embedded model until the block ends, which it has to do well."""
     ready_file, log_file = cluster.folder / "ready.json", cluster.folder / "place.log"
     arguments = (
-        "ray", "place", str(embedded_model()), f"--ray-address={cluster.address}",
+        "ray", "place", str(embedded_model()), "--insecure", f"--ray-address={cluster.address}",
         f"--num-engines={num_engines}", f"--coordinator={coordinator}", f"--ready-file={ready_file}",
     )  # fmt: skip
     async with cluster.running(*arguments, log_file=log_file) as process:

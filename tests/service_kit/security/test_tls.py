@@ -251,3 +251,18 @@ async def test_pages_of_an_admin_listener_are_for_admins(tmp_path: Path):
             assert (await get(address, "/ui", "Bearer wrong"))[0] == 401
         finally:
             await listener.stop(0)
+
+
+async def test_grpc_gets_a_certificate_again_only_when_it_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fetchers: list[Any] = []
+    monkeypatch.setattr(
+        grpc, "dynamic_ssl_server_credentials", lambda first, fetch, **options: fetchers.append(fetch)
+    )
+    ca = CertificateAuthority(tmp_path)
+    ListenerTLS(ca.issue("server")).grpc_credentials()
+    (fetch,) = fetchers
+    assert [fetch(), fetch()] == [None, None]
+    ca.issue("server")
+    assert [fetch() is None for _ in range(3)] == [False, True, True]
