@@ -39,6 +39,7 @@ from triptych.common.v1 import sampling_pb2  # noqa: E402
 _GENERATE = "/triptych.api.v1.InferenceService/Generate"
 _PROMPT_TOKENS = 32
 _NUM_CHANNELS = 8
+_LIMIT_S = 60.0
 _LAST_CHUNK = b"0\r\n\r\n"
 _DONE = "[DONE]"
 
@@ -309,10 +310,12 @@ async def _run() -> None:
         load = Load(**line)
         window = Window(load.pid, load.num_streams)
         try:
-            streams = await (_over_grpc if load.protocol == "grpc" else _over_http)(load, window)
+            async with asyncio.timeout(_LIMIT_S):
+                streams = await (_over_grpc if load.protocol == "grpc" else _over_http)(load, window)
             return _measured(load, window, streams, tokenizer)
         except (StreamFailed, grpc.RpcError, OSError) as error:
-            return {"failure": str(error)}
+            # A timeout, which is an OSError, has no text.
+            return {"failure": str(error) or f"no answer within {_LIMIT_S:g} s"}
 
     send_line({"pid": os.getpid()})
     await answer_lines(answer)
