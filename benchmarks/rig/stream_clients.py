@@ -65,10 +65,11 @@ class Load:
 
 @dataclass(slots=True)
 class Window:
-    """The time in which all streams run: from the last first token to the first end."""
+    """From the last first token to the last end."""
 
     pid: int
     num_waiting: int
+    num_open: int
     began_at: float = 0.0
     ended_at: float = 0.0
     cpu_s: float = 0.0
@@ -79,7 +80,8 @@ class Window:
             self.began_at, self.cpu_s = time.monotonic(), -cpu_s(self.pid)
 
     def note_end(self) -> None:
-        if not self.ended_at:
+        self.num_open -= 1
+        if not self.num_open:
             self.ended_at = time.monotonic()
             self.cpu_s += cpu_s(self.pid)
 
@@ -308,7 +310,7 @@ async def _run() -> None:
 
     async def answer(line: Line) -> Line:
         load = Load(**line)
-        window = Window(load.pid, load.num_streams)
+        window = Window(load.pid, load.num_streams, load.num_streams)
         try:
             async with asyncio.timeout(_LIMIT_S):
                 streams = await (_over_grpc if load.protocol == "grpc" else _over_http)(load, window)
