@@ -8,7 +8,8 @@ on both sides. A mode is a protocol with its credentials; modes take turns in ea
 begins with another one. Every stream's text is compared with its ids, and in `stack` the ids of all modes
 with each other.
 
-CPU is that of the frontend's process once all streams have begun. HTTP has a connection a stream, gRPC 8 in all.
+CPU is that of the frontend's process once all streams have begun. HTTP has a connection a stream, gRPC 8
+in all.
 """
 
 from __future__ import annotations
