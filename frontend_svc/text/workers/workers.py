@@ -171,7 +171,7 @@ class TextWorkers:
         await self._run(None, header, data, "the request")
 
     async def check_json(self, data: bytes, *, max_fields: int, max_numbers: int) -> None:
-        """Check how much a JSON text contains, see `json_check`. Raises InvalidArgument."""
+        """Check how much a JSON text contains before it is parsed. Raises InvalidArgument."""
         header = {"verb": "check_json", "max_fields": max_fields, "max_numbers": max_numbers}
         await self._run(None, header, data, "body")
 
