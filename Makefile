@@ -35,7 +35,7 @@ PROTOS := $(sort $(wildcard protos/triptych/*/v1/*.proto))
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CONTRACT := triptych-contract-$(VERSION)
 DIST ?= dist
-CODE := service_kit coordinator_svc frontend_svc engine_svc triptych_client launcher kernels benchmarks examples tools tests
+CODE := triptych_kit coordinator_svc frontend_svc engine_svc triptych_client triptych_cli triptych_conformance kernels benchmarks examples tools tests
 
 .PHONY: help setup demo serve protos released-protos contract format check test test-network test-polyglot test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
 

@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(_listing(names) if asked else f"there is no scenario {name!r}: {', '.join(names)}")
         return 0 if asked else 2
     if name not in _BARE:
-        from service_kit.process import prepare_process
+        from triptych_kit.process.setup import prepare_process
 
         prepare_process("client")
     scenario = cast(Scenario, importlib.import_module(f"{scenarios.__name__}.{name}"))

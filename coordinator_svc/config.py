@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from service_kit.config import option
-from service_kit.security.options import SecurityOptions
+from triptych_kit.config import option
+from triptych_kit.security.options import SecurityOptions
 
 _MIN_LEASE_MS = 300
 # After a coordinator is replaced, its frontends wait one lease for the engines to register again.

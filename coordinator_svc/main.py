@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service_kit.process import prepare_service, set_title
+from triptych_kit.process.setup import prepare_service, set_title
 
 
 def main(argv: Sequence[str]) -> int:
@@ -14,9 +14,9 @@ def main(argv: Sequence[str]) -> int:
     # Imported after the process is prepared: grpc reads its environment once, at import.
     from coordinator_svc.config import CoordinatorConfig
     from coordinator_svc.run import run
-    from service_kit.config import ConfigError, load_config, usage
-    from service_kit.logs import write_log_line
-    from service_kit.plugins import PluginError, load_plugins
+    from triptych_kit.config import ConfigError, load_config, usage
+    from triptych_kit.plugins import PluginError, load_plugins
+    from triptych_kit.telemetry.logs import write_log_line
 
     if "--help" in argv:
         print(usage(CoordinatorConfig, "triptych coordinator"))

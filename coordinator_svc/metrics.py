@@ -12,7 +12,7 @@ from coordinator_svc.membership.registry import EngineRegistry, MemberState
 from coordinator_svc.membership.topology import Topology
 from coordinator_svc.scaling.operation import OperationState
 from coordinator_svc.scaling.scaling import Scaling
-from service_kit.metrics import Metrics, Reading
+from triptych_kit.telemetry.metrics import Metrics, Reading
 
 # A member that is gone is no member.
 _STATES = [state for state in MemberState if state is not MemberState.GONE]

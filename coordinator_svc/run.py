@@ -20,15 +20,16 @@ from coordinator_svc.metrics import coordinator_metrics
 from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
-from service_kit.addresses import listen_at
-from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
-from service_kit.clock import MonotonicClock
-from service_kit.config import ConfigError, Loaded
-from service_kit.logs import write_log_line
-from service_kit.process import end_at_once_on_signals, leave_process
-from service_kit.security.setup import listener_security
-from service_kit.server import (
+from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
+from triptych_kit.addresses import listen_at
+from triptych_kit.admin import AdminServicer
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.config import ConfigError, Loaded
+from triptych_kit.http.admin_http import AdminHTTP, metrics_page
+from triptych_kit.http.trace_page import traces_page
+from triptych_kit.process.setup import end_at_once_on_signals, leave_process
+from triptych_kit.security.setup import listener_security
+from triptych_kit.server import (
     ADMIN,
     INTERNAL,
     AddressError,
@@ -39,9 +40,8 @@ from service_kit.server import (
     run_server,
     write_announcement,
 )
-from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
-from service_kit.trace_page import traces_page
-from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
+from triptych_kit.telemetry.logs import write_log_line
+from triptych_kit.telemetry.traces import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 

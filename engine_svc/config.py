@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine_svc.features import packages
-from service_kit.config import option, require
-from service_kit.security.options import SecurityOptions
+from triptych_kit.config import option, require
+from triptych_kit.security.options import SecurityOptions
 
 # Listen addresses that other machines cannot connect to.
 WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")

@@ -56,17 +56,6 @@ from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
 from frontend_svc.ui.page import ui_pages, ui_posts
 from frontend_svc.ui.state import StatePage
-from service_kit import shared_memory
-from service_kit.addresses import listen_at
-from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
-from service_kit.clock import MonotonicClock
-from service_kit.loop_lag import LoopLag
-from service_kit.metrics import Metrics
-from service_kit.process import runtime_folder
-from service_kit.security.setup import listener_security, peer_credentials
-from service_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server, ServiceState
-from service_kit.trace_page import traces_page
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -75,6 +64,17 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
+from triptych_kit import shared_memory
+from triptych_kit.addresses import listen_at
+from triptych_kit.admin import AdminServicer
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.http.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
+from triptych_kit.http.trace_page import traces_page
+from triptych_kit.process.setup import runtime_folder
+from triptych_kit.security.setup import listener_security, peer_credentials
+from triptych_kit.server import ADMIN, PUBLIC, Lifecycle, LimitProfile, Registration, Server, ServiceState
+from triptych_kit.telemetry.loop_lag import LoopLag
+from triptych_kit.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

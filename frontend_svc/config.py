@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
-from service_kit.addresses import is_loopback
-from service_kit.channel import parse_target
-from service_kit.config import option
-from service_kit.errors import InvalidArgument
-from service_kit.process import api_key_in_environment
-from service_kit.security.credentials import Entry, digest_of
-from service_kit.security.identity import Identity, Role
-from service_kit.security.options import SecurityOptions
+from triptych_kit.addresses import is_loopback
+from triptych_kit.channel import parse_target
+from triptych_kit.config import option
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.process.setup import api_key_in_environment
+from triptych_kit.security.credentials import Entry, digest_of
+from triptych_kit.security.identity import Identity, Role
+from triptych_kit.security.options import SecurityOptions
 
 _MAX_WORKERS = 64
 _MAX_TEXT_WORKERS = 1024

@@ -13,8 +13,8 @@ from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
 from frontend_svc.text.workers.verdicts import CHECK_BUCKETS
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.loop_lag import LAG_BUCKETS, LoopLag
-from service_kit.metrics import Metrics, Reading
+from triptych_kit.telemetry.loop_lag import LAG_BUCKETS, LoopLag
+from triptych_kit.telemetry.metrics import Metrics, Reading
 
 
 class Frontend(Protocol):

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from service_kit.security.tls import CertificateFiles
+from triptych_kit.security.tls import CertificateFiles
 
 _DAY = timedelta(days=1)
 

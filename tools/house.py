@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PRODUCT = (
-    "service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "launcher",
-    "kernels/triptych_kernels",
+    "triptych_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "triptych_cli",
+    "triptych_conformance", "kernels/triptych_kernels",
 )  # fmt: skip
 # Modules that list others by name; what a registry imports is not a fragment of it.
 REGISTRIES = {

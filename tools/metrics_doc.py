@@ -21,9 +21,9 @@ from engine_svc.scheduler.feature import SchedulerContext
 from engine_svc.session.servicer import EngineCoreServicer
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
-from launcher.services import embedded_model
-from service_kit.clock import FakeClock
-from service_kit.metrics import Family, Metrics
+from triptych_cli.services import embedded_model
+from triptych_kit.clock import FakeClock
+from triptych_kit.telemetry.metrics import Family, Metrics
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 _TABLES = "<!-- What follows is written by tools/metrics_doc.py. -->"

@@ -11,7 +11,7 @@ import sys
 import threading
 
 from benchmarks.contestants.jobs import Job, Prompts, serve
-from launcher.llm import LLM, SamplingParams, StructuredOutput
+from triptych_cli.llm import LLM, SamplingParams, StructuredOutput
 
 _KV_BYTES = 4 << 30
 

@@ -1,5 +1,5 @@
 """Programs that `benchmarks.paired` runs inside another checkout.
 
-They use public entry points alone (`launcher.llm.LLM`, the command line, the gRPC API), so that they run in
+They use public entry points alone (`triptych.LLM`, the command line, the gRPC API), so that they run in
 every commit, and print one JSON object of metrics as their last line.
 """

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from launcher.llm import LLM, SamplingParams
+from triptych import LLM, SamplingParams
 
 _PROMPT_TOKENS = 128
 _OUTPUT_TOKENS = 64

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_svc.model.native.decoder import NativeDecoder
-from launcher.llm import LLM, SamplingParams
+from triptych import LLM, SamplingParams
 
 _NUM_ROWS = 256
 _PROMPT_TOKENS = 16

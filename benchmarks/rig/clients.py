@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 import uvloop
 
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
 

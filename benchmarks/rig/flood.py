@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rig.lines import Line, LineProcess, module
-from launcher.serve.readiness import await_ready
-from service_kit.channel import open_channel
-from service_kit.child import Announcement, Child, Output
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_cli.serve.readiness import await_ready
+from triptych_kit.channel import open_channel
+from triptych_kit.process.child import Announcement, Child, Output
 
 _OTHERS_S = 2.0
 _START_LIMIT_S = 30.0
@@ -89,7 +89,7 @@ async def service(
     name: str, arguments: tuple[str, ...], environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Announcement]:
     """A service once it listens, which is not until it is ready. environment: what is added to this one's."""
-    command = (sys.executable, "-m", "launcher.cli", name, *arguments, "--index=0")
+    command = (sys.executable, "-m", "triptych_cli.cli", name, *arguments, "--index=0")
     threads = {"OMP_NUM_THREADS": "1"} if name == "frontend" else {}
     whole = {**os.environ, **threads, **(environment or {})}
     child = Child(f"{name}-0", command, whole, announces=True, output=Output.COPIED)

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.rig.lines import Line, answer_lines, send_line
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
 
 import grpc.aio  # noqa: E402  Its import reads what the line above has set.
 
-from service_kit.channel import open_channel  # noqa: E402
-from service_kit.limits import PUBLIC  # noqa: E402
 from triptych.common.v1 import sampling_pb2  # noqa: E402
+from triptych_kit.channel import open_channel  # noqa: E402
+from triptych_kit.limits import PUBLIC  # noqa: E402
 
 MAX_BYTES = PUBLIC.max_receive_bytes
 _ANSWER_LIMIT_S = 60.0

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rig.lines import Line, answer_lines, send_line
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
 
 import grpc.aio  # noqa: E402  Its import reads what the line above has set.
 
-from service_kit.channel import open_channel  # noqa: E402
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc  # noqa: E402
 from triptych.common.v1 import sampling_pb2  # noqa: E402
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2  # noqa: E402
+from triptych_kit.channel import open_channel  # noqa: E402
 
 NUM_DISTINCT = 10_000
 NUM_AT_ONCE = 32

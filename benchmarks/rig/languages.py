@@ -25,7 +25,7 @@ from engine_svc.features.structured_output.backends.backend import Matcher, Voca
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.grammars import Grammars
 from frontend_svc.text.constraint import AskedConstraint, check
-from service_kit.grammars.constraint import Constraint, ConstraintKind
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind
 
 # Of public schemas: what is no longer is taken, and how long their strings, arrays and numbers may get.
 _MAX_SCHEMA_CHARS, _MAX_PROPERTIES = 1500, 12

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from benchmarks.rig.lines import Line, answer_lines, send_line
-from service_kit.admin_http import read_page
+from triptych_kit.http.admin_http import read_page
 
 _SCRAPE_S = 1.0  # 15 s are usual
 _PAGE_S = 0.1

@@ -19,8 +19,8 @@ from benchmarks.rig.history import Oracle, Violation, count_kinds
 from benchmarks.rig.lines import module
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from benchmarks.rig.streams import Case, Flow, Load, StreamRecord, make_cases
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
+from triptych_cli.services import embedded_model
+from triptych_kit.channel import open_channel
 
 NUM_ENGINES = 2
 # What a disturbed stretch may add to the 99.9th percentile of an undisturbed one.

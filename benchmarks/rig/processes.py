@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from launcher.serve.readiness import await_ready
-from launcher.services import command_of
-from service_kit.channel import open_channel
-from service_kit.child import Child, ChildDied
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_cli.serve.readiness import await_ready
+from triptych_cli.services import command_of
+from triptych_kit.channel import open_channel
+from triptych_kit.process.child import Child, ChildDied
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _ROOTS = (str(_REPOSITORY), str(_REPOSITORY / "protos"), str(_REPOSITORY / "kernels"))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import uvloop
 
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
 
@@ -32,9 +32,9 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from benchmarks.rig.lines import Line, answer_lines, send_line  # noqa: E402
 from benchmarks.rig.synthetic_engine import FIRST_PLAIN_ID, VOCAB_SIZE  # noqa: E402
-from launcher.services import embedded_model  # noqa: E402
 from triptych.api.v1 import generate_pb2  # noqa: E402
 from triptych.common.v1 import sampling_pb2  # noqa: E402
+from triptych_cli.services import embedded_model  # noqa: E402
 
 _GENERATE = "/triptych.api.v1.InferenceService/Generate"
 _PROMPT_TOKENS = 32

@@ -13,9 +13,9 @@ from enum import Enum
 
 import grpc.aio
 
-from service_kit.errors import from_rpc_error
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc, request_pb2, request_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import from_rpc_error
 
 # Ids below are special in the embedded model; those from here on are for tests to mark requests with.
 FIRST_PLAIN_ID = 16

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rig.lines import send_line
-from launcher.services import embedded_model
-from service_kit.process import prepare_process
+from triptych_cli.services import embedded_model
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("engine")
 

@@ -24,9 +24,9 @@ from benchmarks.rig.frontend import frontend, synthetic_engine
 from benchmarks.rig.hostile import MESSAGES
 from benchmarks.rig.lines import LineProcess, module
 from benchmarks.rig.synthetic_engine import FIRST_PLAIN_ID
-from service_kit.channel import open_channel
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.channel import open_channel
 
 NUM_STREAMS = 32
 TOKENS_PER_S = 20.0

@@ -33,9 +33,9 @@ from pathlib import Path
 from benchmarks.report import Report, Row
 from benchmarks.rig.hostile_grammars import HARMLESS, LOADS
 from benchmarks.rig.lines import Line, LineProcess, module
-from service_kit.channel import open_channel
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.channel import open_channel
 
 NUM_STREAMS = 8
 ROUNDS = 5
@@ -198,7 +198,7 @@ def _serving() -> Iterator[tuple[int, dict]]:
     """The pid of `triptych serve` and its ready file."""
     with tempfile.TemporaryDirectory() as folder:
         ready_file, log_file = Path(folder, "ready.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "launcher.cli", "serve", "--port=0"]
+        command = [sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0"]
         # So small that the streams have used all of it before the first load.
         command += [f"--ready-file={ready_file}", "--kv-cache-memory=32M"]
         with log_file.open("wb") as log:

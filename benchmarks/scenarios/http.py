@@ -30,8 +30,8 @@ from benchmarks.report import Report, Row, median_interval
 from benchmarks.rig.frontend import service, synthetic_engine
 from benchmarks.rig.lines import Line, LineProcess, module
 from benchmarks.rig.stream_clients import Load
-from launcher.services import embedded_model
-from service_kit.child import Announcement
+from triptych_cli.services import embedded_model
+from triptych_kit.process.child import Announcement
 
 _PARTS = ("frontend", "stack")
 _BASE = "gRPC"

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from benchmarks.report import Report, Row
 from engine_svc.features.structured_output.backends.backend import (
     CompiledGrammar,
@@ -40,7 +40,7 @@ from engine_svc.features.structured_output.backends.backend import (
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
 from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 from frontend_svc.text.json_schema.keywords import serve
-from service_kit.grammars.constraint import Constraint, ConstraintKind
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind
 
 MAX_WALK = 20  # tokens of one walk
 _NAMES = ("llguidance", "xgrammar")
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def embedded_vocabulary() -> Tokens:
-    text = (Path(launcher.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
+    text = (Path(triptych_cli.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
     return _tokens("embedded", Tokenizer.from_str(text))
 
 

@@ -24,12 +24,12 @@ from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.report import Report, Row, median_interval
 from benchmarks.rig.lines import LineProcess, module
 from benchmarks.rig.processes import Fleet, ServicePlan
-from launcher.bench.dataset import Turn
-from launcher.bench.load import LoadGenerator, RequestBuilder
-from launcher.bench.metrics import summarize
-from service_kit.channel import open_channel
-from service_kit.clock import MonotonicClock
 from triptych.common.v1 import sampling_pb2
+from triptych_cli.bench.dataset import Turn
+from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_cli.bench.metrics import summarize
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import MonotonicClock
 
 MIN_RATIO = 0.97
 # That of SmolLM2-135M.

@@ -35,14 +35,14 @@ from benchmarks.report import Report, Row
 from benchmarks.rig.pace import write_entry_point
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from benchmarks.rig.proxies import KINDS, Backend, Proxy, is_installed
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import utility_pb2
+from triptych_cli.services import embedded_model
 from triptych_client.aio import Client
 from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Finished
 from triptych_client.retry import RetryPolicy
+from triptych_kit.channel import open_channel
 
 PROTOCOLS = ("grpc", "http")
 _NUM_QUESTIONS = 16

@@ -39,7 +39,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.validators import validator_for
 from tokenizers import Tokenizer
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from benchmarks.report import Report, Row, Value
 from engine_svc.features.structured_output.backends.backend import (
     CompiledGrammar,
@@ -51,7 +51,7 @@ from engine_svc.features.structured_output.backends.llguidance_backend import LL
 from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 from frontend_svc.text.constraint import AskedConstraint, ConstraintRefused, check
 from frontend_svc.text.json_schema.rewrite import FORMATS
-from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError
 
 TIME_LIMIT_S = 20  # of one judgement, in CPU time
 NUM_SAMPLES = 4
@@ -59,7 +59,7 @@ NUM_VARIANTS = 80
 MAX_TOKENS = 600
 _FREE_TOKENS = 60  # from there on an answer ends as soon as it may
 
-_TOKENIZER_JSON = (Path(launcher.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
+_TOKENIZER_JSON = (Path(triptych_cli.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
 _TOKENIZER = Tokenizer.from_str(_TOKENIZER_JSON)
 _VOCABULARY = Vocabulary(_TOKENIZER_JSON, _TOKENIZER.get_vocab_size(), (0,))
 _BACKENDS: dict[str, GrammarBackend] = {

@@ -35,9 +35,9 @@ from benchmarks.rig.scripted_drafts import NAME as SCRIPTED
 from benchmarks.rig.scripted_drafts import write_entry_point
 from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Case, Kind, StreamRecord
 from benchmarks.scenarios.languages.answers import changed, kill_amid, send
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
 from triptych.common.v1 import sampling_pb2
+from triptych_cli.services import embedded_model
+from triptych_kit.channel import open_channel
 
 _AT_ONCE = 64
 _NUM_OUTPUTS = 4

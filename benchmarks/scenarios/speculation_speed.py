@@ -28,7 +28,7 @@ from benchmarks.report import Report, Row, median_interval
 from benchmarks.scenarios.engine.contest import Contestant, Entry
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CODE = (_ROOT / "service_kit" / "clock.py").read_text(encoding="utf-8")
+_CODE = (_ROOT / "triptych_kit" / "clock.py").read_text(encoding="utf-8")
 _BOUND = 0.02
 _PROMPT_TOKENS = 160
 _NAMES = ("Ann", "Bob", "Eve", "Joe", "Kim", "Lea", "Max", "Zoe")

@@ -26,13 +26,13 @@ import torch
 from benchmarks.checkpoint import CheckpointShape, make_checkpoint
 from benchmarks.report import Report, Row, median_interval
 from benchmarks.rig.processes import Fleet, ServicePlan
-from launcher.bench.dataset import Turn
-from launcher.bench.load import LoadGenerator, RequestBuilder
-from service_kit.channel import open_channel
-from service_kit.clock import MonotonicClock
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import utility_pb2
+from triptych_cli.bench.dataset import Turn
+from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import MonotonicClock
 
 MAX_PERCENT = 5.0
 NUM_BLOCKS = 2000

@@ -18,10 +18,10 @@ from coordinator_svc.wire.convert import (
     to_wave_status,
 )
 from coordinator_svc.wire.number_limits import check_ahead
-from service_kit.clock import Clock
-from service_kit.errors import ResourceExhausted
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.errors import ResourceExhausted
 
 logger = logging.getLogger(__name__)
 

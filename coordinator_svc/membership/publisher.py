@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from coordinator_svc.membership.load import PublishTimer
 from coordinator_svc.membership.topology import Seen, Topology
-from service_kit.clock import Clock
 from triptych.coordinator.v1 import coordinator_pb2
+from triptych_kit.clock import Clock
 
 # A frontend that is slow to ack still gets its next message after this time: acks only pace the messages.
 _ACK_PATIENCE_S = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from service_kit.clock import Clock
-from service_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition, ResourceExhausted
+from triptych_kit.clock import Clock
+from triptych_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition, ResourceExhausted
 
 MAX_MEMBERS = 4096
 # Loading can keep an engine from reporting for seconds: importing a library from a cold disk stops every

@@ -19,17 +19,17 @@ from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.membership.topology import Topology
 from coordinator_svc.wire.convert import check_frontend
 from coordinator_svc.wire.number_limits import check_hint
-from service_kit.addresses import UNIX
-from service_kit.clock import Clock
-from service_kit.errors import (
+from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.addresses import UNIX
+from triptych_kit.clock import Clock
+from triptych_kit.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
 )
-from service_kit.security.identity import Identity, check_owner, current_identity
-from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.security.identity import Identity, check_owner, current_identity
 
 logger = logging.getLogger(__name__)
 

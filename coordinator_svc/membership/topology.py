@@ -19,8 +19,8 @@ from coordinator_svc.wire.convert import (
     to_state,
 )
 from coordinator_svc.wire.number_limits import check_report
-from service_kit.errors import FailedPrecondition
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+from triptych_kit.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from coordinator_svc.data_parallel.formation import Formation, Phase
 from coordinator_svc.membership.registry import EngineRegistry, Member
 from coordinator_svc.membership.topology import Topology
 from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
-from service_kit.errors import DeadlineExceeded, Unavailable
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import command_pb2
+from triptych_kit.errors import DeadlineExceeded, Unavailable
 
 _ANSWER_S = 5.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from service_kit.errors import InvalidTransition, ServiceError
+from triptych_kit.errors import InvalidTransition, ServiceError
 
 
 class OperationState(Enum):

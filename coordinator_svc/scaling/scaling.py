@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.scaling.group_snapshot import Group
 from coordinator_svc.scaling.operation import Operation, OperationState
-from service_kit.errors import (
+from triptych_kit.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,

@@ -19,9 +19,10 @@ from coordinator_svc.scaling.group_snapshot import Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import MAX_TIMEOUT_S, Scaling
 from coordinator_svc.scaling.tracing import OperationTraces
-from service_kit import conventions as names
-from service_kit.clock import Clock
-from service_kit.errors import (
+from triptych.common.v1 import error_pb2
+from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
+from triptych_kit.clock import Clock
+from triptych_kit.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -30,9 +31,8 @@ from service_kit.errors import (
     Unavailable,
     to_parts,
 )
-from service_kit.telemetry import traced_operation
-from triptych.common.v1 import error_pb2
-from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
+from triptych_kit.telemetry import conventions as names
+from triptych_kit.telemetry.traces import traced_operation
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from time import time_ns
 
 from coordinator_svc.scaling.operation import Operation, OperationState
-from service_kit import conventions as names
-from service_kit.spans import SpanRecord, TraceContext, Value
-from service_kit.telemetry import begin_trace, record_trace
+from triptych_kit.telemetry import conventions as names
+from triptych_kit.telemetry.spans import SpanRecord, TraceContext, Value
+from triptych_kit.telemetry.traces import begin_trace, record_trace
 
 _NAME = "scale"
 

@@ -12,9 +12,9 @@ from coordinator_svc.data_parallel.wave import Start, WaveStatus
 from coordinator_svc.membership.load import Load, LoadReport
 from coordinator_svc.membership.registry import Member, MemberState, Registration
 from coordinator_svc.wire.number_limits import excess
-from service_kit.addresses import UNIX
-from service_kit.errors import InvalidArgument
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+from triptych_kit.addresses import UNIX
+from triptych_kit.errors import InvalidArgument
 
 _MAX_CHARACTERS = 128
 # So that a snapshot of all members, with their loads, groups and frontends, fits into one message of 64 MiB.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from service_kit.errors import InvalidArgument
 from triptych.coordinator.v1 import coordinator_pb2
+from triptych_kit.errors import InvalidArgument
 
 MAX_NUMBER = 2**62
 # Above any wave or generation that counting can reach; far below overflow.

@@ -10,8 +10,8 @@ from engine_svc.core.artifacts import Artifact, ArtifactKind
 from engine_svc.core.facts import SCHEMA_REVISION, EngineFacts, LoadProgress, ModelFingerprint
 from engine_svc.loop.mailbox import LoopStats
 from engine_svc.loop.pause import RunState
-from service_kit.server import INTERNAL
 from triptych.engine.v1 import engine_pb2, session_pb2
+from triptych_kit.server import INTERNAL
 
 # The oldest schema revision of a frontend that this engine works with.
 MIN_PEER_REVISION = 1

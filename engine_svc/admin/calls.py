@@ -9,9 +9,9 @@ from collections.abc import Callable
 from engine_svc.admin.served_engine import Role, ServedEngine
 from engine_svc.admin.utility import UtilityService
 from engine_svc.convert import messages
-from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError
 from triptych.admin.v1 import admin_pb2
 from triptych.engine.v1 import utility_pb2
+from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError
 
 logger = logging.getLogger(__name__)
 

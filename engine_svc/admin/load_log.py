@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 

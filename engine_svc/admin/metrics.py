@@ -14,7 +14,7 @@ from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.loop.mailbox import STEP_TIME_BUCKETS, LoopStats
 from engine_svc.loop.pause import RunState
 from engine_svc.scheduler.stats import DraftStats, SchedulerStats
-from service_kit.metrics import Metrics, Reading
+from triptych_kit.telemetry.metrics import Metrics, Reading
 
 if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver

@@ -22,10 +22,10 @@ from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call, Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.pause import RunState
 from engine_svc.tensors.source import TensorReceiver
-from service_kit.clock import Clock
-from service_kit.errors import DeadlineExceeded, Internal, ServiceError, Unavailable, Unimplemented
-from service_kit.metrics import Metrics
 from triptych.engine.v1 import utility_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.errors import DeadlineExceeded, Internal, ServiceError, Unavailable, Unimplemented
+from triptych_kit.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver, RankStatus

@@ -16,15 +16,15 @@ from engine_svc.admin import announce
 from engine_svc.admin.served_engine import CallContext, Role, ServedEngine, UtilityCall
 from engine_svc.core.control import WakeTag
 from engine_svc.loop.pause import PauseMode, RunState
-from service_kit.errors import (
+from triptych.engine.v1 import utility_pb2
+from triptych_kit.errors import (
     FailedPrecondition,
     InvalidArgument,
     PermissionDenied,
     ServiceError,
     Unimplemented,
 )
-from service_kit.field_checks import check_enum
-from triptych.engine.v1 import utility_pb2
+from triptych_kit.field_checks import check_enum
 
 if TYPE_CHECKING:
     from engine_svc.loop.controls import EngineControls

@@ -15,8 +15,8 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call, LoopStats
-from service_kit.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 from triptych.admin.v1 import admin_pb2
+from triptych_kit.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 
 if TYPE_CHECKING:
     from engine_svc.scheduler.watch import SchedulerWatch, WatchedRequest, WatchedState

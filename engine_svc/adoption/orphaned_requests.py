@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service_kit.errors import FailedPrecondition, NotFound
 from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.errors import FailedPrecondition, NotFound
 
 _MAX_GRACE_S = 60.0
 _MAX_REQUESTS = 16_384

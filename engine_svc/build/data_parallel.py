@@ -15,7 +15,7 @@ from engine_svc.config import WILDCARD_HOSTS, EngineConfig
 from engine_svc.core.facts import ModelFingerprint
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.model.loading.loader import has_experts
-from service_kit.config import ConfigError
+from triptych_kit.config import ConfigError
 
 if TYPE_CHECKING:
     from engine_svc.admin.served_engine import ServedEngine

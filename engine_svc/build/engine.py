@@ -49,18 +49,18 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
-from service_kit.addresses import listen_at, unix_path
-from service_kit.admin import AdminServicer
-from service_kit.admin_http import AdminHTTP, metrics_page
-from service_kit.clock import MonotonicClock
-from service_kit.config import ConfigError
-from service_kit.metrics import Metrics
-from service_kit.plugins import find_offered
-from service_kit.security.setup import listener_security, peer_credentials
-from service_kit.server import ADMIN, INTERNAL, Registration, Server
-from service_kit.server import Lifecycle as ServiceLifecycle
-from service_kit.trace_page import traces_page
-from service_kit.version import installed_version
+from triptych_kit.addresses import listen_at, unix_path
+from triptych_kit.admin import AdminServicer
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.config import ConfigError
+from triptych_kit.http.admin_http import AdminHTTP, metrics_page
+from triptych_kit.http.trace_page import traces_page
+from triptych_kit.plugins import find_offered
+from triptych_kit.security.setup import listener_security, peer_credentials
+from triptych_kit.server import ADMIN, INTERNAL, Registration, Server
+from triptych_kit.server import Lifecycle as ServiceLifecycle
+from triptych_kit.telemetry.metrics import Metrics
+from triptych_kit.version import installed_version
 
 if TYPE_CHECKING:
     from engine_svc.build.runner import RunnerSide

@@ -42,10 +42,10 @@ from engine_svc.runner.control import runner_calls
 from engine_svc.runner.executor import Call
 from engine_svc.runner.memory.kv_tensors import KVSizing, bytes_per_block
 from engine_svc.runner.model_runner import ModelRunner
-from service_kit.logs import setup_logs
-from service_kit.plugins import load_plugins
-from service_kit.process import set_title
-from service_kit.stacks import write_when_asked
+from triptych_kit.plugins import load_plugins
+from triptych_kit.process.setup import set_title
+from triptych_kit.process.stacks import write_when_asked
+from triptych_kit.telemetry.logs import setup_logs
 
 # A rank with a GPU polls for its next plan this long before it sleeps: waking up takes longer.
 _SPIN_S = 50e-6

@@ -20,8 +20,8 @@ from engine_svc.ranks.watch import RankLost
 from engine_svc.runner.control import RunnerControl
 from engine_svc.runner.memory.kv_sizing import FreeMemory, warn_if_cut
 from engine_svc.runner.preparer import OnPrepared
-from service_kit.config import ConfigError
-from service_kit.process import importing_environment
+from triptych_kit.config import ConfigError
+from triptych_kit.process.setup import importing_environment
 
 _RANK_MODULE = "engine_svc.build.rank_main"
 

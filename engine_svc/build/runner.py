@@ -39,7 +39,7 @@ from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
 from engine_svc.runner.preparer import OnPrepared
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sleep import WeightSource
-from service_kit.config import ConfigError
+from triptych_kit.config import ConfigError
 
 Progress = Callable[[str, int, int], None]
 

@@ -21,8 +21,8 @@ from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.speculation.network import DraftNetwork, ModelNetwork, NetworkProposer
 from engine_svc.speculation.ngram import NgramProposer
 from engine_svc.speculation.suffix import SuffixProposer
-from service_kit.config import ConfigError
-from service_kit.plugins import find_offered
+from triptych_kit.config import ConfigError
+from triptych_kit.plugins import find_offered
 
 _TEXT_PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "ngram": NgramProposer,

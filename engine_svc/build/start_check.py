@@ -28,9 +28,9 @@ from engine_svc.model.loading.folder import (
 from engine_svc.model.loading.hub import is_hub_id
 from engine_svc.runner.memory.host_memory import MIB, cuda_device_bytes, free_host_bytes
 from engine_svc.scheduler.policies import POLICIES
-from service_kit.config import ConfigError
-from service_kit.plugins import ALL, check_offered
-from service_kit.plugins import GROUP as PLUGINS
+from triptych_kit.config import ConfigError
+from triptych_kit.plugins import ALL, check_offered
+from triptych_kit.plugins import GROUP as PLUGINS
 
 POLICY_ENTRY_POINTS = "triptych.policies"
 SCHEDULER_ENTRY_POINTS = "triptych.schedulers"

@@ -10,8 +10,8 @@ from engine_svc.core.extras import Extra, OutputExtra
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.request import ContentSpan
 from engine_svc.tensors.source import TensorSource
-from service_kit.field_checks import unserved
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
+from triptych_kit.field_checks import unserved
 
 # What the core reads of an ADD, and what is for logs. Further fields need a feature that reads them.
 _CORE_FIELDS = frozenset({

@@ -18,10 +18,10 @@ from engine_svc.core.request import NO_STOP_TOKEN, DraftUse, FinishReason, First
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
-from service_kit.errors import InvalidArgument, ServiceError, to_number, to_parts
-from service_kit.field_checks import check, check_id, to_token_ids
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
+from triptych_kit.errors import InvalidArgument, ServiceError, to_number, to_parts
+from triptych_kit.field_checks import check, check_id, to_token_ids
 
 MAX_RESUME_STATE_BYTES = 64 * 1024
 _MAX_TEXT_CHARACTERS = 256

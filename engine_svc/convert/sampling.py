@@ -8,9 +8,9 @@ from typing import Any
 
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
-from service_kit.field_checks import check, check_token_ids, unserved
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.field_checks import check, check_token_ids, unserved
 
 _MAX_STOP_TOKEN_IDS = 4096
 # By name: minimum, maximum, and the range in words.

@@ -14,7 +14,7 @@ from engine_svc.core.errors import PeersLost
 from engine_svc.data_parallel.group import ExpertShards, Meeting, RankGroup, RankGroups
 from engine_svc.data_parallel.wave import LockstepState, WaveMachine
 from engine_svc.data_parallel.weights_check import RankWeights, check_weights, number_of
-from service_kit.errors import Aborted, FailedPrecondition
+from triptych_kit.errors import Aborted, FailedPrecondition
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.torch_group import reach_store, signal_prefix
 from engine_svc.data_parallel.wave import LockstepState
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_svc.core.errors import PeersLost
-from service_kit.errors import FailedPrecondition
+from triptych_kit.errors import FailedPrecondition
 
 # The error reason of a rank with other weights than its group.
 WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH"

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from engine_svc.core.control import RanksDisagree, Refused
 from engine_svc.core.errors import DeviceLost, clear_frames
-from service_kit.errors import FailedPrecondition, Internal
+from triptych_kit.errors import FailedPrecondition, Internal
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from engine_svc.core.errors import DeviceLost
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.pause import PauseController, RunState
 from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
-from service_kit.clock import Clock
-from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, Unimplemented
+from triptych_kit.clock import Clock
+from triptych_kit.errors import Aborted, FailedPrecondition, InvalidArgument, Unimplemented
 
 logger = logging.getLogger(__name__)
 

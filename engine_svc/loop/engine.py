@@ -24,7 +24,7 @@ from engine_svc.loop.recovery import StepRecovery, log_failure
 from engine_svc.loop.requests import EngineRequests
 from engine_svc.loop.statistics import StatsRecorder
 from engine_svc.loop.steps import Executor, StepsInFlight
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 # While requests wait and none can run, at most a thousand steps are tried per second.
 _BLOCKED_WAIT_S = 0.001

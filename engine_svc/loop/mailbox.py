@@ -18,7 +18,7 @@ from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.loop.step_output import StepOutput, UnreadSteps, split
 from engine_svc.scheduler.stats import SchedulerStats
-from service_kit.metrics import Counts, Distribution
+from triptych_kit.telemetry.metrics import Counts, Distribution
 
 STEP_TIME_BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 60,

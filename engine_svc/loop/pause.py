@@ -17,8 +17,8 @@ from engine_svc.loop.answer import give
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
 from engine_svc.scheduler.config import PauseState
-from service_kit.clock import Clock
-from service_kit.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidTransition, ServiceError
+from triptych_kit.clock import Clock
+from triptych_kit.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidTransition, ServiceError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from engine_svc.core.extras import blocker_of
 from engine_svc.core.request import Request
 from engine_svc.loop.protocols import PreparingRanks
 from engine_svc.scheduler.feature import SchedulerFeature
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 MAX_PREPARATIONS = 1024
 # From when it is the oldest of those that are not done, so that one that hangs does not end those behind it.

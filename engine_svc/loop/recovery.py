@@ -15,7 +15,7 @@ from engine_svc.loop.requests import EngineRequests
 from engine_svc.loop.statistics import StatsRecorder
 from engine_svc.loop.steps import StepsInFlight
 from engine_svc.scheduler.stats import SchedulerStats
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.loop.statistics import StatsRecorder
 from engine_svc.loop.step_output import StepOutput
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 

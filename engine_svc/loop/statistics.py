@@ -10,7 +10,7 @@ from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from engine_svc.loop.step_output import StepOutput
 from engine_svc.loop.step_time import StepTimeEstimator
 from engine_svc.scheduler.stats import SchedulerStats
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 
 class StatsRecorder:

@@ -22,8 +22,8 @@ from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call
 from engine_svc.loop.pause import RunState
 from engine_svc.membership.departure import Departure
-from service_kit.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError, Unimplemented
 from triptych.coordinator.v1 import command_pb2
+from triptych_kit.errors import FailedPrecondition, Internal, InvalidArgument, ServiceError, Unimplemented
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.membership.commands import EXIT_MISMATCH, CommandHandler
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.reports import registration_of, report_of
-from service_kit.backoff import Backoff
-from service_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
-from service_kit.clock import Clock
-from service_kit.config import ConfigError
-from service_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.backoff import Backoff
+from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
+from triptych_kit.clock import Clock
+from triptych_kit.config import ConfigError
+from triptych_kit.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 
 logger = logging.getLogger(__name__)
 

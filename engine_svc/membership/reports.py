@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.data_parallel.driver import RankStatus
-from service_kit.addresses import UNIX
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+from triptych_kit.addresses import UNIX
 
 _STATES = {
     EngineState.LOADING: member_pb2.MEMBER_STATE_LOADING,

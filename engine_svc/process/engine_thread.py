@@ -12,7 +12,7 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Stop
 from engine_svc.process.watchdog import EXIT_HUNG, Watchdog
 from engine_svc.ranks.watch import RankLost
-from service_kit.stacks import write_stacks, write_stacks_of
+from triptych_kit.process.stacks import write_stacks, write_stacks_of
 
 logger = logging.getLogger(__name__)
 

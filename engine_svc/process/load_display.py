@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine_svc.core.facts import LoadProgress
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 # A model that loads faster than this is not logged.
 _MIN_INTERVAL_S = 0.5

@@ -28,14 +28,14 @@ from engine_svc.model.loading.hub import find_model
 from engine_svc.process.engine_thread import EXIT_CANNOT_LOAD, EXIT_LOOP_FAILED, EngineThread
 from engine_svc.process.load_display import LoadDisplay
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
-from service_kit.channel import parse_target
-from service_kit.clock import MonotonicClock
-from service_kit.config import ConfigError, Loaded
-from service_kit.errors import InvalidArgument
-from service_kit.logs import write_log_line
-from service_kit.process import end_at_once_on_signals, leave_process
-from service_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
-from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
+from triptych_kit.channel import parse_target
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.config import ConfigError, Loaded
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.process.setup import end_at_once_on_signals, leave_process
+from triptych_kit.server import AddressError, DrainCut, Lifecycle, Server, run_server, write_announcement
+from triptych_kit.telemetry.logs import write_log_line
+from triptych_kit.telemetry.traces import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 

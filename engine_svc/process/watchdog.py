@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
-from service_kit.clock import Clock, StallTimer
-from service_kit.stacks import write_beside, write_stacks
+from triptych_kit.clock import Clock, StallTimer
+from triptych_kit.process.stacks import write_beside, write_stacks
 
 logger = logging.getLogger(__name__)
 

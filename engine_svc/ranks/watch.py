@@ -21,10 +21,10 @@ from engine_svc.core.errors import DeviceLost
 from engine_svc.ranks.control_pipe import RankConnection, RankMessage, read_prepared
 from engine_svc.ranks.progress_board import RankHeartbeats
 from engine_svc.runner.preparer import OnPrepared
-from service_kit.child import Child
-from service_kit.clock import StallTimer
-from service_kit.process import child_command
-from service_kit.stacks import write_beside, write_stacks_of
+from triptych_kit.clock import StallTimer
+from triptych_kit.process.child import Child
+from triptych_kit.process.setup import child_command
+from triptych_kit.process.stacks import write_beside, write_stacks_of
 
 logger = logging.getLogger(__name__)
 

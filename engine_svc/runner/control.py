@@ -14,7 +14,7 @@ from engine_svc.core.control import Collective, RanksDisagree, Refused, WakeTag,
 from engine_svc.runner.executor import Call
 from engine_svc.runner.memory.free_memory import num_bytes_in_use
 from engine_svc.runner.model_runner import ModelRunner
-from service_kit.logs import LOG_LEVELS, set_log_level
+from triptych_kit.telemetry.logs import LOG_LEVELS, set_log_level
 
 _REFUSAL = "refusal"
 _LOSS = "loss"

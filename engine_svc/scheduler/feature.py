@@ -13,8 +13,8 @@ from engine_svc.core.extras import Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import Clock
-from service_kit.metrics import Metrics
+from triptych_kit.clock import Clock
+from triptych_kit.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.cache.kv_cache import KVCache

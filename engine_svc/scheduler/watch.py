@@ -14,7 +14,7 @@ from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import PAUSED
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 if TYPE_CHECKING:
     from engine_svc.cache.kv_cache import KVCache

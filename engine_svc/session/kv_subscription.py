@@ -13,8 +13,8 @@ from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert import messages
 from engine_svc.loop.mailbox import KVEventLog, KVEventReader
-from service_kit.errors import DataLoss, OutOfRange, Unavailable
 from triptych.engine.v1 import engine_pb2, kv_pb2
+from triptych_kit.errors import DataLoss, OutOfRange, Unavailable
 
 _MAX_CHUNK_BLOCKS = 1024
 _MAX_BATCHES_AT_ONCE = 64

@@ -16,7 +16,8 @@ from engine_svc.adoption.orphaned_requests import OrphanedRequest, OrphanedReque
 from engine_svc.convert import messages
 from engine_svc.loop.mailbox import Abort, Add, Adopt, Outbox
 from engine_svc.tensors.source import TensorSource
-from service_kit.errors import (
+from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.errors import (
     AlreadyExists,
     Internal,
     InvalidArgument,
@@ -24,8 +25,7 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
 )
-from service_kit.field_checks import check
-from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.field_checks import check
 
 logger = logging.getLogger(__name__)
 

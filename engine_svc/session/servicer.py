@@ -20,16 +20,16 @@ from engine_svc.loop.mailbox import GiveUp
 from engine_svc.loop.pause import RunState
 from engine_svc.session.kv_subscription import KVSubscription
 from engine_svc.session.session import MAX_OUTBOX_BYTES, Session, SessionLink
-from service_kit.errors import (
+from triptych.admin.v1 import admin_pb2
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.errors import (
     Aborted,
     DeadlineExceeded,
     FailedPrecondition,
     ResourceExhausted,
 )
-from service_kit.field_checks import check_id
-from service_kit.security.identity import check_owner
-from triptych.admin.v1 import admin_pb2
-from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.field_checks import check_id
+from triptych_kit.security.identity import check_owner
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from engine_svc.convert import messages
 from engine_svc.loop.mailbox import Outbox
 from engine_svc.loop.step_output import StepOutput
 from engine_svc.session.requests import MAX_INFLIGHT_ADDS, SessionRequests
-from service_kit.eager_writer import EagerWriter
-from service_kit.errors import (
+from triptych.engine.v1 import engine_pb2, session_pb2, utility_pb2
+from triptych_kit.eager_writer import EagerWriter
+from triptych_kit.errors import (
     Aborted,
     InvalidArgument,
     PermissionDenied,
@@ -30,9 +31,8 @@ from service_kit.errors import (
     ServiceError,
     Unavailable,
 )
-from service_kit.resumable_stream import Link, ReplayLog, ResumableStream
-from service_kit.security.identity import current_identity
-from triptych.engine.v1 import engine_pb2, session_pb2, utility_pb2
+from triptych_kit.resumable_stream import Link, ReplayLog, ResumableStream
+from triptych_kit.security.identity import current_identity
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 
 from engine_svc.tensors.host_tensor import HostTensor
-from service_kit.clock import Clock
-from service_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from triptych.engine.v1 import engine_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 MAX_CHUNK_BYTES = 1024 * 1024
 _MAX_UPLOADS = 8

@@ -13,18 +13,18 @@ from collections.abc import AsyncIterable
 
 from engine_svc.tensors.blobs import BlobStore, BlobUploads
 from engine_svc.tensors.host_tensor import BadTensor, HostTensor, size_bytes
-from service_kit import shared_memory
-from service_kit.clock import Clock, MonotonicClock
-from service_kit.errors import (
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import engine_pb2
+from triptych_kit import shared_memory
+from triptych_kit.clock import Clock, MonotonicClock
+from triptych_kit.errors import (
     InvalidArgument,
     PermissionDenied,
     ResourceExhausted,
     Unavailable,
     Unimplemented,
 )
-from service_kit.field_checks import unserved
-from triptych.common.v1 import tensor_pb2
-from triptych.engine.v1 import engine_pb2
+from triptych_kit.field_checks import unserved
 
 logger = logging.getLogger(__name__)
 

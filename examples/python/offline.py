@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from launcher.services import embedded_model
 from triptych import LLM, SamplingParams
+from triptych_cli.services import embedded_model
 
 PROMPTS = ["Once upon a time", "The owl is in the", "Tell me about the fox."]
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from frontend_svc.generation.caller import Caller
-from service_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_parts
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import error_pb2
+from triptych_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_parts
 
 StreamOf = Callable[
     [generate_pb2.GenerateRequest, Caller], AsyncGenerator[generate_pb2.GenerateResponse, None]

@@ -7,8 +7,8 @@ from typing import Any
 import grpc.aio
 
 from frontend_svc.generation.caller import LOCAL_CALLER, Caller
-from service_kit.logs import log_fields
-from service_kit.security.identity import current_identity
+from triptych_kit.security.identity import current_identity
+from triptych_kit.telemetry.logs import log_fields
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any] | None) -> Caller:

@@ -26,9 +26,9 @@ from frontend_svc.text.pooling import (
     tokenize_inputs,
 )
 from frontend_svc.text.tokenize.id_column import id_column
-from service_kit.errors import Internal
 from triptych.api.v1 import embedding_pb2, embedding_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych_kit.errors import Internal
 
 EmbedContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.EmbedRequest, embedding_pb2.EmbedResponse]"
 ScoreContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.ScoreRequest, embedding_pb2.ScoreResponse]"

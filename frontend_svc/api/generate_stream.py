@@ -14,9 +14,9 @@ from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.output.collector import EndReason, Output, OutputKind, OutputPiece
 from frontend_svc.output.logprobs import fill_logprobs
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import InvalidArgument
 
 Response = generate_pb2.GenerateResponse
 

@@ -25,8 +25,8 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.output.collector import OutputKind, OutputPiece
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument, from_status
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
+from triptych_kit.errors import InvalidArgument, from_status
 
 StreamContext: TypeAlias = (
     "grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse]"

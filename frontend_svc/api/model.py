@@ -11,11 +11,11 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.text.json_schema.keywords import ENFORCED_KEYWORDS
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
-from service_kit.clock import Clock
-from service_kit.server import PUBLIC
-from service_kit.version import installed_version
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.server import PUBLIC
+from triptych_kit.version import installed_version
 
 ListContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.ListModelsRequest, model_pb2.ListModelsResponse]"
 GetContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse]"

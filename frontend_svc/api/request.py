@@ -8,10 +8,10 @@ import grpc.aio
 
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.text.limits import Violations
-from service_kit.errors import InvalidArgument
-from service_kit.security.identity import current_identity
 from triptych.api.v1 import request_pb2, request_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.security.identity import current_identity
 
 _STATES = {
     RequestPhase.QUEUED: request_pb2.REQUEST_STATE_QUEUED,

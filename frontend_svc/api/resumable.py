@@ -19,9 +19,9 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
-from service_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
-from service_kit.resumable_stream import Link, ReplayLog, ResumableStream
 from triptych.api.v1 import generate_pb2, inference_pb2
+from triptych_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
+from triptych_kit.resumable_stream import Link, ReplayLog, ResumableStream
 
 Response = generate_pb2.GenerateResponse
 StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Response, None]]

@@ -24,8 +24,8 @@ from frontend_svc.text.tokenize.slow_tokenizer import SlowTokenizers
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.tokenize.tokenizer import ModelTokenizer
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.errors import ServiceError
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 

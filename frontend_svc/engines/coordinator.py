@@ -14,11 +14,11 @@ import grpc.aio
 from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.routing.account import LoadReport
 from frontend_svc.engines.topology import CoordinatorFence, Topology
-from service_kit.backoff import Backoff
-from service_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
-from service_kit.clock import Clock
-from service_kit.config import ConfigError
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
+from triptych_kit.backoff import Backoff
+from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
+from triptych_kit.clock import Clock
+from triptych_kit.config import ConfigError
 
 logger = logging.getLogger(__name__)
 

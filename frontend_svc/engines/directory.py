@@ -14,9 +14,9 @@ from frontend_svc.engines.routing.least_loaded import kv_aware
 from frontend_svc.engines.routing.policies import route
 from frontend_svc.output.loss import RETRY_AFTER_MS
 from frontend_svc.text.model import ServedModel
-from service_kit.channel import parse_target
-from service_kit.clock import Clock
-from service_kit.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
+from triptych_kit.channel import parse_target
+from triptych_kit.clock import Clock
+from triptych_kit.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from service_kit.errors import ResourceExhausted
+from triptych_kit.errors import ResourceExhausted
 
 
 @dataclass(slots=True)

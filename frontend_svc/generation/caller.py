@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service_kit.errors import DeadlineExceeded, ServiceError
-from service_kit.security.identity import UNRESTRICTED, Identity
 from triptych.engine.v1 import engine_pb2
+from triptych_kit.errors import DeadlineExceeded, ServiceError
+from triptych_kit.security.identity import UNRESTRICTED, Identity
 
 _MAX_REMAINING_S = 10 * 365 * 86400.0
 # Tolerance for clocks of engine and frontend, and the share by which gRPC rounds a deadline.

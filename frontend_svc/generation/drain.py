@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from service_kit.errors import Unavailable
+from triptych_kit.errors import Unavailable
 
 _RETRY_AFTER_MS = 1000
 

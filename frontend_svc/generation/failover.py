@@ -18,9 +18,9 @@ from frontend_svc.generation.poison import PoisonRecord, ProbationLocks, quarant
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, in_order
 from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind
 from frontend_svc.text.model import ServedModel
-from service_kit.clock import Clock
-from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
-from service_kit.metrics import Counts
+from triptych_kit.clock import Clock
+from triptych_kit.errors import ResourceExhausted, ServiceError, Unavailable
+from triptych_kit.telemetry.metrics import Counts
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,10 @@ from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, RequestPrompt
 from frontend_svc.text.tokenize.id_column import id_column
-from service_kit import conventions as names
-from service_kit.errors import ServiceError
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.errors import ServiceError
+from triptych_kit.telemetry import conventions as names
 
 # Finish reasons that do not refill the retry budget.
 _NOT_WELL = ("abort", "error")

@@ -13,8 +13,8 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.output.collector import EndReason
 from frontend_svc.output.engine_times import EngineTimes
 from frontend_svc.output.request_state import RequestState
-from service_kit.errors import DeadlineExceeded, ServiceError
-from service_kit.metrics import Distribution, Metrics
+from triptych_kit.errors import DeadlineExceeded, ServiceError
+from triptych_kit.telemetry.metrics import Distribution, Metrics
 
 # Upper bounds in seconds.
 FIRST_TOKEN_BUCKETS = (

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from service_kit.clock import Clock
-from service_kit.errors import NotFound
+from triptych_kit.clock import Clock
+from triptych_kit.errors import NotFound
 
 
 class RequestPhase(Enum):

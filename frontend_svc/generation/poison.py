@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from service_kit.errors import Internal
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import Internal
 
 logger = logging.getLogger(__name__)
 

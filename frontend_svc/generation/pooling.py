@@ -27,10 +27,10 @@ from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import is_per_token
 from frontend_svc.text.tokenize.id_column import id_column
-from service_kit import conventions as names
-from service_kit.errors import Aborted, ServiceError
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import Aborted, ServiceError
+from triptych_kit.telemetry import conventions as names
 
 # Prompts of one request that are in engines at once: enough to fill a batch, and room for other requests.
 _MAX_SENT = 32

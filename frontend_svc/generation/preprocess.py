@@ -21,9 +21,9 @@ from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt
 from frontend_svc.text.tokenize.id_column import id_column
-from service_kit.errors import Unimplemented
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import Unimplemented
 
 # What the frontend itself reads of requests. Every other field is of an option, or refused.
 CORE_FIELDS = frozenset((

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from service_kit.clock import Clock
-from service_kit.errors import ResourceExhausted
-from service_kit.security.identity import Identity
+from triptych_kit.clock import Clock
+from triptych_kit.errors import ResourceExhausted
+from triptych_kit.security.identity import Identity
 
 _MINUTE_S = 60.0
 _REASON = "TENANT_LIMIT"

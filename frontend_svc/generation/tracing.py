@@ -17,11 +17,11 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.failover import Move
 from frontend_svc.output.engine_times import EngineTimes, Stay
 from frontend_svc.output.request_state import RequestState
-from service_kit import conventions as names
-from service_kit.errors import ServiceError
-from service_kit.spans import SpanEvent, SpanRecord, TraceContext, Value
-from service_kit.telemetry import begin_trace, bind_log_fields, current_method, record_trace
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import ServiceError
+from triptych_kit.telemetry import conventions as names
+from triptych_kit.telemetry.spans import SpanEvent, SpanRecord, TraceContext, Value
+from triptych_kit.telemetry.traces import begin_trace, bind_log_fields, current_method, record_trace
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.token_text import TokenTexts
-from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import Unimplemented
 
 # Both have the same fields for sampling and placement.
 AnyRequest: TypeAlias = "generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest"

@@ -15,10 +15,10 @@ from frontend_svc.tensors.wire_tensor import WireTensor, num_bytes
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.id_column import id_column
-from service_kit.errors import Unimplemented
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import Unimplemented
 
 # Placeholder id at positions with an embedding; it is never used.
 _NO_TOKEN = 0

@@ -8,9 +8,9 @@ from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOptio
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.prompt import too_long
-from service_kit.errors import InvalidArgument
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import InvalidArgument
 
 # A temperature below the first is greedy; dividing logits by one below the second could overflow.
 _GREEDY_TEMPERATURE = 1e-5

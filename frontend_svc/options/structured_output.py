@@ -14,12 +14,12 @@ from frontend_svc.text.constraint import AskedConstraint
 from frontend_svc.text.json_schema.keywords import BACKENDS
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from service_kit.errors import Unimplemented
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
-from service_kit.grammars.reasoning import begins_at, has_ended
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
+from triptych_kit.errors import Unimplemented
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych_kit.grammars.reasoning import begins_at, has_ended
 
 AUTO = "auto"
 _FIELD = "sampling.structured_output"

@@ -9,7 +9,7 @@ from enum import Enum
 
 from frontend_svc.output.logprobs import Logprobs
 from frontend_svc.parsers.parser import Piece, ToolCallPiece
-from service_kit.errors import ResourceExhausted, ServiceError
+from triptych_kit.errors import ResourceExhausted, ServiceError
 
 # Memory of the logprobs of one token, and of each of its alternatives, while they wait for the reader.
 _LOGPROBS_BYTES = 320

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from service_kit.errors import ResourceExhausted, ServiceError, Unavailable
+from triptych_kit.errors import ResourceExhausted, ServiceError, Unavailable
 
 ENGINE_LOST = "ENGINE_LOST"
 NOT_CONTINUED = "NOT_CONTINUED"

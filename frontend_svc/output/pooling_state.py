@@ -10,9 +10,9 @@ from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss, LossKind
-from service_kit.errors import Aborted, Internal, ServiceError, Unavailable
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import Aborted, Internal, ServiceError, Unavailable
 
 
 @dataclass(frozen=True, slots=True)

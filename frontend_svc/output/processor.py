@@ -12,8 +12,8 @@ from frontend_svc.output.collector import Ending
 from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import Loss
-from service_kit.errors import ServiceError
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import ServiceError
 
 _Value = TypeVar("_Value")
 

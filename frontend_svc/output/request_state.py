@@ -18,8 +18,8 @@ from frontend_svc.parsers.message import MessageParser
 from frontend_svc.parsers.parser import Piece
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import ServiceError, Unavailable
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import ServiceError, Unavailable
 
 
 class OutputReader(Protocol):

@@ -11,11 +11,11 @@ import uvloop
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
-from service_kit.config import ConfigError, Loaded
-from service_kit.logs import write_log_line
-from service_kit.process import end_at_once_on_signals, leave_process
-from service_kit.server import AddressError, DrainCut, run_server, write_announcement
-from service_kit.telemetry import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
+from triptych_kit.config import ConfigError, Loaded
+from triptych_kit.process.setup import end_at_once_on_signals, leave_process
+from triptych_kit.server import AddressError, DrainCut, run_server, write_announcement
+from triptych_kit.telemetry.logs import write_log_line
+from triptych_kit.telemetry.traces import StartTrace, export_metrics, setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from service_kit.admin_http import read_page
-from service_kit.child import Announcement
+from triptych_kit.http.admin_http import read_page
+from triptych_kit.process.child import Announcement
 
 logger = logging.getLogger(__name__)
 

@@ -20,24 +20,24 @@ from pathlib import Path
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from service_kit.addresses import check_address, listen_at, port_in
-from service_kit.admin_http import AdminHTTP, MakePage, Page, read_page
-from service_kit.child import Announcement, Child, ChildDied
-from service_kit.config import Loaded
-from service_kit.logs import write_log_line
-from service_kit.metrics import TEXT_FORMAT, to_text
-from service_kit.process import (
+from triptych_kit.addresses import check_address, listen_at, port_in
+from triptych_kit.config import Loaded
+from triptych_kit.http.admin_http import AdminHTTP, MakePage, Page, read_page
+from triptych_kit.http.trace_page import number_of_traces, page_of
+from triptych_kit.process.child import Announcement, Child, ChildDied
+from triptych_kit.process.setup import (
     child_command,
     end_at_once_on_signals,
     leave_process,
     process_environment,
     runtime_folder,
 )
-from service_kit.security.setup import listener_security
-from service_kit.server import write_announcement
-from service_kit.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
-from service_kit.telemetry import setup_telemetry, shutdown_telemetry
-from service_kit.trace_page import number_of_traces, page_of
+from triptych_kit.process.supervision import Restarts, SupervisorLimits, first_failure, run_until_signal
+from triptych_kit.security.setup import listener_security
+from triptych_kit.server import write_announcement
+from triptych_kit.telemetry.logs import write_log_line
+from triptych_kit.telemetry.metrics import TEXT_FORMAT, to_text
+from triptych_kit.telemetry.traces import setup_telemetry, shutdown_telemetry
 
 logger = logging.getLogger(__name__)
 

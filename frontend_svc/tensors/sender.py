@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from frontend_svc.tensors.uploads import Uploads
 from frontend_svc.tensors.wire_tensor import WireTensor
-from service_kit import shared_memory
-from service_kit.errors import ServiceError
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit import shared_memory
+from triptych_kit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 

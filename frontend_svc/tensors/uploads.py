@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import grpc.aio
 
 from frontend_svc.tensors.wire_tensor import WireTensor
-from service_kit.errors import (
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+from triptych_kit.errors import (
     DeadlineExceeded,
     Internal,
     ResourceExhausted,
@@ -17,7 +18,6 @@ from service_kit.errors import (
     Unavailable,
     from_rpc_error,
 )
-from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
 
 # Half of what an engine accepts at once: other frontends upload too.
 MAX_UPLOADS = 4

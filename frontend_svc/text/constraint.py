@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from frontend_svc.text.json_schema.document import InvalidSchema, SchemaTooLarge
 from frontend_svc.text.json_schema.keywords import UnenforcedKeywords, serve
-from service_kit.grammars.constraint import (
+from triptych_kit.grammars.constraint import (
     Constraint,
     ConstraintKind,
     GrammarError,
@@ -20,7 +20,7 @@ from service_kit.grammars.constraint import (
     Whitespace,
     shortened,
 )
-from service_kit.grammars.structural_tags import read_structural_tags
+from triptych_kit.grammars.structural_tags import read_structural_tags
 
 # Reasons of a refusal. The first two say something about the constraint for good.
 INVALID = "CONSTRAINT_INVALID"
@@ -156,7 +156,7 @@ def _check_compiles(constraint: Constraint, backend: str) -> None:
     # Imported in workers alone.
     from llguidance import LLMatcher
 
-    from service_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits
+    from triptych_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits
 
     # Special tokens change nothing about whether a grammar is one.
     grammar = grammar_text(dataclasses.replace(constraint, has_additional_properties=True), {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
-from service_kit.errors import InvalidArgument
+from triptych_kit.errors import InvalidArgument
 
 _MAX_SHOWN_CHARS = 60
 # More than a status can carry. One request can have millions of violations.

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import check_fits, check_text
-from service_kit.errors import Internal, Unimplemented
 from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
+from triptych_kit.errors import Internal, Unimplemented
 
 # Names of the tasks in Ready.supported_tasks.
 TASK_NAMES = {

@@ -8,8 +8,8 @@ from typing import Protocol
 from frontend_svc.parsers.message import MessageParser
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2
+from triptych_kit.errors import InvalidArgument
 
 MAX_ORPHAN_GRACE_MS = 5000
 _IDS_AT_ONCE = 1 << 16

@@ -15,9 +15,9 @@ from google.protobuf import json_format
 
 from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.inference import InferenceServicer
-from service_kit.admin_http import MakePage, Page, TakeBody
-from service_kit.errors import InvalidArgument, ServiceError
 from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych_kit.errors import InvalidArgument, ServiceError
+from triptych_kit.http.admin_http import MakePage, Page, TakeBody
 
 RequestT = TypeVar("RequestT", generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)
 

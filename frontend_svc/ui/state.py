@@ -21,11 +21,11 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.generation.admission import Admission
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
-from service_kit.admin_http import Page
-from service_kit.channel import open_channel
-from service_kit.clock import Clock
-from service_kit.version import installed_version
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import Clock
+from triptych_kit.http.admin_http import Page
+from triptych_kit.version import installed_version
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from launcher.llm import LLM, RequestResult, SamplingParams
-    from launcher.offline.params import RepetitionDetection, StructuredOutput
+    from triptych_cli.llm import LLM, RequestResult, SamplingParams
+    from triptych_cli.offline.params import RepetitionDetection, StructuredOutput
 
 _MODULES = {
-    "LLM": "launcher.llm",
-    "RequestResult": "launcher.llm",
-    "SamplingParams": "launcher.llm",
-    "RepetitionDetection": "launcher.offline.params",
-    "StructuredOutput": "launcher.offline.params",
-    "errors": "triptych.errors",
+    "LLM": "triptych_cli.llm",
+    "RequestResult": "triptych_cli.llm",
+    "SamplingParams": "triptych_cli.llm",
+    "RepetitionDetection": "triptych_cli.offline.params",
+    "StructuredOutput": "triptych_cli.offline.params",
+    "errors": "triptych_cli.errors",
 }
 
 __all__ = ["LLM", "RepetitionDetection", "RequestResult", "SamplingParams", "StructuredOutput", "errors"]

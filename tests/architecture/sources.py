@@ -11,12 +11,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Folders whose public names people import; tests, examples and benchmarks are held to the sizes alone.
 PACKAGES = (
-    "service_kit",
+    "triptych_kit",
     "coordinator_svc",
     "frontend_svc",
     "engine_svc",
     "triptych_client",
-    "launcher",
+    "triptych_cli",
+    "triptych_conformance",
     "kernels/triptych_kernels",
 )
 OTHERS = ("tests", "benchmarks", "examples", "tools")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from service_kit.config import ConfigError, load_config
-from service_kit.security.options import SecurityOptions
 from tests.architecture.test_options import SERVICES, config_class
 from tests.compose.files import CPU_FILE, GPU_FILE, ROOT, flags_of, read, variables_of
 from tests.promql import parse
+from triptych_kit.config import ConfigError, load_config
+from triptych_kit.security.options import SecurityOptions
 
 FILES = (GPU_FILE, CPU_FILE)
 CPU = f"-f {CPU_FILE.name}"

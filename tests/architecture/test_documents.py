@@ -19,14 +19,14 @@ from engine_svc.scheduler.policies import POLICIES
 from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from service_kit.errors import InvalidArgument, Unimplemented
-from service_kit.limits import PUBLIC
 from tests.architecture.sources import ROOT
 from tests.engine_svc.session.service_rig import make_facts
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_client.channel_options import ChannelOptions
+from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.limits import PUBLIC
 
 GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = (
@@ -177,8 +177,8 @@ def test_the_page_about_sessions_has_every_reason_of_a_session() -> None:
         ("frontend_svc", 25),
         ("engine_svc", 35),
         ("coordinator_svc", 6),
-        ("service_kit", 4),
-        ("launcher", 2),
+        ("triptych_kit", 4),
+        ("triptych_cli", 2),
     ],
 )
 def test_operations_explain_every_reason(package: str, least: int) -> None:
@@ -241,9 +241,10 @@ def known_flags() -> frozenset[str]:
     for path, text in sources(
         "*_svc/config.py",
         "engine_svc/features/*/options.py",
-        "launcher/**/*.py",
-        "service_kit/config.py",
-        "service_kit/security/options.py",
+        "triptych_cli/**/*.py",
+        "triptych_conformance/**/*.py",
+        "triptych_kit/config.py",
+        "triptych_kit/security/options.py",
     ):
         flags |= set(FLAG.findall(text))
         if path.endswith(("config.py", "options.py", "cli.py", "verbs.py")):

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 from tests.architecture.sources import Source, package_sources
 
-MAY_READ_THE_ENVIRONMENT = {"service_kit/config.py", "service_kit/process.py"}
+MAY_READ_THE_ENVIRONMENT = {"triptych_kit/config.py", "triptych_kit/process/setup.py"}
 
 # Where the last line of defence is, where an error is passed to a wait in another thread, where a library
 # raises bare Exceptions for bad data, where an error must not hide another, or where a stranger's code runs.
 MAY_CATCH_EVERYTHING = {
-    "service_kit/admin_http.py",
-    "service_kit/interceptors.py",
+    "triptych_kit/http/admin_http.py",
+    "triptych_kit/interceptors.py",
     # One metric that cannot be read must not hide the others.
-    "service_kit/metrics.py",
-    "service_kit/plugins.py",
+    "triptych_kit/telemetry/metrics.py",
+    "triptych_kit/plugins.py",
     "engine_svc/loop/answer.py",
     "engine_svc/loop/engine.py",
     "engine_svc/process/engine_thread.py",
@@ -40,8 +40,8 @@ MAY_CATCH_EVERYTHING = {
     "frontend_svc/text/workers/process.py",
     # Every call over HTTP gets an answer.
     "frontend_svc/protocols/openai/call.py",
-    "launcher/serve/group_follower.py",
-    "launcher/conformance/report.py",
+    "triptych_cli/serve/group_follower.py",
+    "triptych_conformance/report.py",
 }
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}
 

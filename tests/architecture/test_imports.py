@@ -10,7 +10,7 @@ import sys
 import grimp
 import pytest
 
-from tests.architecture.sources import ROOT
+from tests.architecture.sources import PACKAGES, ROOT
 
 HEAVY = ("torch", "triton", "transformers", "numpy")
 SOURCE_PATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "kernels"))
@@ -40,10 +40,10 @@ def in_fresh_process(program: str) -> str:
 @pytest.mark.parametrize(
     ("packages", "forbidden"),
     [
-        (["service_kit"], (*HEAVY, "tokenizers")),
+        (["triptych_kit"], (*HEAVY, "tokenizers")),
         (["coordinator_svc"], (*HEAVY, "tokenizers", "frontend_svc", "engine_svc")),
         (["frontend_svc"], (*HEAVY, "triptych_kernels", "engine_svc", "coordinator_svc")),
-        (["triptych_client"], (*HEAVY, "tokenizers", "service_kit", "opentelemetry")),
+        (["triptych_client"], (*HEAVY, "tokenizers", "triptych_kit", "opentelemetry")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -61,7 +61,8 @@ def test_the_core_of_the_engine_loads_no_tensors_and_no_wire(module: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "package", ["service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "launcher"]
+    "package",
+    ["triptych_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_cli", "triptych_conformance"],
 )
 def test_a_package_itself_imports_nothing_heavy(package: str) -> None:
     program = f"import json, sys, {package}; print(json.dumps(sorted(sys.modules)))"
@@ -76,7 +77,7 @@ def test_transformers_can_be_imported_from_the_source_tree() -> None:
 
 
 def test_there_are_no_import_circles() -> None:
-    packages = ("service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "launcher")
+    packages = tuple(package for package in PACKAGES if "/" not in package)
     graph = grimp.build_graph(*packages, exclude_type_checking_imports=False)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert [sorted(circle) for circle in _circles(imports)] == []

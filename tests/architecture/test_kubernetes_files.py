@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.services import READINESS
-from service_kit.config import load_config
 from tests.architecture.test_options import SERVICES, config_class
 from tests.compose.files import CPU_FILE, ROOT, read
 from triptych.api.v1 import (
@@ -20,6 +18,8 @@ from triptych.api.v1 import (
     request_pb2,
     tokenizer_pb2,
 )
+from triptych_cli.services import READINESS
+from triptych_kit.config import load_config
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service_kit.config import usage
+from triptych_kit.config import usage
 
 SERVICES = ("frontend", "engine", "coordinator")
 

@@ -47,7 +47,7 @@ import pytest
 from google.protobuf import text_format
 from frontend_svc.generation.preprocess import check_request
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import Unimplemented
+from triptych_kit.errors import Unimplemented
 from tests.frontend_svc.options.asking import LIMITS, model_of
 from triptych.api.v1 import generate_pb2
 

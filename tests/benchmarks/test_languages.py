@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from benchmarks.rig.languages import (
     Completions,
     Language,
@@ -20,7 +20,7 @@ from benchmarks.rig.languages import (
 )
 from engine_svc.features.structured_output.backends.backend import Vocabulary
 
-TOKENIZER_JSON = (Path(launcher.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
+TOKENIZER_JSON = (Path(triptych_cli.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
 NUMBERS = schema_language("schema", {"type": "array", "items": {"type": "integer"}, "maxItems": 2})
 NESTED = lark_language('start: "(" start ")" | "x"\n')
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
-from launcher.conformance.wire import close_soon
+from triptych_conformance.wire import close_soon
 
 _CHUNK_BYTES = 65536
 # On, with no time to linger: the close that follows sends RST instead of FIN.

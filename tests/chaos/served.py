@@ -61,7 +61,7 @@ class ServedStack:
     async def __aenter__(self) -> ServedStack:
         with self.log_file.open("ab") as log:
             process = running_async(
-                *(sys.executable, "-m", "launcher.cli", "serve", "--port=0", "--log-format=json"),
+                *(sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0", "--log-format=json"),
                 f"--ready-file={self._ready_file}",
                 *self._flags,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -119,7 +119,7 @@ class ServedStack:
         loop = asyncio.get_running_loop()
         began_at = loop.time()
         async with running_async(
-            *(sys.executable, "-m", "launcher.cli", "admin", admin, "scale", str(size)),
+            *(sys.executable, "-m", "triptych_cli.cli", "admin", admin, "scale", str(size)),
             f"--timeout={timeout_s:g}",
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -15,11 +15,11 @@ from benchmarks.rig.history import Oracle, order_violations
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
 from benchmarks.rig.streams import Case, Load, StreamRecord, make_cases
 from benchmarks.rig.watch import Calibration, calibrate
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
 from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_POSITION, EngineFault, write_distribution
 from tests.chaos.leaks import SPARE_TASKS, Baseline, leaks, take_baseline
 from tests.chaos.proxy import TcpProxy
+from triptych_cli.services import embedded_model
+from triptych_kit.channel import open_channel
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 # So many that every engine gets some.

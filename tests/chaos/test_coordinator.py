@@ -28,13 +28,13 @@ from benchmarks.rig.outage import (
 )
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess, StartFailed
 from benchmarks.rig.streams import Load, make_cases
-from service_kit.channel import open_channel
 from tests.chaos.faults import partition
 from tests.chaos.proxy import Direction, TcpProxy
 from tests.system.checkpoints import make_checkpoint
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.channel import open_channel
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 

@@ -17,10 +17,10 @@ import pytest_asyncio
 from safetensors.torch import load_file
 
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess, log_instant
-from service_kit.channel import open_channel
 from tests.system.checkpoints import MAX_POSITIONS, VOCAB_SIZE, make_checkpoint
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.channel import open_channel
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.rig import faults
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess, free_port, log_instant
-from service_kit.channel import open_channel
 from tests.system.checkpoints import VOCAB_SIZE, make_checkpoint
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import utility_pb2
+from triptych_kit.channel import open_channel
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="session")]
 

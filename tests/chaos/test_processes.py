@@ -14,14 +14,14 @@ import pytest
 
 from benchmarks.rig.history import Oracle
 from benchmarks.rig.streams import Case, Flow, Load, StreamRecord, make_cases
-from launcher.serve.readiness import health_of
-from launcher.services import READINESS
-from service_kit.channel import open_channel
 from tests.chaos.fault_plugin import MARKER_POSITION, EngineFault, strikes
 from tests.chaos.served import ServedStack
 from tests.chaos.stacks import Stack, StackPlan, cases_with_marks
-from tests.launcher.fakes import children_of, triptych
+from tests.triptych_cli.fakes import children_of, triptych
 from triptych.api.v1 import model_pb2, model_pb2_grpc
+from triptych_cli.serve.readiness import health_of
+from triptych_cli.services import READINESS
+from triptych_kit.channel import open_channel
 
 pytestmark = pytest.mark.chaos
 

@@ -22,7 +22,6 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from service_kit.admin_http import read_page
 from tests.architecture.sources import ROOT
 from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_POSITION, EngineFault, write_distribution
 from tests.chaos.served import ServedStack
@@ -33,6 +32,7 @@ from triptych_client.aio import Client
 from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Finished, Started
 from triptych_client.retry import RetryPolicy
+from triptych_kit.http.admin_http import read_page
 
 pytestmark = [
     pytest.mark.chaos,

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
-from service_kit.child import Child
 from tests.system.stack import WAIT_LIMIT_S, EngineView, Stack, address_of
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_cli.services import embedded_model
+from triptych_kit.channel import open_channel
+from triptych_kit.process.child import Child
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.checkpoint import make_mixture
 from benchmarks.rig.streams import make_cases
-from service_kit.channel import open_channel
 from tests.chaos.scaling import broken_promises, record_undisturbed, scale_under_load
 from tests.chaos.served import ServedStack
 from tests.chaos.stacks import keep_logs
+from triptych_kit.channel import open_channel
 
 pytestmark = pytest.mark.chaos
 

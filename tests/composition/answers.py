@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from service_kit.errors import ServiceError, from_rpc_error
 from tests.composition.generator import Drawn
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import ServiceError, from_rpc_error
 
 _CALL_LIMIT_S = 120.0
 # Messages that a client reads before its connection breaks.

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from launcher.services import embedded_model
 from tests.chaos.stacks import Stack, StackPlan, keep_logs
 from tests.composition.answers import Answer, Refused, Stub, Whole, ask, ask_alone, is_expected
 from tests.composition.draws import TinyModel
@@ -21,6 +20,7 @@ from tests.composition.faults import Scene
 from tests.composition.generator import Case, Drawn, conditions_of, draw_case
 from tests.composition.table import ENGINE_FLAGS, MIXTURE, Condition
 from triptych.api.v1 import generate_pb2
+from triptych_cli.services import embedded_model
 
 # What engines and frontends count of disturbances.
 EVIDENCE = ("num_preemptions", "num_chunked_prefills", "prefix_hits", "num_moved_requests")

@@ -6,7 +6,6 @@ import struct
 
 import pytest
 
-from launcher.services import embedded_model
 from tests.architecture.sources import ROOT
 from tests.composition.__main__ import parse_seeds
 from tests.composition.answers import Refused, Whole, is_expected
@@ -14,6 +13,7 @@ from tests.composition.draws import TinyModel
 from tests.composition.generator import Coverage, Drawn, draw_case, possible_pairs, rig_of
 from tests.composition.table import ENTRIES, REFUSALS, as_markdown
 from triptych.api.v1 import generate_pb2
+from triptych_cli.services import embedded_model
 
 NUM_SEEDS = {"all": 2000, "test": 15, "chaos": 60}
 LEAST_EACH, LEAST_PAIR = 50, 5

@@ -6,14 +6,14 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from launcher.services import embedded_model
-from service_kit.child import Child
 from tests.contract.scripted_engine import EOS_TOKEN_ID, ScriptedEngine
 from tests.engine_svc.session.service_rig import StreamClient, make_entry
 from tests.system.generation import collect, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_cli.services import embedded_model
+from triptych_kit.process.child import Child
 
 # Where this process is not run for seconds, the engine drops the connection of its client.
 _MAX_TRIES = 5

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from launcher.conformance.check_engine import check_engine
-from launcher.conformance.report import Outcome
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.wrong_engines import SLOW_WRONG_ENGINES, WRONG_ENGINES
+from triptych_conformance.check_engine import check_engine
+from triptych_conformance.report import Outcome
 
 # Of what the scripted engine does not serve.
 NOT_APPLICABLE = {

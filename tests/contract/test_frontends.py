@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from launcher.conformance.check_frontend import check_frontend
-from launcher.conformance.report import Outcome, Report
 from tests.contract.conftest import StartFrontend
 from tests.contract.scripted_frontend import ScriptedFrontend
 from tests.contract.wrong_frontends import WRONG_FRONTENDS
+from triptych_conformance.check_frontend import check_frontend
+from triptych_conformance.report import Outcome, Report
 
 LIMIT_S = 60.0
 # Where something is to be missing, this is waited for.

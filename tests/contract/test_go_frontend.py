@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from tests.processes import announced, running_async
 
 pytestmark = pytest.mark.polyglot
 
 SOURCE = Path(__file__).parent / "go_frontend"
-MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
+MODEL = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 COMMANDS = ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc")
 LIBRARIES = ("google.golang.org/grpc", "google.golang.org/protobuf", "github.com/golang/protobuf/proto")
 REQUIRED = os.environ.get("REQUIRE", "go").split()

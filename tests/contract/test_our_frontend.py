@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from launcher.services import embedded_model
 from tests.contract.our_engine import prompts_of
 from tests.contract.scripted_engine import ScriptedEngine, pack, token_at
 from tests.system.generation import Answer, collect, request_of
@@ -19,6 +18,7 @@ from tests.system.stack import WAIT_LIMIT_S, Stack
 from tests.system.wire_proxy import WireProxy, proxied
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,11 +13,11 @@ import grpc.aio
 from coordinator_svc.membership.registry import EngineRegistry
 from coordinator_svc.membership.servicer import CoordinatorServicer
 from coordinator_svc.membership.topology import Topology
-from service_kit.channel import open_channel
-from service_kit.clock import Clock, MonotonicClock
-from service_kit.server import INTERNAL, Registration, Server
 from triptych.common.v1 import error_pb2
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import Clock, MonotonicClock
+from triptych_kit.server import INTERNAL, Registration, Server
 
 NAME = "triptych.coordinator.v1.CoordinatorService"
 # Longer than anything takes here, however busy the machine: a test that runs into it has failed.

@@ -8,8 +8,8 @@ import logging
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator_svc.run import EXIT_LOOP_FAILED, serve_beside
-from service_kit.channel import open_channel
-from service_kit.server import ADMIN, Server, run_server
+from triptych_kit.channel import open_channel
+from triptych_kit.server import ADMIN, Server, run_server
 
 
 class Serving:

@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from coordinator_svc.config import CoordinatorConfig
-from service_kit.channel import open_channel
 from tests.coordinator_svc.fakes import EnginePeer, registration
 from tests.processes import announced
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.coordinator.v1 import coordinator_pb2_grpc
+from triptych_kit.channel import open_channel
 
 _HEAVY = ("torch", "transformers", "tokenizers", "numpy", "triton", "jinja2")
 

@@ -15,8 +15,8 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.scheduler import Scheduler
-from service_kit.errors import ServiceError, Unavailable
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.errors import ServiceError, Unavailable
 
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = 990  # the fake model never says it: its tokens are below

@@ -11,7 +11,7 @@ from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features import FEATURES
 from engine_svc.runner.feature import RunnerContext, RunnerFeature
-from service_kit.metrics import Metrics
+from triptych_kit.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine_svc.convert.feature import WireFeatures
@@ -62,7 +62,7 @@ def make_scheduler_features() -> Sequence[SchedulerFeature]:
     from engine_svc.cache.config import CacheConfig
     from engine_svc.scheduler.config import SchedulerConfig
     from engine_svc.scheduler.feature import SchedulerContext
-    from service_kit.clock import FakeClock
+    from triptych_kit.clock import FakeClock
 
     context = SchedulerContext(
         FakeClock(),

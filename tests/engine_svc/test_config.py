@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.config import EngineConfig
-from service_kit.config import ConfigError, load_config
+from triptych_kit.config import ConfigError, load_config
 
 
 def test_flags_environment_and_defaults_make_a_configuration():

@@ -30,8 +30,8 @@ from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import FakeClock
 from tests.engine_svc.runner.fakes import apply
+from triptych_kit.clock import FakeClock
 
 BLOCK_SIZE = 16
 # The block that was begun last has room for all steps here. Python keeps integers up to 256 for ever:

@@ -17,16 +17,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from engine_svc.session.servicer import FULL_NAME
-from service_kit.channel import open_channel
 from tests.engine_svc.model.loading.fake_hub import FakeHub, folder_files, serve
 from tests.engine_svc.session.service_rig import LENGTH, StreamClient, make_entry
 from tests.processes import running, source_environment
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import engine_pb2_grpc
+from triptych_kit.channel import open_channel
 
-_MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
+_MODEL = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 _PATIENCE_S = 120.0
 # Enough that they are not all there before a process that was asked to drain has been asked for more.
 _NUM_TOKENS = 1000

@@ -16,8 +16,6 @@ from grpc_status import rpc_status
 
 from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
-from service_kit.channel import open_channel
-from service_kit.limits import INTERNAL
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 from triptych.api.v1 import (
     chat_pb2_grpc,
@@ -31,6 +29,8 @@ from triptych.api.v1 import (
 )
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.limits import INTERNAL
 
 # An engine that speaks the real stream with scripted tokens.
 

@@ -12,10 +12,10 @@ import grpc
 import pytest
 
 from frontend_svc.config import FrontendConfig
-from service_kit.channel import open_channel
-from service_kit.config import ConfigError, load_config
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, answer, read_all
 from tests.processes import announced, source_environment
+from triptych_kit.channel import open_channel
+from triptych_kit.config import ConfigError, load_config
 
 
 def frontend(*argv: str) -> AbstractAsyncContextManager[tuple[asyncio.subprocess.Process, dict]]:

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from frontend_svc.build import Frontend
-from service_kit.metrics import LabelValues
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     WAIT_S,
@@ -23,6 +22,7 @@ from tests.frontend_svc.fakes import (
     serving_one,
 )
 from triptych.api.v1 import inference_pb2, request_pb2
+from triptych_kit.telemetry.metrics import LabelValues
 
 
 def readings(frontend: Frontend) -> dict[str, dict[LabelValues, float]]:

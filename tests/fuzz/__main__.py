@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("client")
 

@@ -14,7 +14,6 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
 from frontend_svc.build import Frontend
-from service_kit.logs import setup_logs
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     MAX_MODEL_LEN,
@@ -36,6 +35,7 @@ from triptych.api.v1 import (
 )
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.telemetry.logs import setup_logs
 
 METHODS: tuple[MethodDescriptor, ...] = tuple(
     method

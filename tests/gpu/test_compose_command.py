@@ -10,11 +10,11 @@ import torch
 from engine_svc.build.runner import RunnerSide, build_runner
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepPlan
-from service_kit.config import load_config
 from tests.compose.files import GPU_FILE, flags_of, read
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.runner.fakes import PlanDriver
 from tests.engine_svc.runner.test_model_runner import prompt_of
+from triptych_kit.config import load_config
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 32

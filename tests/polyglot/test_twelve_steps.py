@@ -112,7 +112,7 @@ def target() -> Iterator[str]:
         "--text-time-limit-s=60",
         "--log-level=warning",
     )
-    command = (sys.executable, "-m", "launcher.cli", "serve", *flags)
+    command = (sys.executable, "-m", "triptych_cli.cli", "serve", *flags)
     with running(*command, env=source_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = next((line.split("grpc://")[1] for line in process.stdout if "grpc://" in line), None)

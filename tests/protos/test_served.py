@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from engine_svc.admin.utility import ENGINE_CALLS
 from engine_svc.build.features import wire_features
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
 from frontend_svc.generation.preprocess import CORE_FIELDS
 from frontend_svc.options import OPTIONS
-from service_kit.errors import InvalidArgument, Unimplemented
 from tests.architecture.test_documents import entry_with, sources
 from tests.engine_svc.session.service_rig import make_facts
 from tests.protos.contract_descriptors import comments_of, load_descriptors
 from triptych.engine.v1 import add_pb2, utility_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
-EMBEDDED = Path(launcher.tiny_model.__file__).parent / "weights"
+EMBEDDED = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 WORDS = "Not served yet"
 # Where the messages of a package are written and read.
 SERVERS = {
@@ -35,7 +35,7 @@ SERVERS = {
         "frontend_svc/**/*.py",
     ),
     "triptych.api.v1": ("frontend_svc/**/*.py",),
-    "triptych.admin.v1": ("service_kit/*.py", "engine_svc/admin/*.py"),
+    "triptych.admin.v1": ("triptych_kit/**/*.py", "engine_svc/admin/*.py"),
     "triptych.coordinator.v1": (
         "coordinator_svc/**/*.py", "engine_svc/membership/*.py", "frontend_svc/engines/**/*.py",
     ),
@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def test_an_rpc_is_marked_unless_a_servicer_has_it(files: Files) -> None:
-    code = "\n".join(text for _, text in sources("*_svc/**/*.py", "service_kit/*.py"))
+    code = "\n".join(text for _, text in sources("*_svc/**/*.py", "triptych_kit/**/*.py"))
     rpcs, marked = set(), set()
     for file in files:
         comments = comments_of(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.service_kit.plugin_folder import python_path, write_plugin
+from tests.triptych_kit.plugin_folder import python_path, write_plugin
 
 # A few hundred tokens take half a minute then, and a step is far from looking hung.
 _SOURCE = """

@@ -10,12 +10,12 @@ from types import TracebackType
 
 import grpc
 
-from launcher.serve.readiness import await_ready
-from service_kit.channel import open_channel
-from service_kit.child import Child, Output
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_cli.serve.readiness import await_ready
+from triptych_kit.channel import open_channel
+from triptych_kit.process.child import Child, Output
 
 START_LIMIT_S = 120.0
 WAIT_LIMIT_S = 60.0
@@ -48,7 +48,7 @@ class Stack:
 
     async def start(self, service: str, *flags: str, index: int = 0) -> Child:
         """Start a service and wait until it says where it listens; not until it is ready."""
-        command = (sys.executable, "-m", "launcher.cli", service, *flags, f"--index={index}")
+        command = (sys.executable, "-m", "triptych_cli.cli", service, *flags, f"--index={index}")
         child = Child(f"{service}-{index}", command, self._environment, announces=True, output=Output.KEPT)
         self.children.append(child)
         await asyncio.wait_for(child.announced(), START_LIMIT_S)

@@ -12,11 +12,11 @@ from types import TracebackType
 from frontend_svc.engines.connection.stream import EngineStream
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
-from service_kit.channel import open_channel
-from service_kit.clock import MonotonicClock
-from service_kit.errors import ServiceError
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.errors import ServiceError
 
 # 10 MB in rows of 100 KiB.
 NUM_POSITIONS, HIDDEN = 100, 25_600

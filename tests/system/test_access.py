@@ -14,15 +14,15 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from launcher.services import embedded_model
-from service_kit.channel import ChannelCredentials, open_channel
-from service_kit.errors import ServiceError, from_rpc_error
-from tests.launcher.fakes import triptych
 from tests.system.stack import Stack, Trio, address_of, listeners_of
 from tests.system.test_every_rpc import METHODS
+from tests.triptych_cli.fakes import triptych
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_cli.services import embedded_model
 from triptych_client.client import Client
 from triptych_client.errors import TriptychError
+from triptych_kit.channel import ChannelCredentials, open_channel
+from triptych_kit.errors import ServiceError, from_rpc_error
 
 # They share the services.
 pytestmark = pytest.mark.asyncio(loop_scope="module")

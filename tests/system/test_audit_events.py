@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from launcher.services import embedded_model
-from service_kit.child import Child
 from tests.processes import running_async
 from tests.system.stack import Stack
 from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc, generate_pb2, tokenize_pb2, tokenizer_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_cli.services import embedded_model
+from triptych_kit.process.child import Child
 
 HOOK = Path(__file__).with_name("audit_hook")
 NUM_ROUNDS = 12

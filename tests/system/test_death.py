@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from engine_svc.process.engine_thread import EXIT_LOOP_FAILED
-from launcher.services import embedded_model
-from tests.service_kit.plugin_folder import python_path, write_plugin
 from tests.system.generation import read_to_end, request_of
 from tests.system.stack import START_LIMIT_S, WAIT_LIMIT_S, Stack
+from tests.triptych_kit.plugin_folder import python_path, write_plugin
+from triptych_cli.services import embedded_model
 
 MODEL = str(embedded_model())
 

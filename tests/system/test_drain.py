@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from launcher.serve.readiness import health_of
-from launcher.services import embedded_model
-from service_kit.child import Child
-from service_kit.errors import from_rpc_error
 from tests.engine_svc.session.service_rig import StreamClient, make_entry
 from tests.system.generation import read_to_end, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.engine.v1 import engine_pb2_grpc
+from triptych_cli.serve.readiness import health_of
+from triptych_cli.services import embedded_model
+from triptych_kit.errors import from_rpc_error
+from triptych_kit.process.child import Child
 
 pytestmark = pytest.mark.chaos
 

@@ -14,7 +14,7 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.rig.processes import Fleet, ServicePlan
-from launcher.services import embedded_model
+from triptych_cli.services import embedded_model
 
 LIMIT_S = 60
 GAUGES = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")

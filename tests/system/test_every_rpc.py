@@ -11,9 +11,9 @@ import grpc
 from google.protobuf import descriptor, message_factory
 
 import triptych
-from service_kit.channel import open_channel
-from service_kit.errors import from_rpc_error
 from tests.system.stack import Stack, listeners_of
+from triptych_kit.channel import open_channel
+from triptych_kit.errors import from_rpc_error
 
 REAL = {
     grpc.StatusCode.OK,

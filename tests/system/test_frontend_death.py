@@ -14,17 +14,17 @@ from typing import Any
 import grpc
 import pytest
 
-from launcher.serve.readiness import health_of
-from service_kit.channel import open_channel
-from service_kit.child import Child
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import random_prompt
 from tests.system.slowed_engine import Brake
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_cli.serve.readiness import health_of
 from triptych_client.aio import Client
 from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Event, Finished, Started
+from triptych_kit.channel import open_channel
+from triptych_kit.process.child import Child
 
 NUM_TOKENS = 400
 GRACE_MS = 5000

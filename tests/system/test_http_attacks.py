@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
-from launcher.services import embedded_model
 from tests.frontend_svc.protocols.raw_http import connected, exchange, post
 from tests.frontend_svc.protocols.test_http_bad_input import get
 from tests.processes import running_async, source_environment
 from tests.system.http_attacker import NAMES
+from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.chaos
 

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from launcher.serve.readiness import await_ready
-from service_kit.channel import open_channel
 from tests.architecture.sources import ROOT
 from tests.processes import announced, running
 from tests.system.generation import CALL_LIMIT_S
 from tests.system.stack import START_LIMIT_S, Stack, address_of
 from triptych.api.v1 import chat_message_pb2, chat_pb2, chat_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych_cli.serve.readiness import await_ready
+from triptych_kit.channel import open_channel
 
 pytestmark = pytest.mark.network
 
-SHIPPED = ("service_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "launcher")
+SHIPPED = ("triptych_kit", "coordinator_svc", "frontend_svc", "engine_svc", "triptych_client", "triptych_cli")
 # Dependencies are most of it; 145.3 MB with the HTTP API, keys and TLS.
 MAX_BYTES = 146 * 10**6  # and 4 MB of compiled kernels
 HEAVY = {"torch", "transformers", "numpy", "triton", "safetensors"}

@@ -15,14 +15,14 @@ import pytest_asyncio
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from launcher.services import embedded_model
-from service_kit.admin_http import read_page
 from tests.architecture.sources import ROOT
 from tests.compose.files import CPU_FILE, GPU_FILE, read
 from tests.promql import parse
 from tests.system.generation import collect, request_of
 from tests.system.stack import Stack
 from tools.dashboards import DASHBOARDS
+from triptych_cli.services import embedded_model
+from triptych_kit.http.admin_http import read_page
 
 _DEPLOY = ROOT / "deploy"
 # Prometheus adds them to what it scrapes.

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 
 from benchmarks.rig.processes import Fleet, ServicePlan
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
 from tests.frontend_svc.fakes import FakeEngine, FakeRequest, serving
 from tests.system.openai_scenario_requests import EMBEDDED, FOLLOWING, MESSAGE, PROMPT, SAMPLED
 from triptych.api.v1 import (
@@ -30,6 +28,8 @@ from triptych.api.v1 import (
     inference_pb2_grpc,
 )
 from triptych.common.v1 import sampling_pb2, tensor_pb2
+from triptych_cli.services import embedded_model
+from triptych_kit.channel import open_channel
 
 pytestmark = pytest.mark.network
 

@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.rig.processes import Fleet, ServicePlan, free_port
 from benchmarks.rig.proxies import is_installed, until_listening
-from launcher.services import embedded_model
 from tests.processes import running_async
+from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.network
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from service_kit.child import Child
-from tests.launcher.fakes import triptych
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import collect, random_prompt, request_of
 from tests.system.stack import Stack, Trio, listeners_of
+from tests.triptych_cli.fakes import triptych
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+from triptych_kit.process.child import Child
 
 pytestmark = pytest.mark.chaos
 

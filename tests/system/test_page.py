@@ -64,7 +64,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     flags = ("--port=0", f"--ready-file={ready_file}", "--data-parallel-size=2")
     # Under load some requests wait.
     engine_flags = (f"--max-num-seqs={MAX_RUNNING}", "--num-kv-blocks=640")
-    command = (sys.executable, "-m", "launcher.cli", "serve", *flags, *engine_flags)
+    command = (sys.executable, "-m", "triptych_cli.cli", "serve", *flags, *engine_flags)
     environment = {**source_environment(), "OMP_NUM_THREADS": "1"}
     with running(*command, env=environment, stderr=subprocess.DEVNULL) as process:
         limit = time.monotonic() + START_LIMIT_S

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.services import embedded_model
 from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
 from tests.system.generation import Answer, collect, random_prompt, request_of
 from tests.system.stack import Stack
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych_cli.services import embedded_model
 
 NUM_REQUESTS = 32
 MAX_TOKENS = 64

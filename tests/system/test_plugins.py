@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.services import embedded_model
-from service_kit.child import ChildDied
-from tests.service_kit.plugin_folder import python_path, write_plugin
 from tests.system.generation import request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, listeners_of
+from tests.triptych_kit.plugin_folder import python_path, write_plugin
+from triptych_cli.services import embedded_model
+from triptych_kit.process.child import ChildDied
 
 MODEL = str(embedded_model())
 

@@ -39,11 +39,9 @@ from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStartin
 from engine_svc.ranks.watch import RankLost
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.tensors.host_tensor import HostTensor
-from service_kit.clock import MonotonicClock
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain
 from tests.processes import running, source_environment
-from tests.service_kit.plugin_folder import write_feature
 from tests.system.checkpoints import Reference
 from tests.system.generation import collect, random_prompt, request_of
 from tests.system.ranks import (
@@ -59,7 +57,9 @@ from tests.system.ranks import (
     wait_for_end,
 )
 from tests.system.stack import Stack
+from tests.triptych_kit.plugin_folder import write_feature
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc
+from triptych_kit.clock import MonotonicClock
 
 pytestmark = pytest.mark.chaos
 

@@ -56,7 +56,7 @@ async def whole_tree(ready_file: Path) -> AsyncIterator[Tree]:
             *(
                 sys.executable,
                 "-m",
-                "launcher.cli",
+                "triptych_cli.cli",
                 "serve",
                 "--port=0",
                 f"--ready-file={ready_file}",

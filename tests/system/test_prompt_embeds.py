@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launcher.services import embedded_model
 from tests.system.generation import collect, request_of
 from tests.system.stack import Stack, address_of
 from triptych.api.v1 import generate_pb2
+from triptych_cli.services import embedded_model
 from triptych_client import aio
 from triptych_client.client import Client
 from triptych_client.generate_request import GenerateOptions

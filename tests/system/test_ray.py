@@ -24,13 +24,13 @@ import pytest
 from benchmarks.rig.processes import free_port, is_engine_key
 from benchmarks.rig.streams import Load, make_cases
 from benchmarks.rig.watch import placed
-from launcher.services import embedded_model
-from service_kit.channel import open_channel
-from service_kit.child import Child
 from tests.architecture.sources import ROOT
 from tests.processes import running_async, signal_child
 from tests.system.stack import START_LIMIT_S, WAIT_LIMIT_S, Stack, address_of, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_cli.services import embedded_model
+from triptych_kit.channel import open_channel
+from triptych_kit.process.child import Child
 
 pytestmark = pytest.mark.network
 
@@ -115,7 +115,7 @@ class Cluster:
         """`triptych ARGUMENTS`; what it reports goes to `log_file`."""
         with log_file.open("ab") as log:
             async with running_async(
-                *(str(self.python), "-m", "launcher.cli", *arguments),
+                *(str(self.python), "-m", "triptych_cli.cli", *arguments),
                 cwd=self.folder, env=self.environment, stdout=asyncio.subprocess.PIPE, stderr=log,
             ) as process:  # fmt: skip
                 yield process

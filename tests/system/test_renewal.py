@@ -9,14 +9,14 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from launcher.services import READINESS, embedded_model
-from service_kit.admin_http import read_page
-from service_kit.channel import ChannelCredentials, open_channel
-from service_kit.security.tls import CertificateFiles
 from tests.certificates import CertificateAuthority
 from tests.system.stack import Stack, address_of
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
+from triptych_cli.services import READINESS, embedded_model
+from triptych_kit.channel import ChannelCredentials, open_channel
+from triptych_kit.http.admin_http import read_page
+from triptych_kit.security.tls import CertificateFiles
 
 pytestmark = pytest.mark.chaos
 

@@ -17,13 +17,13 @@ from frontend_svc.engines.connection.client import EngineClient, EngineState, Fr
 from frontend_svc.output.collector import Ending, EndReason
 from frontend_svc.output.engine_times import Progress
 from frontend_svc.output.loss import Loss, LossKind
-from service_kit import resumable_stream
-from service_kit.clock import MonotonicClock
-from service_kit.errors import ServiceError
 from tests.engine_svc.fakes import expected_tokens, make_scheduler
 from tests.engine_svc.session.service_rig import ServiceRig, make_entry, make_facts, prompt_of, serving
 from tests.system.wire_proxy import WireProxy, proxied
 from triptych.engine.v1 import engine_pb2
+from triptych_kit import resumable_stream
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.errors import ServiceError
 
 _PATIENCE_S = 30.0
 _NUM_STREAMS = 64

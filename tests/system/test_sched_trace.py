@@ -44,7 +44,7 @@ async def test_the_trace_of_a_live_engine_replays(llama: str, tmp_path: Path) ->
         await stack.engine(trio.engine).until_idle()
         trio.engine.terminate()
         await trio.engine.wait()
-    program = (sys.executable, "-m", "launcher.cli", "replay", str(path))
+    program = (sys.executable, "-m", "triptych_cli.cli", "replay", str(path))
     replay = await asyncio.to_thread(subprocess.run, program, capture_output=True, text=True)
     assert (replay.returncode, replay.stdout.rpartition(": ")[2]) == (0, "the same decisions\n")
     records = [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 
 from engine_svc.tensors.source import TensorReceiver
-from service_kit import shared_memory
 from tests.engine_svc.session.service_rig import ServiceRig, make_facts
 from tests.processes import running_async
 from tests.system.tensor_frontend import HIDDEN, TensorFrontend, large_tensor
+from triptych_kit import shared_memory
 
 pytestmark = pytest.mark.chaos
 

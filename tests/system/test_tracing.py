@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from launcher.verbs.trace import draw, read_traces
-from service_kit import conventions as names
 from tests.system.generation import read_to_end, request_of
 from tests.system.otlp import OtlpReceiver, ReceivedSpan
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
+from triptych_cli.verbs.trace import draw, read_traces
+from triptych_kit.telemetry import conventions as names
 
 CLIENT_SPAN_ID = "00f067aa0ba902b7"
 PHASES = ("queue", "prefill", "decode")

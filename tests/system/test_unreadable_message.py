@@ -9,10 +9,10 @@ import grpc.aio
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.engines.connection.transport import GrpcTransport
 from frontend_svc.output.loss import LossKind
-from service_kit.clock import MonotonicClock
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.session.service_rig import make_entry, prompt_of, serving
 from tests.system.test_resume import NoFiles, Taker, large_engine
+from triptych_kit.clock import MonotonicClock
 
 _PATIENCE_S = 30.0
 # What an engine says of itself is less, and a step of all the rows below is more.

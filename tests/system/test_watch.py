@@ -8,14 +8,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from service_kit.admin_http import read_page
-from service_kit.channel import open_channel
-from service_kit.child import Child
-from tests.launcher.fakes import triptych
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import collect, random_prompt, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, listeners_of
+from tests.triptych_cli.fakes import triptych
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_kit.channel import open_channel
+from triptych_kit.http.admin_http import read_page
+from triptych_kit.process.child import Child
 
 BLOCK_SIZE = 16
 ENGINE_FLAGS = ("--max-num-seqs=2", f"--block-size={BLOCK_SIZE}", "--num-kv-blocks=200")

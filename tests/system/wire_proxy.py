@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from launcher.conformance.wire import Wire
+from triptych_conformance.wire import Wire
 
 
 class WireProxy(Wire):

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from service_kit.metrics import to_text
 from tools.metrics_doc import FILE, generated, registered
+from triptych_kit.telemetry.metrics import to_text
 
 
 async def test_the_document_is_up_to_date():

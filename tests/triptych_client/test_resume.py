@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from frontend_svc.build import Frontend
-from service_kit.clock import FakeClock
 from tests.frontend_svc.fakes import AT_LENGTH, EOS_ID, TOKENIZER, WAIT_S, FakeEngine, serving
 from tests.triptych_client.cutting_proxy import CuttingProxy, cutting_proxy
 from triptych.engine.v1 import engine_pb2
@@ -19,6 +18,7 @@ from triptych_client.client import Client as BlockingClient
 from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Event, Finished, Started
 from triptych_client.retry import Attempts, RetryPolicy
+from triptych_kit.clock import FakeClock
 
 GRACE_MS = 5000
 TEXT = "the cat sat on the mat 日本 😀."

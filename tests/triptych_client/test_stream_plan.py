@@ -11,7 +11,6 @@ import struct
 import grpc
 import pytest
 
-from service_kit.clock import FakeClock
 from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych_client.call_options import CallOptions
@@ -32,6 +31,7 @@ from triptych_client.prompt_embeds import prompt_embeds
 from triptych_client.retry import Attempts, RetryPolicy
 from triptych_client.stream_plan import NextCall, StreamPlan
 from triptych_client.tokens import FileAssembler
+from triptych_kit.clock import FakeClock
 
 BREAK = TriptychError(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 UNDELIVERED = TriptychError(grpc.StatusCode.CANCELLED, "CANCELLED")

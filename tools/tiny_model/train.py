@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launcher.services import embedded_model
 from tools.tiny_model.corpus import training_examples
 from tools.tiny_model.first_heads import give_first_heads
 from tools.tiny_model.tokenizer import END, PAD, VOCABULARY_SIZE, encode_example, learn_tokenizer, token_id
+from triptych_cli.services import embedded_model
 
 WEIGHTS_FOLDER = embedded_model()
 _TOKENIZER_EXAMPLES = 40_000

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("engine")
 
@@ -28,10 +28,10 @@ from engine_svc.loop.mailbox import Add, Call, Inbox, Outbox, StatsSnapshot  # n
 from engine_svc.loop.step_output import StepOutput  # noqa: E402
 from engine_svc.process.run import calm_collector  # noqa: E402
 from engine_svc.session.servicer import EngineCoreServicer  # noqa: E402
-from service_kit.clock import MonotonicClock  # noqa: E402
-from service_kit.interceptors import server_interceptors  # noqa: E402
-from service_kit.limits import INTERNAL  # noqa: E402
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, step_pb2  # noqa: E402
+from triptych_kit.clock import MonotonicClock  # noqa: E402
+from triptych_kit.interceptors import server_interceptors  # noqa: E402
+from triptych_kit.limits import INTERNAL  # noqa: E402
 
 _VOCABULARY_SIZE = 128_000
 _MAX_MODEL_LEN = 1_000_000

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from service_kit.process import prepare_process
+from triptych_kit.process.setup import prepare_process
 
 prepare_process("frontend")
 
@@ -22,10 +22,10 @@ from frontend_svc.engines.connection.client import EngineClient, EngineState, Fr
 from frontend_svc.engines.connection.transport import GrpcTransport  # noqa: E402
 from frontend_svc.output.processor import OutputProcessor, StepColumns  # noqa: E402
 from frontend_svc.text.model import GenerationDefaults, ServedModel  # noqa: E402
-from service_kit.channel import open_channel  # noqa: E402
-from service_kit.clock import MonotonicClock  # noqa: E402
 from triptych.common.v1 import sampling_pb2  # noqa: E402
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc  # noqa: E402
+from triptych_kit.channel import open_channel  # noqa: E402
+from triptych_kit.clock import MonotonicClock  # noqa: E402
 
 _PROMPT = array("I", [index * 7919 % 128_000 for index in range(128)]).tobytes()
 _PATIENCE_S = 10.0

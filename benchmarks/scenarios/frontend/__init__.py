@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from benchmarks.report import Report, Row
 from benchmarks.rig.frontend import Clients, Served, clients, frontend, synthetic_engine
 from benchmarks.scenarios.frontend.output import measure_output
-from service_kit.loop_lag import WINDOW_S
+from triptych_kit.telemetry.loop_lag import WINDOW_S
 
 NUM_STREAMS = 256
 TOKENS_PER_S = 20.0

@@ -18,8 +18,8 @@ from frontend_svc.output.processor import OutputProcessor
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from launcher.services import embedded_model
 from triptych.engine.v1 import step_pb2
+from triptych_cli.services import embedded_model
 
 NUM_ROWS = 256
 NUM_STEPS = 400

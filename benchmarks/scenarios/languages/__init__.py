@@ -35,8 +35,8 @@ from benchmarks.rig.streams import Case, Kind, StreamRecord
 from benchmarks.scenarios.languages.answers import changed, chat, kill_amid, make_cases, send
 from benchmarks.scenarios.languages.models import Model, make_models
 from frontend_svc.generation.preprocess import child_seed
-from service_kit.channel import open_channel
 from triptych.common.v1 import output_pb2
+from triptych_kit.channel import open_channel
 
 LEAST_FINISHED = 0.9
 _AT_ONCE = 64

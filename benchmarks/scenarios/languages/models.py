@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.checkpoint import CheckpointShape, learned_tokenizer, make_checkpoint
 from engine_svc.features.structured_output.backends.backend import Vocabulary
-from launcher.services import embedded_model
 from tools.tiny_model.corpus import training_examples
+from triptych_cli.services import embedded_model
 
 _SHAPE = CheckpointShape(
     hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=256, vocabulary_size=2_048

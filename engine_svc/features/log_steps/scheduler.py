@@ -8,7 +8,7 @@ from collections import deque
 from engine_svc.config import EngineConfig
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
-from service_kit.clock import Clock
+from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_svc.features.options import FeatureOptions
-from service_kit.config import option
+from triptych_kit.config import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.core.request import ContentSpan
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.tensors.host_tensor import ITEM_SIZES, MAX_MODERATE
-from service_kit.errors import InvalidArgument
-from service_kit.field_checks import unserved
 from triptych.engine.v1 import add_pb2, session_pb2
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.field_checks import unserved
 
 # Placeholder at positions with an embedding. The prefix cache distinguishes them by their spans.
 _NO_TOKEN = 0

@@ -9,9 +9,9 @@ from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.convert.logprobs import pack, to_top
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
-from service_kit.errors import InvalidArgument
-from service_kit.field_checks import check
 from triptych.engine.v1 import add_pb2, step_pb2
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.field_checks import check
 
 # Logprob entries of a whole prompt: all of them are held in memory and sent before the first token.
 _MAX_CELLS = 200_000

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from engine_svc.features.sched_trace.records import Record, encode
-from service_kit.config import ConfigError
+from triptych_kit.config import ConfigError
 
 logger = logging.getLogger(__name__)
 

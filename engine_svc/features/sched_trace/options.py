@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_svc.features.options import FeatureOptions
-from service_kit.config import option, require
+from triptych_kit.config import option, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ from engine_svc.loop.protocols import EngineScheduler
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
-from service_kit.clock import Clock
-from service_kit.version import installed_version
+from triptych_kit.clock import Clock
+from triptych_kit.version import installed_version
 
 # Of events that no step follows, e.g. while the engine is paused, and of ids and tokens in them.
 MAX_EVENTS = 10_000

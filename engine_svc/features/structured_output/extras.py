@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 # The default one first.
 BACKENDS = ("llguidance", "xgrammar")

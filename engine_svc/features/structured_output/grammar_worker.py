@@ -22,9 +22,9 @@ from pathlib import Path
 from engine_svc.core.errors import RequestFailed
 from engine_svc.features.structured_output.backends.backend import Vocabulary
 from engine_svc.features.structured_output.extras import StructuredOutput
-from service_kit.child import Child
-from service_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
-from service_kit.process import importing_environment, release_memory, set_title
+from triptych_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
+from triptych_kit.process.child import Child
+from triptych_kit.process.setup import importing_environment, release_memory, set_title
 
 CPU_LIMIT_S = 2.0  # of one constraint
 MEMORY_LIMIT = 256 << 20
@@ -169,7 +169,7 @@ def _compiler(setup: bytes) -> Callable[[Constraint], str]:
         return compiled
     from llguidance import LLMatcher, LLTokenizer
 
-    from service_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits
+    from triptych_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits
 
     bytes_alone = LLTokenizer("byte")
 

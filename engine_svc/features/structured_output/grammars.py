@@ -16,7 +16,7 @@ from engine_svc.features.structured_output.backends.backend import (
 )
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
-from service_kit.grammars.constraint import GrammarError, GrammarTooComplex
+from triptych_kit.grammars.constraint import GrammarError, GrammarTooComplex
 
 
 @dataclass(slots=True)

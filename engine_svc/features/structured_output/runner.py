@@ -27,8 +27,8 @@ from engine_svc.features.structured_output.extras import GrammarTimes, Structure
 from engine_svc.features.structured_output.grammars import Grammar, Grammars
 from engine_svc.runner.feature import HostTokens, LogitRows, PendingPart, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
-from service_kit.grammars.constraint import Constraint, ConstraintKind
-from service_kit.grammars.reasoning import begins_at
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind
+from triptych_kit.grammars.reasoning import begins_at
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdic
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.structured_output.extras import GrammarTimes, StructuredOutput
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
-from service_kit.grammars.constraint import ConstraintKind
-from service_kit.grammars.reasoning import begins_at
-from service_kit.metrics import Metrics
+from triptych_kit.grammars.constraint import ConstraintKind
+from triptych_kit.grammars.reasoning import begins_at
+from triptych_kit.telemetry.metrics import Metrics
 
 _COMPILE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _MASK_BUCKETS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)

@@ -8,12 +8,12 @@ from pathlib import Path
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
-from service_kit.errors import InvalidArgument
-from service_kit.field_checks import check, check_enum, check_token_ids, unserved
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
-from service_kit.grammars.reasoning import has_ended
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.field_checks import check, check_enum, check_token_ids, unserved
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych_kit.grammars.reasoning import has_ended
 
 _FIELD = "structured_output"
 _MAX_MARKER_IDS = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
-from service_kit.field_checks import check, check_token_ids
 from triptych.engine.v1 import add_pb2
+from triptych_kit.field_checks import check, check_token_ids
 
 _MAX_MARKER_IDS = 16
 

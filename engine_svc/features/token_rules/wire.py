@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.features.token_rules.extras import TokenRules
-from service_kit.field_checks import check, check_token_ids, to_token_ids
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.field_checks import check, check_token_ids, to_token_ids
 
 _MAX_LOGIT_BIASES = 300
 _MAX_BIAS = 100.0

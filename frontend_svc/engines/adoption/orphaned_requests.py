@@ -16,8 +16,8 @@ from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.loss import RETRY_AFTER_MS, Loss
 from frontend_svc.output.processor import OutputProcessor
 from frontend_svc.output.request_state import RequestState
-from service_kit.errors import ServiceError, Unavailable
 from triptych.engine.v1 import engine_pb2, step_pb2
+from triptych_kit.errors import ServiceError, Unavailable
 
 _ANSWER_LIMIT_S = 2.0
 # About the memory that a token takes while it waits for its reader, and each alternative of its logprobs.

@@ -18,10 +18,10 @@ from frontend_svc.engines.adoption.orphaned_requests import Adoptee
 from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.engines.directory import Directory
 from frontend_svc.text.tokenize.id_column import ids_of
-from service_kit.clock import Clock
-from service_kit.errors import FailedPrecondition, NotFound, ServiceError
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.errors import FailedPrecondition, NotFound, ServiceError
 
 TOKEN_CHARACTERS = 32
 MAX_RESUME_STATE_BYTES = 64 * 1024

@@ -27,10 +27,10 @@ from frontend_svc.engines.load_messages import load_report
 from frontend_svc.output.processor import Receiver
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
-from service_kit.backoff import Backoff
-from service_kit.clock import Clock
-from service_kit.errors import InvalidTransition
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.backoff import Backoff
+from triptych_kit.clock import Clock
+from triptych_kit.errors import InvalidTransition
 
 __all__ = ["SCHEMA_REVISION", "EngineClient", "EngineState", "FrontendIdentity"]
 

@@ -10,9 +10,9 @@ from frontend_svc.output.collector import DraftUse, Ending, EndReason
 from frontend_svc.output.engine_times import EventKind, Progress
 from frontend_svc.output.logprobs import LogprobColumns
 from frontend_svc.output.processor import StepColumns
-from service_kit.errors import from_status
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import from_status
 
 _REASONS = {
     output_pb2.FINISH_REASON_STOP: EndReason.STOP,

@@ -14,8 +14,8 @@ from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import StreamEnd, StreamLost
 from frontend_svc.engines.connection.transport import EngineTransport, MessageStream
 from frontend_svc.output.loss import Loss, LossKind
-from service_kit.clock import Clock
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from frontend_svc.output.processor import OutputProcessor, Receiver
 from frontend_svc.tensors.sender import TensorSender
 from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.tokenize.id_column import ID_BYTES
-from service_kit.errors import from_status
 from triptych.engine.v1 import add_pb2, engine_pb2, step_pb2
+from triptych_kit.errors import from_status
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
-from service_kit.clock import Clock
-from service_kit.eager_writer import EagerWriter
-from service_kit.errors import from_status
-from service_kit.resumable_stream import EndOfStream, MessageGap, PeerSilent, SilenceTimer, StreamReceiver
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.eager_writer import EagerWriter
+from triptych_kit.errors import from_status
+from triptych_kit.resumable_stream import EndOfStream, MessageGap, PeerSilent, SilenceTimer, StreamReceiver
 
 HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0

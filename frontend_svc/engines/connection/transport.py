@@ -9,9 +9,9 @@ from typing import Protocol
 import grpc.aio
 
 from frontend_svc.engines.connection.stream import EngineStream
-from service_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
-from service_kit.clock import Clock
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials, open_channel
+from triptych_kit.clock import Clock
 
 
 class MessageStream(Protocol):

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from frontend_svc.engines.routing.affinity import favourite, prefix_affinity
 from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingPolicy, RoutingRequest
 from frontend_svc.engines.routing.least_loaded import kv_aware, load, p2c, round_robin
-from service_kit.plugins import find_offered
+from triptych_kit.plugins import find_offered
 
 DEFAULT_POLICY = "kv-aware"
 POLICIES: Mapping[str, RoutingPolicy] = MappingProxyType(

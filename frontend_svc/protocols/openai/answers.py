@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from service_kit.errors import Internal
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import output_pb2
+from triptych_kit.errors import Internal
 
 # OpenAI has no reason for an output that repeats itself; it is an end by the server, too.
 _REASONS = {

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
-from service_kit.errors import PermissionDenied, Unauthenticated
-from service_kit.security.access import CLIENTS, check_role
-from service_kit.security.authenticator import AUTHORIZATION, Authenticator
-from service_kit.security.identity import bind_identity
+from triptych_kit.errors import PermissionDenied, Unauthenticated
+from triptych_kit.security.access import CLIENTS, check_role
+from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
+from triptych_kit.security.identity import bind_identity
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 import msgspec.inspect
 
-from service_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
 # Accepted, without an effect on the answer; a header of the response names them.
 IGNORED = frozenset(

@@ -10,7 +10,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from frontend_svc.protocols.openai.bodies import BodyT, read_body
-from service_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _LIMIT_S = 15.0

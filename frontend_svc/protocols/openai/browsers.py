@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 
 from frontend_svc.protocols.openai.errors import error_body
-from service_kit.addresses import is_loopback
-from service_kit.errors import PermissionDenied
+from triptych_kit.addresses import is_loopback
+from triptych_kit.errors import PermissionDenied
 
 _SHOWN_HEADERS = ("x-request-id", "x-triptych-ignored-fields", "retry-after")
 _ANY = "*"

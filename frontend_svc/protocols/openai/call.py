@@ -21,9 +21,9 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.protocols.openai.bodies import BodyT
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
-from service_kit.errors import Cancelled, Internal, ServiceError
-from service_kit.logs import bind_log_fields
-from service_kit.security.identity import current_identity
+from triptych_kit.errors import Cancelled, Internal, ServiceError
+from triptych_kit.security.identity import current_identity
+from triptych_kit.telemetry.logs import bind_log_fields
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from uvicorn.server import ServerState
 
 from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES
 from frontend_svc.protocols.openai.errors import error_body, error_headers
-from service_kit.errors import ServiceError, Unavailable
-from service_kit.security.tls import names_in_certificate
+from triptych_kit.errors import ServiceError, Unavailable
+from triptych_kit.security.tls import names_in_certificate
 
 logger = logging.getLogger(__name__)
 # uvicorn warns of every malformed request and of every upgrade that is not served.

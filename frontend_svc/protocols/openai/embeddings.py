@@ -21,9 +21,9 @@ from frontend_svc.protocols.openai.call import Handler, body_of, caller_of, json
 from frontend_svc.protocols.openai.errors import fields_named
 from frontend_svc.protocols.openai.requests import set_field
 from frontend_svc.text.pooling import read_floats
-from service_kit.errors import InvalidArgument
 from triptych.api.v1 import embedding_pb2, model_pb2
 from triptych.common.v1 import output_pb2, tensor_pb2
+from triptych_kit.errors import InvalidArgument
 
 # Other requests are served after so many embeddings are written.
 _WRITTEN_AT_ONCE = 16

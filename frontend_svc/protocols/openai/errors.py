@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from service_kit.errors import InvalidArgument, NotFound, ServiceError
+from triptych_kit.errors import InvalidArgument, NotFound, ServiceError
 
 # Clients repeat a request after 408, 409, 429 and from 500 on, so what stays refused is below.
 _STATUSES = {

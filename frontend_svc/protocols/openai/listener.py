@@ -17,8 +17,8 @@ from typing import Any
 import uvicorn
 
 from frontend_svc.protocols.openai.connection import ConnectionLimits, Connections, LimitedConnection
-from service_kit.addresses import AddressError, check_address
-from service_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
+from triptych_kit.addresses import AddressError, check_address
+from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import msgspec
 
 from frontend_svc.protocols.openai.answers import Answer
 from frontend_svc.protocols.openai.bodies import CompletionBody, StreamOptions
-from service_kit.errors import InvalidArgument
 from triptych.api.v1 import generate_pb2, inference_pb2
+from triptych_kit.errors import InvalidArgument
 
 LAST_EVENT_ID = "last-event-id"
 _MAX_OUTPUTS = 1024

@@ -17,9 +17,9 @@ from frontend_svc.protocols.openai.bodies import (
     TextPart,
     Tool,
 )
-from service_kit.errors import InvalidArgument
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import InvalidArgument
 
 # OpenAI's default for completions; a chat message has no such limit.
 _DEFAULT_COMPLETION_TOKENS = 16

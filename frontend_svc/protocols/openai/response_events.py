@@ -9,9 +9,9 @@ from enum import Enum
 from typing import Any
 
 from frontend_svc.protocols.openai.answers import reason_of
-from service_kit.errors import InvalidTransition, ResourceExhausted, ServiceError
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import output_pb2
+from triptych_kit.errors import InvalidTransition, ResourceExhausted, ServiceError
 
 Event = dict[str, Any]
 

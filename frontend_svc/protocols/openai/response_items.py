@@ -14,7 +14,7 @@ from frontend_svc.protocols.openai.bodies import (
     TextPart,
     read_part,
 )
-from service_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

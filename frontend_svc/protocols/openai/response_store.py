@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from frontend_svc.protocols.openai.bodies import Message
-from service_kit.errors import NotFound
+from triptych_kit.errors import NotFound
 
 _encode = msgspec.json.Encoder().encode
 

@@ -48,9 +48,9 @@ from frontend_svc.protocols.openai.response_events import (
 )
 from frontend_svc.protocols.openai.response_items import messages_of
 from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
-from service_kit.errors import FailedPrecondition, NotFound, ServiceError, Unimplemented
-from service_kit.security.identity import current_identity
 from triptych.api.v1 import chat_message_pb2, request_pb2
+from triptych_kit.errors import FailedPrecondition, NotFound, ServiceError, Unimplemented
+from triptych_kit.security.identity import current_identity
 
 # How long a call that cancels a response waits for its stream to end.
 _CANCEL_LIMIT_S = 2.0

@@ -58,13 +58,13 @@ from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
-from service_kit.errors import (
-    InvalidArgument,
-)
-from service_kit.security.authenticator import Authenticator
-from service_kit.version import installed_version
 from triptych.api.v1 import generate_pb2, model_pb2, tokenize_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2
+from triptych_kit.errors import (
+    InvalidArgument,
+)
+from triptych_kit.security.authenticator import Authenticator
+from triptych_kit.version import installed_version
 
 _T = TypeVar("_T")
 

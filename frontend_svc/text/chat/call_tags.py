@@ -8,8 +8,8 @@ from typing import Any
 
 from frontend_svc.parsers.registry import tool_parser
 from frontend_svc.text.model import ServedModel
-from service_kit.grammars.structural_tags import StructuralTags, Tag
 from triptych.api.v1 import chat_message_pb2
+from triptych_kit.grammars.structural_tags import StructuralTags, Tag
 
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from frontend_svc.text.limits import Violations
-from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2, tokenizer_pb2
+from triptych_kit.errors import Unimplemented
 
 # The two requests with a conversation.
 ConversationRequest: TypeAlias = "chat_message_pb2.ChatRequest | tokenizer_pb2.ApplyChatTemplateRequest"

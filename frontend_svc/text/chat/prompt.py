@@ -9,8 +9,8 @@ from frontend_svc.text.chat.call_tags import call_trigger, demands_call, forbids
 from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from service_kit.errors import Unimplemented
 from triptych.api.v1 import chat_message_pb2
+from triptych_kit.errors import Unimplemented
 
 
 class ChatPrompt:

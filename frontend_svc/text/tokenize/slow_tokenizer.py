@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from service_kit.child import Child, Output
-from service_kit.process import importing_environment
+from triptych_kit.process.child import Child, Output
+from triptych_kit.process.setup import importing_environment
 
-CONVERT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "launcher.convert_tokenizer")
+CONVERT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "triptych_cli.convert_tokenizer")
 # Exit code of a converter whose libraries are not installed.
 MISSING_EXTRA = 3
 

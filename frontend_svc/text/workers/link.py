@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import cast
 
 from frontend_svc.text.workers.frames import Frame, FrameError, FrameReader, pack_head
-from service_kit.child import Child
-from service_kit.process import importing_environment
+from triptych_kit.process.child import Child
+from triptych_kit.process.setup import importing_environment
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextRefused
 from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
-from service_kit.process import die_with_parent, release_memory, set_title
-from service_kit.stacks import write_when_asked
+from triptych_kit.process.setup import die_with_parent, release_memory, set_title
+from triptych_kit.process.stacks import write_when_asked
 
 if TYPE_CHECKING:
     from frontend_svc.text.chat.template import ChatTemplate
@@ -194,7 +194,7 @@ def _check_message(frame: Frame) -> dict[str, object]:
     # Imported at first use: a worker without large messages needs no protobuf.
     from google.protobuf import descriptor_pool
 
-    from service_kit.wire_check import MessageLimits, WireError, check_wire
+    from triptych_kit.wire_check import MessageLimits, WireError, check_wire
 
     importlib.import_module(frame.text("module"))
     descriptor = descriptor_pool.Default().FindMessageTypeByName(frame.text("message"))

@@ -14,7 +14,7 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, FrameError
 from frontend_svc.text.workers.link import WorkerLink
 from frontend_svc.text.workers.work_queue import Work
-from service_kit.errors import InvalidArgument, InvalidTransition, ServiceError
+from triptych_kit.errors import InvalidArgument, InvalidTransition, ServiceError
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from frontend_svc.text.constraint import (
     AskedConstraint,
     CheckedConstraint,
 )
-from service_kit.errors import InvalidArgument, ServiceError
-from service_kit.metrics import Counts, Distribution
+from triptych_kit.errors import InvalidArgument, ServiceError
+from triptych_kit.telemetry.metrics import Counts, Distribution
 
 _MAX_TENANT_BYTES = 4 * 1024 * 1024
 _MAX_BYTES = 32 * 1024 * 1024

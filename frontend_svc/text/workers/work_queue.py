@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame
-from service_kit.errors import ServiceError
+from triptych_kit.errors import ServiceError
 
 # Tokenizing this much takes about 10 ms. Shorter texts do not wait for longer ones.
 LONG_BYTES = 16 * 1024

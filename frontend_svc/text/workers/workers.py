@@ -24,8 +24,8 @@ from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
 from frontend_svc.text.workers.verdicts import Verdicts
 from frontend_svc.text.workers.work_queue import Work, WorkQueue
-from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
-from service_kit.wire_check import MessageLimits
+from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
+from triptych_kit.wire_check import MessageLimits
 
 logger = logging.getLogger(__name__)
 

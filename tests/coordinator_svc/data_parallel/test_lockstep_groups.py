@@ -7,10 +7,10 @@ import pytest
 from coordinator_svc.data_parallel.commands import Commands
 from coordinator_svc.data_parallel.lockstep_groups import LockstepGroups
 from coordinator_svc.data_parallel.wave import START_RETRY_S, Start, Wave, WaveStatus
-from service_kit.clock import FakeClock
-from service_kit.errors import InvalidArgument
 from tests.coordinator_svc.fakes import registration
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import InvalidArgument
 
 LOADING, READY = member_pb2.MEMBER_STATE_LOADING, member_pb2.MEMBER_STATE_READY
 WEIGHTS_READY = command_pb2.SCALING_NOTICE_KIND_WEIGHTS_READY

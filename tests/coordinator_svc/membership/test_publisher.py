@@ -10,9 +10,9 @@ from coordinator_svc.membership.load import MIN_MEMBERS_INTERVAL_S, MIN_PUBLISH_
 from coordinator_svc.membership.publisher import ChangeSignal, Publisher
 from coordinator_svc.membership.registry import EngineRegistry
 from coordinator_svc.membership.topology import Topology
-from service_kit.clock import FakeClock
 from tests.coordinator_svc.fakes import registration
 from triptych.coordinator.v1 import coordinator_pb2, member_pb2
+from triptych_kit.clock import FakeClock
 
 
 class Published:

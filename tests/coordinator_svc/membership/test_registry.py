@@ -15,8 +15,8 @@ from coordinator_svc.membership.topology import (
     EpochCheck,
     ReportInterval,
 )
-from service_kit.clock import FakeClock
-from service_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import AlreadyExists, FailedPrecondition, InvalidTransition
 
 LEGAL = {
     (MemberState.JOINING, MemberState.READY),

@@ -11,10 +11,10 @@ import pytest
 from coordinator_svc.membership.servicer import MAX_MESSAGES_PER_S, RateLimit
 from coordinator_svc.wire.convert import check_frontend, to_registration
 from coordinator_svc.wire.number_limits import MAX_NUMBER, check_hint, check_report
-from service_kit.clock import FakeClock
-from service_kit.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, from_rpc_error
 from tests.coordinator_svc.fakes import Coordinator, EnginePeer, coordinator, registration
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, from_rpc_error
 
 _LIMIT_S = 60.0
 # Short enough to be waited for, and long enough to be looked into on a machine that is busy.

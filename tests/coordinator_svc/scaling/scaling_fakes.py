@@ -13,11 +13,11 @@ from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
-from service_kit.channel import open_channel
-from service_kit.clock import FakeClock
-from service_kit.errors import Unavailable
-from service_kit.server import ADMIN, Registration, Server
 from triptych.coordinator.v1 import scaling_pb2_grpc
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import Unavailable
+from triptych_kit.server import ADMIN, Registration, Server
 
 NAME = "triptych.coordinator.v1.ScalingService"
 

@@ -18,9 +18,12 @@ from coordinator_svc.scaling.group_snapshot import Formed, Group, GroupEngine
 from coordinator_svc.scaling.operation import Operation, OperationState
 from coordinator_svc.scaling.scaling import DRAIN_RETRY_S, MAX_FAILURES, MAX_GROUPS, MAX_SIZE, Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
-from service_kit import conventions as names
-from service_kit.clock import FakeClock
-from service_kit.errors import (
+from tests.coordinator_svc.fakes import registration
+from tests.coordinator_svc.scaling.scaling_fakes import FakeEngines, asking, dense, scaling_service
+from triptych.common.v1 import error_pb2
+from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2, scaling_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
@@ -33,11 +36,8 @@ from service_kit.errors import (
     Unavailable,
     from_rpc_error,
 )
-from service_kit.telemetry import recent_spans
-from tests.coordinator_svc.fakes import registration
-from tests.coordinator_svc.scaling.scaling_fakes import FakeEngines, asking, dense, scaling_service
-from triptych.common.v1 import error_pb2
-from triptych.coordinator.v1 import command_pb2, coordinator_pb2, member_pb2, scaling_pb2
+from triptych_kit.telemetry import conventions as names
+from triptych_kit.telemetry.traces import recent_spans
 
 READY, JOINING, DRAINING = MemberState.READY, MemberState.JOINING, MemberState.DRAINING
 _ENDS = {OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED}

@@ -10,8 +10,8 @@ import pytest
 from engine_svc.admin.load_log import LoadLog
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from engine_svc.scheduler.stats import SchedulerStats
-from service_kit.clock import FakeClock
 from tests.engine_svc.scheduler.fakes import Stage
+from triptych_kit.clock import FakeClock
 
 FIELDS = (
     "running", "waiting", "kv_use_percent", "prompt_tokens_per_s", "output_tokens_per_s",

@@ -9,10 +9,10 @@ from engine_svc.admin import announce
 from engine_svc.admin.metrics import register_engine
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from engine_svc.scheduler.stats import DraftStats
-from service_kit.metrics import LabelValues
 from tests.engine_svc.fakes import make_scheduler
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, connected, make_entry, served
 from triptych.engine.v1 import engine_pb2, session_pb2
+from triptych_kit.telemetry.metrics import LabelValues
 
 
 def readings(rig: ServiceRig) -> dict[str, dict[LabelValues, float]]:

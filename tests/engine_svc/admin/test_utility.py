@@ -17,18 +17,6 @@ from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.mailbox import LoopStats
 from engine_svc.loop.protocols import NoLockstep
-from service_kit.channel import open_channel
-from service_kit.errors import (
-    Aborted,
-    DeadlineExceeded,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    ResourceExhausted,
-    ServiceError,
-    Unavailable,
-    Unimplemented,
-)
 from tests.engine_svc.fakes import make_scheduler
 from tests.engine_svc.loop.controlled_rig import (
     ABORT,
@@ -50,6 +38,18 @@ from tests.engine_svc.session.service_rig import (
     serving,
 )
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    Unimplemented,
+)
 
 ALL_CALLS = tuple(field.name for field in utility_pb2.UtilityCall.DESCRIPTOR.oneofs_by_name["call"].fields)
 SERVED_TO_FRONTENDS = {

@@ -24,12 +24,12 @@ from engine_svc.data_parallel.wave import LockstepState
 from engine_svc.loop.mailbox import Call
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.watch import SchedulerWatch
-from service_kit.channel import open_channel
-from service_kit.clock import MonotonicClock
-from service_kit.errors import from_rpc_error
 from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, added, make_entry, serving
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.errors import from_rpc_error
 
 CODE = grpc.StatusCode
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from engine_svc.adoption.orphaned_requests import OrphanedRequest, OrphanedRequests
-from service_kit.errors import FailedPrecondition, NotFound
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import FailedPrecondition, NotFound
 
 
 @dataclass

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from engine_svc.admin.served_engine import LoadedCore
 from engine_svc.build.engine import build_engine, build_memberships, build_served_engine
 from engine_svc.cache.block_hash import BlockHasher
@@ -30,12 +30,12 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Add, Outbox, Stop
 from engine_svc.membership.departure import Departure
 from engine_svc.session.servicer import EngineCoreServicer
-from launcher.verbs.replay import run_replay
-from service_kit.config import ConfigError
 from tests.engine_svc.runner.chains import Chain
-from tests.service_kit.plugin_folder import write_feature
+from tests.triptych_kit.plugin_folder import write_feature
+from triptych_cli.verbs.replay import run_replay
+from triptych_kit.config import ConfigError
 
-_PACKAGED = Path(launcher.tiny_model.__file__).parent / "weights"
+_PACKAGED = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 
 
 @pytest.fixture(scope="module")

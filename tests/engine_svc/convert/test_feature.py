@@ -11,11 +11,11 @@ from engine_svc.convert import messages
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature, WireFeatures
 from engine_svc.core.request import ContentSpan, Request
 from engine_svc.loop.step_output import StepOutput
-from service_kit.errors import Unimplemented
 from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_entry, make_facts
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
+from triptych_kit.errors import Unimplemented
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from engine_svc.core.sampling_params import RepetitionLimits
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, LogprobDeltas, StepOutput
-from service_kit.errors import InvalidArgument, ServiceError, Unimplemented
 from tests.engine_svc.fakes import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts, read_add
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
+from triptych_kit.errors import InvalidArgument, ServiceError, Unimplemented
 
 FEATURES = make_wire_features()
 

@@ -23,8 +23,8 @@ from engine_svc.features.token_rules.extras import TokenRules
 from engine_svc.ranks.plan_codec import PlanDecoder, PlanEncoder
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.tensors.host_tensor import ITEM_SIZES, HostTensor
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 from tests.engine_svc.request_options import split_options
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 ids = st.integers(0, (1 << 31) - 1)
 some_ids = st.lists(ids, max_size=4)

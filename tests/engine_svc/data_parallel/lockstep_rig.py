@@ -23,10 +23,10 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Add, Call, Inbox, LoopStats, StatsSnapshot, Stop
 from engine_svc.loop.pause import PauseMode
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import FakeExecutor, FakePendingStep
 from tests.engine_svc.loop.controlled_rig import FakeRunners
 from tests.engine_svc.loop.test_engine import Frontend, prompt_of
+from triptych_kit.clock import FakeClock
 
 MAX_MODEL_LEN = 1200
 # Longer than anything takes here, however busy the machine: a test that runs into it has failed.

@@ -17,7 +17,6 @@ from engine_svc.data_parallel.wave import VOTE_INTERVAL, LockstepState, Vote, Wa
 from engine_svc.data_parallel.weights_check import WEIGHTS_MISMATCH
 from engine_svc.loop.mailbox import Abort
 from engine_svc.loop.pause import PauseMode, RunState
-from service_kit.errors import Aborted, FailedPrecondition
 from tests.engine_svc.data_parallel.lockstep_rig import (
     PATIENCE_S,
     Cluster,
@@ -29,6 +28,7 @@ from tests.engine_svc.data_parallel.lockstep_rig import (
 )
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.loop.test_engine import prompt_of
+from triptych_kit.errors import Aborted, FailedPrecondition
 
 
 def assert_exact(rank: Rank, handles: range, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.wake_signal import SIGNAL_AFTER_S, WakeSignal, connect_signal_store
 from engine_svc.data_parallel.wave import LockstepState
-from service_kit.clock import FakeClock
+from triptych_kit.clock import FakeClock
 
 MEETING = Meeting(3, 0, 2, "127.0.0.1", 7000)
 WAITING = RankStatus(LockstepState.PAUSED, wave=5, generation=3)

@@ -12,7 +12,7 @@ from engine_svc.data_parallel.weights_check import (
     number_of,
     text_of,
 )
-from service_kit.errors import FailedPrecondition
+from triptych_kit.errors import FailedPrecondition
 
 OLD, NEW = number_of("ab" * 32), number_of("12" * 32)
 

@@ -16,7 +16,6 @@ from engine_svc.loop.engine import Engine
 from engine_svc.loop.mailbox import Call
 from engine_svc.loop.protocols import Lockstep, NoLockstep
 from engine_svc.scheduler.scheduler import Scheduler
-from service_kit.clock import MonotonicClock
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.session.service_rig import (
     ServiceRig,
@@ -28,6 +27,7 @@ from tests.engine_svc.session.service_rig import (
 )
 from triptych.admin.v1 import admin_pb2
 from triptych.engine.v1 import utility_pb2
+from triptych_kit.clock import MonotonicClock
 
 ABORT, WAIT, KEEP = (
     utility_pb2.PAUSE_MODE_ABORT,

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from engine_svc.core.control import Refused, WakeTag
 from engine_svc.loop.pause import PauseController, PauseMode, RunState
 from engine_svc.scheduler.config import PauseState
-from service_kit.clock import FakeClock
-from service_kit.errors import FailedPrecondition
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import FailedPrecondition
 
 RUNNING, PAUSING, PAUSED, ASLEEP = RunState
 ALL = frozenset(WakeTag)

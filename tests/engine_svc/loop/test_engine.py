@@ -21,8 +21,8 @@ from engine_svc.loop.recovery import log_failure
 from engine_svc.loop.step_output import StepOutput
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
-from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
+from triptych_kit.clock import FakeClock
 
 
 class Frontend:

@@ -17,13 +17,13 @@ from engine_svc.loop.answer import give
 from engine_svc.loop.controls import EngineControls
 from engine_svc.loop.pause import PauseMode, RunState
 from engine_svc.scheduler.config import PauseState
-from service_kit.clock import FakeClock
-from service_kit.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, ServiceError
 from tests.engine_svc.fakes import LIMIT_S
 from tests.engine_svc.loop.controlled_rig import KEEP, WAIT, Controlled, controlled, running, tokens_of
 from tests.engine_svc.loop.pause_rig import ALL, ASLEEP, PAUSED, PAUSING, RUNNING, FakeLoop, Rig, in_state
 from tests.engine_svc.session.service_rig import LENGTH, make_entry
 from triptych.engine.v1 import utility_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import Aborted, FailedPrecondition, Internal, InvalidArgument, ServiceError
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Outbox, Prepared, S
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState
-from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import FakeExecutor, make_scheduler
+from triptych_kit.clock import FakeClock
 
 LIMIT_S = 10.0
 

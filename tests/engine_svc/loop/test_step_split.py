@@ -22,8 +22,8 @@ from engine_svc.loop.step_output import (
     UnreadSteps,
     split,
 )
-from service_kit.server import INTERNAL
 from tests.engine_svc.request_options import make_wire_features
+from triptych_kit.server import INTERNAL
 
 FEATURES = make_wire_features()
 

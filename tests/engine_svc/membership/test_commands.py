@@ -21,10 +21,10 @@ from engine_svc.loop.mailbox import Stop
 from engine_svc.loop.pause import RunState
 from engine_svc.membership.commands import EXIT_MISMATCH, CommandHandler
 from engine_svc.membership.departure import Departure
-from service_kit.clock import MonotonicClock
 from tests.engine_svc.data_parallel.lockstep_rig import PATIENCE_S, Meetings, Rank
 from tests.engine_svc.session.service_rig import make_facts
 from triptych.coordinator.v1 import command_pb2
+from triptych_kit.clock import MonotonicClock
 
 FAILED, UNIMPLEMENTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED
 

@@ -15,11 +15,11 @@ from engine_svc.core.facts import EngineIdentity
 from engine_svc.data_parallel.driver import RankStatus
 from engine_svc.data_parallel.wave import LockstepState
 from engine_svc.membership.departure import Departure
-from service_kit.clock import MonotonicClock
 from tests.engine_svc.data_parallel.lockstep_rig import PATIENCE_S, Cluster, Rank
 from tests.engine_svc.fakes import expected_tokens
 from tests.engine_svc.loop.test_engine import prompt_of
 from tests.engine_svc.session.service_rig import make_facts
+from triptych_kit.clock import MonotonicClock
 
 
 class Leaver:

@@ -21,14 +21,14 @@ from engine_svc.loop.mailbox import Inbox, LoopStats, StatsSnapshot
 from engine_svc.membership.commands import EXIT_MISMATCH
 from engine_svc.membership.departure import Departure
 from engine_svc.membership.membership import MISMATCH, Fence, Membership, ReportSchedule
-from service_kit.clock import FakeClock, MonotonicClock
-from service_kit.errors import FailedPrecondition, InvalidArgument
-from service_kit.server import INTERNAL, Registration, Server
 from tests.connections import without_collections
 from tests.engine_svc.data_parallel.lockstep_rig import Meetings, Rank
 from tests.engine_svc.fakes import FakeCoordinator, make_scheduler
 from tests.engine_svc.session.service_rig import make_facts
 from triptych.coordinator.v1 import command_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.clock import FakeClock, MonotonicClock
+from triptych_kit.errors import FailedPrecondition, InvalidArgument
+from triptych_kit.server import INTERNAL, Registration, Server
 
 _NAME = "triptych.coordinator.v1.CoordinatorService"
 

@@ -7,7 +7,7 @@ import logging
 
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
-from service_kit.clock import FakeClock
+from triptych_kit.clock import FakeClock
 
 
 class Terminal(io.StringIO):

@@ -15,8 +15,8 @@ from engine_svc.core.step import StepPlan
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
 from engine_svc.loop.step_time import StepTimeEstimator
 from engine_svc.process.watchdog import EXIT_HUNG, Watchdog
-from service_kit.clock import FakeClock, MonotonicClock
 from tests.engine_svc.session.unread import exit_code_unread
+from triptych_kit.clock import FakeClock, MonotonicClock
 
 TICK_S = 0.25
 LIMIT_S = 5.0
@@ -298,7 +298,7 @@ HUNG = """
 import threading
 from engine_svc.loop.mailbox import StatsSnapshot, LoopStats
 from engine_svc.process.watchdog import Watchdog
-from service_kit.clock import MonotonicClock
+from triptych_kit.clock import MonotonicClock
 stats = StatsSnapshot()
 stats.post(LoopStats(step_number=7, step_started_at=0.0, step_budget_s=0.05))
 Watchdog(stats, MonotonicClock(), lambda reason: None, tick_s=0.01, grace_s=0.0).start()

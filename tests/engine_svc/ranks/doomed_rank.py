@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_svc.ranks.control_pipe import RankConnection
-from service_kit.stacks import write_when_asked
+from triptych_kit.process.stacks import write_when_asked
 
 
 def main(argv: Sequence[str]) -> int:

@@ -44,9 +44,9 @@ from engine_svc.ranks.watch import RankLost, RankStart, RankWatch, WatchLimits
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.input_batch import InputBatch
 from engine_svc.runner.preparer import Preparer
-from service_kit import stacks
 from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.session.unread import exit_code_unread
+from triptych_kit.process import stacks
 
 SIZES = {"max_num_seqs": 4, "num_groups": 1}
 
@@ -324,7 +324,7 @@ def test_ranks_that_are_given_up_write_down_where_they_stand(monkeypatch, capfd)
 
 
 ASKING = """
-from service_kit.stacks import write_beside, write_stacks_of
+from triptych_kit.process.stacks import write_beside, write_stacks_of
 write_beside(lambda: write_stacks_of([1 << 22]), 0.05)
 os._exit(7)
 """

@@ -20,13 +20,13 @@ from engine_svc.loop.step_output import FinishedRow
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.feature import RunnerFeatures
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import LIMIT_S
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, TinyModel
 from tests.engine_svc.runner.test_model_runner import prompt_of
+from triptych_kit.clock import FakeClock
 
 NUM_TOKENS = 16
 WAYS = [(False, 1), (True, 1), (True, 2)]

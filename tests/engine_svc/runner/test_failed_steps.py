@@ -28,13 +28,13 @@ from engine_svc.runner.failures import translated
 from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import FakeClock
 from tests.connections import without_collections
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
 from tests.engine_svc.runner.fakes import apply
 from tests.engine_svc.runner.test_input_batch import admitted, plan, small_batch
+from triptych_kit.clock import FakeClock
 
 NUM_REQUESTS = 7
 MAX_TOKENS = 24

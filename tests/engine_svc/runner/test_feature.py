@@ -31,13 +31,13 @@ from engine_svc.runner.feature import LogitRows, PendingPart, RunnerFeature, Run
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import FakeClock
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
 from tests.engine_svc.runner.fakes import LogitsOfAllRows, PlanDriver
 from tests.engine_svc.runner.test_model_runner import prompt_of
 from triptych.engine.v1 import step_pb2
+from triptych_kit.clock import FakeClock
 
 LAUNCH_STAGES = [
     "add_row",

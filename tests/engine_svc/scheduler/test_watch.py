@@ -7,9 +7,9 @@ from typing import Any
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.watch import MAX_STEPS, SchedulerWatch, WatchedState, WatchedStep
-from service_kit.clock import FakeClock
 from tests.engine_svc.scheduler.doubles import Compiler
 from tests.engine_svc.scheduler.fakes import Stage, request
+from triptych_kit.clock import FakeClock
 
 
 class Watched(Stage):

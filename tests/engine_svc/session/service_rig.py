@@ -28,9 +28,6 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
-from service_kit.channel import open_channel
-from service_kit.clock import MonotonicClock
-from service_kit.server import INTERNAL, Registration, Server
 from tests.engine_svc.fakes import (
     EOS_TOKEN_ID,
     LIMIT_S,
@@ -42,6 +39,9 @@ from tests.engine_svc.fakes import (
 from tests.engine_svc.request_options import make_wire_features
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.server import INTERNAL, Registration, Server
 
 if TYPE_CHECKING:
     from engine_svc.loop.controls import EngineControls

@@ -32,8 +32,6 @@ from engine_svc.session.kv_subscription import KVSubscription
 from engine_svc.session.servicer import FULL_NAME
 from engine_svc.session.session import Session, SessionLink
 from engine_svc.tensors.source import TensorReceiver
-from service_kit import shared_memory
-from service_kit.channel import open_channel
 from tests.connections import without_collections
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens, make_scheduler
 from tests.engine_svc.loop.logprob_executor import emit_logprobs
@@ -57,6 +55,8 @@ from tests.engine_svc.session.service_rig import (
 )
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+from triptych_kit import shared_memory
+from triptych_kit.channel import open_channel
 
 
 async def test_ten_requests_of_twenty_tokens_make_the_round_trip():

@@ -11,9 +11,9 @@ import pytest
 from engine_svc.tensors import blobs
 from engine_svc.tensors.blobs import BlobStore, BlobUploads
 from engine_svc.tensors.host_tensor import HostTensor
-from service_kit.clock import FakeClock
-from service_kit.errors import InvalidArgument, ResourceExhausted
 from triptych.engine.v1 import engine_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import InvalidArgument, ResourceExhausted
 
 MAX_BLOB = 4096
 

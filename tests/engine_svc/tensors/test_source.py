@@ -16,8 +16,9 @@ import torch
 from engine_svc.tensors.host_tensor import ITEM_SIZES, BadTensor, HostTensor
 from engine_svc.tensors.source import TensorMemory, TensorReceiver, TensorSource
 from engine_svc.tensors.to_torch import to_torch, torch_dtype
-from service_kit import shared_memory
-from service_kit.errors import (
+from triptych.common.v1 import tensor_pb2
+from triptych_kit import shared_memory
+from triptych_kit.errors import (
     InvalidArgument,
     PermissionDenied,
     ResourceExhausted,
@@ -25,7 +26,6 @@ from service_kit.errors import (
     Unavailable,
     Unimplemented,
 )
-from triptych.common.v1 import tensor_pb2
 
 FRONTEND = f"frontend-{os.getpid()}"
 SESSION = "ab" * 16

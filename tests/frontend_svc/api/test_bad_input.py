@@ -8,8 +8,6 @@ import math
 import grpc
 import pytest
 
-from service_kit.logs import setup_logs
-from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     MAX_MODEL_LEN,
@@ -23,6 +21,8 @@ from tests.frontend_svc.fakes import (
     serving_one,
 )
 from triptych.api.v1 import generate_pb2
+from triptych_kit.telemetry.logs import setup_logs
+from triptych_kit.telemetry.traces import recent_spans, setup_telemetry, shutdown_telemetry
 
 NAN, LONG = math.nan, [5] * MAX_MODEL_LEN
 BAD_INPUT = {

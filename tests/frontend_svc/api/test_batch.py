@@ -13,7 +13,6 @@ from google.rpc import error_details_pb2, status_pb2
 from frontend_svc.api.batch import MAX_BATCH_ITEMS, stream_batch
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.generation.caller import Caller
-from service_kit.errors import InvalidArgument, ResourceExhausted
 from tests.frontend_svc.fakes import (
     TOKENIZER,
     WAIT_S,
@@ -26,6 +25,7 @@ from tests.frontend_svc.fakes import (
 )
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import error_pb2
+from triptych_kit.errors import InvalidArgument, ResourceExhausted
 
 CALLER = Caller("call", "", "", lambda: None)
 Responses = dict[int, list[generate_pb2.GenerateResponse]]

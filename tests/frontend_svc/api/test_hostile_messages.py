@@ -9,8 +9,6 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from service_kit.limits import PUBLIC
-from service_kit.logs import setup_logs
 from tests.frontend_svc.fakes import Client, FakeEngine, answer, make_request, read_all, serving
 from triptych.api.v1 import (
     chat_message_pb2,
@@ -21,6 +19,8 @@ from triptych.api.v1 import (
     request_pb2,
     tokenizer_pb2,
 )
+from triptych_kit.limits import PUBLIC
+from triptych_kit.telemetry.logs import setup_logs
 
 GENERATE = "/triptych.api.v1.InferenceService/Generate"
 CHAT = "/triptych.api.v1.ChatService/Chat"

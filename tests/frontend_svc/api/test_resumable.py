@@ -14,7 +14,6 @@ from frontend_svc.engines.adoption.takeover import not_kept
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
-from service_kit.errors import Aborted, InvalidArgument, NotFound, OutOfRange, Unavailable
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     EOS_ID,
@@ -32,6 +31,7 @@ from tests.frontend_svc.fakes import (
 from triptych.api.v1 import generate_pb2, inference_pb2, request_pb2
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import engine_pb2
+from triptych_kit.errors import Aborted, InvalidArgument, NotFound, OutOfRange, Unavailable
 
 TEXT = " sat on the mat 日本 😀."
 GRACE_MS = 5000

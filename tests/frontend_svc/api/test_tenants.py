@@ -11,11 +11,11 @@ import grpc.aio
 import pytest
 
 from frontend_svc.build import Frontend
-from service_kit.channel import ChannelCredentials, open_channel
-from service_kit.errors import from_rpc_error
 from tests.frontend_svc.fakes import WAIT_S, Client, FakeEngine, answer, make_request, serving
 from tests.frontend_svc.protocols.test_openai import HTTPClient
 from triptych.api.v1 import inference_pb2, request_pb2
+from triptych_kit.channel import ChannelCredentials, open_channel
+from triptych_kit.errors import from_rpc_error
 
 KEYS = {name: f"triptych-key-of-{name}" for name in ("ann", "amy", "bob", "none")}
 ENTRIES = f"""

@@ -12,10 +12,10 @@ from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.routing.account import LoadReport
 from frontend_svc.engines.topology import CoordinatorFence, Topology
-from service_kit.clock import FakeClock
-from service_kit.limits import INTERNAL
 from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving
 from triptych.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc, member_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.limits import INTERNAL
 
 LEASE_S = 3.0
 READY, GONE = member_pb2.MEMBER_STATE_READY, member_pb2.MEMBER_STATE_GONE

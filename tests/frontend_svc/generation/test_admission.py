@@ -6,7 +6,6 @@ import grpc
 import pytest
 
 from frontend_svc.generation.admission import Admission
-from service_kit.errors import ResourceExhausted
 from tests.frontend_svc.fakes import (
     MAX_MODEL_LEN,
     TOKENIZER,
@@ -17,6 +16,7 @@ from tests.frontend_svc.fakes import (
     serving,
     serving_one,
 )
+from triptych_kit.errors import ResourceExhausted
 
 
 def test_a_full_queue_refuses_with_the_limit_and_a_time_to_retry():

@@ -10,7 +10,6 @@ import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
 from frontend_svc.build import Frontend
-from service_kit.errors import from_rpc_error
 from tests.frontend_svc.engines.adoption.test_takeover import (
     GRACE_MS,
     begun_at,
@@ -33,6 +32,7 @@ from triptych.api.v1 import (
     tokenizer_pb2,
 )
 from triptych.engine.v1 import engine_pb2
+from triptych_kit.errors import from_rpc_error
 
 # Longer than a text may take: what waits behind it waits for the cut.
 ENDLESS = (

@@ -24,9 +24,6 @@ from frontend_svc.generation.failover import (
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, Turn, in_order
 from frontend_svc.output.loss import LossKind
 from frontend_svc.text.tokenize.id_column import id_column
-from service_kit.clock import FakeClock
-from service_kit.errors import ServiceError, Unavailable
-from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     TOKENIZER,
@@ -45,6 +42,9 @@ from tests.frontend_svc.token_source import TokenSource, whole_output
 from triptych.api.v1 import embedding_pb2, generate_pb2, model_pb2, request_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import engine_pb2, session_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import ServiceError, Unavailable
+from triptych_kit.telemetry.traces import recent_spans, setup_telemetry, shutdown_telemetry
 
 CASES = {
     "greedy": {"temperature": 0.0, "seed": 5},

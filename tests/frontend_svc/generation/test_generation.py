@@ -19,10 +19,6 @@ from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.collector import Output, OutputKind
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.clock import FakeClock
-from service_kit.errors import DeadlineExceeded, NotFound
-from service_kit.metrics import to_text
-from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_EOS,
     AT_LENGTH,
@@ -43,6 +39,10 @@ from tests.frontend_svc.fakes import (
 from triptych.api.v1 import inference_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import engine_pb2, step_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import DeadlineExceeded, NotFound
+from triptych_kit.telemetry.metrics import to_text
+from triptych_kit.telemetry.traces import recent_spans, setup_telemetry, shutdown_telemetry
 
 REPETITION = output_pb2.FINISH_REASON_REPETITION
 TEXT = " sat on the mat 日本 😀."

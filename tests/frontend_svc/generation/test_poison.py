@@ -13,10 +13,10 @@ import pytest
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks, content_of
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect
 from frontend_svc.output.loss import LossKind
-from service_kit.errors import Internal
 from tests.processes import running, source_environment
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import Internal
 
 
 def add_entry(**changes: object) -> add_pb2.AddEntry:

@@ -14,12 +14,12 @@ from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.errors import InvalidArgument
 from tests.frontend_svc.fakes import WAIT_S, make_request
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import InvalidArgument
 
 LIMITS = RequestLimits()
 

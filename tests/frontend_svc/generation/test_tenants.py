@@ -3,9 +3,9 @@ import math
 import pytest
 
 from frontend_svc.generation.tenants import Allowance, Tenants
-from service_kit.clock import FakeClock
-from service_kit.errors import ResourceExhausted
-from service_kit.security.identity import Identity, Role, TenantLimits
+from triptych_kit.clock import FakeClock
+from triptych_kit.errors import ResourceExhausted
+from triptych_kit.security.identity import Identity, Role, TenantLimits
 
 
 def identity(tenant: str = "a", **limits: int) -> Identity:

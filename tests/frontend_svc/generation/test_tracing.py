@@ -13,10 +13,6 @@ import frontend_svc.generation.tracing
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.tracing import RequestTimeline, RequestTraces
 from frontend_svc.output.engine_times import EngineTimes, EventKind, Progress
-from service_kit import conventions as names
-from service_kit.errors import ResourceExhausted
-from service_kit.spans import SpanRecord, TraceContext
-from service_kit.telemetry import recent_spans, setup_telemetry, shutdown_telemetry
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     WAIT_S,
@@ -29,6 +25,10 @@ from tests.frontend_svc.fakes import (
 )
 from triptych.api.v1 import chat_message_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import ResourceExhausted
+from triptych_kit.telemetry import conventions as names
+from triptych_kit.telemetry.spans import SpanRecord, TraceContext
+from triptych_kit.telemetry.traces import recent_spans, setup_telemetry, shutdown_telemetry
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4738"
 METADATA = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01"),)

@@ -11,10 +11,10 @@ from frontend_svc.generation.preprocess import Prepared, check_request, prepare
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.tokenizers import byte_level_tokenizer
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import InvalidArgument
 
 VOCAB_SIZE = 600
 LIMITS = RequestLimits()

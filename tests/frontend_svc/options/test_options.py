@@ -20,7 +20,6 @@ from frontend_svc.options import OPTIONS
 from frontend_svc.text.chat.prompt import ChatPrompt
 from frontend_svc.text.model import GenerationDefaults
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import make_request
@@ -28,6 +27,7 @@ from tests.frontend_svc.options.asking import LIMITS, breaches, model_of
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
 WIRE_FEATURES = make_wire_features()
 FIELDS = [name for option in OPTIONS for name in option.fields]

@@ -16,12 +16,12 @@ from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.prompt import RequestPrompt
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.errors import InvalidArgument, Unavailable, Unimplemented
 from tests.frontend_svc.fakes import WAIT_S, Client, FakeEngine, answer, read_all, serving
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, tokenizer_over
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import session_pb2
+from triptych_kit.errors import InvalidArgument, Unavailable, Unimplemented
 
 LIMITS = RequestLimits()
 HIDDEN = 3

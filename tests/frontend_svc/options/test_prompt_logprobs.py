@@ -14,11 +14,11 @@ from frontend_svc.output.logprobs import LogprobReader
 from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument
 from tests.frontend_svc.fakes import make_request
 from tests.frontend_svc.options.asking import breaches, completed, model_of, prepared
 from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import InvalidArgument
 
 
 def test_their_limit_is_that_of_sampled_tokens():

@@ -8,9 +8,9 @@ import pytest
 
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults
-from service_kit.errors import InvalidArgument
 from tests.frontend_svc.options.asking import breaches, completed, model_of, prepared
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(

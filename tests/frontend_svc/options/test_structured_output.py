@@ -23,13 +23,13 @@ from frontend_svc.text.constraint import (
 )
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import RequestPrompt
-from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
 from tests.frontend_svc.options.asking import BYTE_LEVEL, LIMITS, Encoder, model_of
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import session_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
 FIELD = "sampling.structured_output"
 READY = session_pb2.Ready(structured_output_backends=["llguidance", "xgrammar"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from frontend_svc.parsers.registry import ParserNames
-from service_kit.errors import Unimplemented
 from tests.frontend_svc.options.asking import BYTE_LEVEL, breaches, model_of, prepared
+from triptych_kit.errors import Unimplemented
 
 
 @pytest.mark.parametrize(

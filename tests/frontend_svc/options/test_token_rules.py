@@ -7,10 +7,10 @@ import math
 import pytest
 
 from frontend_svc.options.token_rules import bad_word_sequences
-from service_kit.errors import InvalidArgument
 from tests.frontend_svc.options.asking import BYTE_LEVEL, Encoder, breaches, completed
 from tests.frontend_svc.tokenizers import byte_fallback_tokenizer, id_of, word_piece_tokenizer
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from frontend_svc.output.collector import (
     ReaderLimit,
 )
 from frontend_svc.output.logprobs import Logprobs
-from service_kit.errors import ResourceExhausted, Unavailable
+from triptych_kit.errors import ResourceExhausted, Unavailable
 
 STOP = Ending(EndReason.STOP)
 

@@ -16,11 +16,11 @@ from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import ResourceExhausted, Unavailable
 from tests.frontend_svc.tokenizers import byte_level_tokenizer, id_of
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import ResourceExhausted, Unavailable
 
 TOKENIZER = byte_level_tokenizer()
 A, B, C = (id_of(TOKENIZER, letter) for letter in "abc")

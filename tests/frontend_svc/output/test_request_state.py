@@ -21,10 +21,10 @@ from frontend_svc.output.processor import OutputProcessor, StepColumns
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.detokenizer import Detokenizer
 from frontend_svc.text.stop_strings import StopBuffer
-from service_kit.errors import Aborted, Internal, InvalidArgument, Unavailable
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.errors import Aborted, Internal, InvalidArgument, Unavailable
 
 TOKENIZER = byte_level_tokenizer()
 EOS_ID = id_of(TOKENIZER, EOS)

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from service_kit.admin_http import AdminHTTP, metrics_page
-from service_kit.child import Announcement
-from service_kit.metrics import Counts, Distribution, Metrics
+from triptych_kit.http.admin_http import AdminHTTP, metrics_page
+from triptych_kit.process.child import Announcement
+from triptych_kit.telemetry.metrics import Counts, Distribution, Metrics
 
 
 class PlayedWorker:

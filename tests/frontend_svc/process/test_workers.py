@@ -16,15 +16,15 @@ import pytest
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.workers import WorkerGroup, worker_command
-from service_kit.admin_http import read_page
-from service_kit.channel import open_channel
-from service_kit.child import ChildDied
-from service_kit.config import load_config
-from service_kit.supervision import SupervisorLimits
 from tests.frontend_svc.fakes import AT_LENGTH, WAIT_S, Client, FakeEngine, answer, read_all
 from tests.processes import announced, running_async, source_environment
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import model_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.config import load_config
+from triptych_kit.http.admin_http import read_page
+from triptych_kit.process.child import ChildDied
+from triptych_kit.process.supervision import SupervisorLimits
 
 START_S = 60.0
 # Without it all channels of a process to one address share one connection.

@@ -15,11 +15,11 @@ import pytest
 
 from frontend_svc.protocols.openai.connection import ConnectionLimits, StrictConnection
 from frontend_svc.protocols.openai.listener import HTTPListener
-from service_kit.security.authenticator import Authenticator
-from service_kit.security.listeners import ListenerSecurity
-from service_kit.security.tls import CertificateFiles, ListenerTLS
 from tests.certificates import CertificateAuthority
 from tests.frontend_svc.protocols.raw_http import RawConnection, connected, exchange, post, until
+from triptych_kit.security.authenticator import Authenticator
+from triptych_kit.security.listeners import ListenerSecurity
+from triptych_kit.security.tls import CertificateFiles, ListenerTLS
 
 GET = b"GET /%s HTTP/1.1\r\nhost: a\r\n\r\n"
 SHORT = ConnectionLimits(request_s=0.3, idle_s=0.3, slow_reader_s=0.3, linger_s=0.3)

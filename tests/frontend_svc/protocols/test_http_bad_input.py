@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from frontend_svc.config import FrontendConfig
-from service_kit.logs import setup_logs
 from tests.frontend_svc.fakes import AT_LENGTH, TOKENIZER, WAIT_S, FakeEngine, FakeRequest, answer, serving
 from tests.frontend_svc.protocols.raw_http import RawConnection, RawReply, connected, exchange, post, until
+from triptych_kit.telemetry.logs import setup_logs
 
 NUM_STREAMS = 16
 NUM_TOKENS = 24

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from service_kit.server import ServiceState
 from tests.frontend_svc.fakes import (
     TOKENIZER,
     WAIT_S,
@@ -24,6 +23,7 @@ from tests.frontend_svc.fakes import (
 )
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import step_pb2
+from triptych_kit.server import ServiceState
 
 TEXT = "the cat sat on the mat"
 CHAT = {"messages": [{"role": "user", "content": "the cat"}]}

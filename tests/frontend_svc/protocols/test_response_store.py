@@ -6,7 +6,7 @@ import pytest
 
 from frontend_svc.protocols.openai.bodies import Message
 from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
-from service_kit.errors import NotFound
+from triptych_kit.errors import NotFound
 
 
 def unlimited() -> ResponseStore:

@@ -19,8 +19,10 @@ import pytest
 from frontend_svc.tensors.sender import INLINE_BYTES, TensorSender
 from frontend_svc.tensors.uploads import MAX_TRIES, MAX_UPLOADS, Uploads
 from frontend_svc.tensors.wire_tensor import WireTensor, num_bytes
-from service_kit import shared_memory
-from service_kit.errors import (
+from triptych.common.v1 import tensor_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit import shared_memory
+from triptych_kit.errors import (
     DeadlineExceeded,
     InvalidArgument,
     ResourceExhausted,
@@ -28,8 +30,6 @@ from service_kit.errors import (
     Unavailable,
     to_status,
 )
-from triptych.common.v1 import tensor_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 
 FRONTEND = f"sender-{os.getpid()}"
 SMALL = WireTensor.of(tensor_pb2.D_TYPE_UINT8, [INLINE_BYTES], bytes(INLINE_BYTES))

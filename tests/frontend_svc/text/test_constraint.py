@@ -10,7 +10,7 @@ import pytest
 
 from frontend_svc.text.constraint import AskedConstraint, ConstraintRefused, check
 from frontend_svc.text.json_schema.keywords import CONDITIONAL_KEYWORDS, ENFORCED_KEYWORDS
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 KEYWORDS = (*ENFORCED_KEYWORDS, *CONDITIONAL_KEYWORDS)
 ODD: tuple[object, ...] = (

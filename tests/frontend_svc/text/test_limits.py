@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from frontend_svc.text.limits import Violations
-from service_kit.errors import InvalidArgument
+from triptych_kit.errors import InvalidArgument
 
 
 def test_a_count_within_its_range_is_fine_and_another_is_noted():

@@ -9,9 +9,9 @@ from tokenizers import processors
 
 from frontend_svc.text.pooling import check_result, read_floats
 from frontend_svc.text.tokenize.tokenizer import PairTemplate
-from service_kit.errors import Internal
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of, word_piece_tokenizer
 from triptych.common.v1 import tensor_pb2
+from triptych_kit.errors import Internal
 
 VALUES = [0.5, -2.0, 1.5, 0.0]
 

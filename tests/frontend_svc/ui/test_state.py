@@ -16,11 +16,11 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.connection.client import EngineState
 from frontend_svc.engines.routing.account import EngineAccount
 from frontend_svc.ui.state import StatePage
-from service_kit.clock import FakeClock
-from service_kit.limits import INTERNAL
 from tests.frontend_svc.fakes import WAIT_S
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import session_pb2
+from triptych_kit.clock import FakeClock
+from triptych_kit.limits import INTERNAL
 
 
 class Watched(admin_pb2_grpc.AdminServiceServicer):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from service_kit.grammars.constraint import Constraint
+from triptych_kit.grammars.constraint import Constraint
 
 if TYPE_CHECKING:
     from torch import Tensor

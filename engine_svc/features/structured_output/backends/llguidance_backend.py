@@ -16,9 +16,9 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
     check_masks,
 )
-from service_kit.grammars.constraint import Constraint
-from service_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits, short_message
-from service_kit.process import release_memory
+from triptych_kit.grammars.constraint import Constraint
+from triptych_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits, short_message
+from triptych_kit.process.setup import release_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,15 +22,15 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
     check_masks,
 )
-from service_kit.grammars.constraint import (
+from triptych_kit.grammars.constraint import (
     MAX_WHITESPACE,
     Constraint,
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
 )
-from service_kit.grammars.limits import check_repetitions, check_text, subschemas
-from service_kit.grammars.structural_tags import read_structural_tags
+from triptych_kit.grammars.limits import check_repetitions, check_text, subschemas
+from triptych_kit.grammars.structural_tags import read_structural_tags
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128

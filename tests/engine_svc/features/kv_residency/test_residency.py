@@ -8,8 +8,8 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.features.kv_residency.scheduler import SAMPLED, KVResidency
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext
-from service_kit.clock import FakeClock
-from service_kit.metrics import Metrics
+from triptych_kit.clock import FakeClock
+from triptych_kit.telemetry.metrics import Metrics
 
 
 def context(clock: FakeClock, metrics: Metrics) -> SchedulerContext:

@@ -8,7 +8,7 @@ import pytest
 
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.log_steps.scheduler import LogSteps
-from service_kit.clock import FakeClock
+from triptych_kit.clock import FakeClock
 
 
 def test_a_line_counts_what_the_step_computed(caplog: pytest.LogCaptureFixture):

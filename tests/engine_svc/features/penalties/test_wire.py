@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.features.penalties.extras import Penalties
-from service_kit.errors import InvalidArgument
 from tests.engine_svc.session.service_rig import make_entry, read_add
+from triptych_kit.errors import InvalidArgument
 
 
 def test_penalties_arrive_as_they_are_sent():

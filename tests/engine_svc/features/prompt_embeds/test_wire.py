@@ -10,12 +10,12 @@ from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.convert import messages
 from engine_svc.core.request import Request
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
-from service_kit.errors import InvalidArgument, Unimplemented
 from tests.engine_svc.fakes import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts, read_add
 from triptych.common.v1 import tensor_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
 HIDDEN = 3
 BLOCK_SIZE = make_facts().block_size

@@ -26,11 +26,11 @@ from engine_svc.loop.step_output import StepOutput
 from engine_svc.runner.executor import InlineExecutor
 from engine_svc.runner.input_batch import StepInputs
 from engine_svc.scheduler.config import SchedulerConfig
-from service_kit.clock import FakeClock
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import make_scheduler_features, make_wire_features, split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE
 from tests.engine_svc.runner.sampler_rig import VOCAB_SIZE, random_logits
+from triptych_kit.clock import FakeClock
 
 PROMPT = [random.Random(4).randrange(3, 160) for _ in range(41)]
 

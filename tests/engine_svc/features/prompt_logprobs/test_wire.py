@@ -11,9 +11,9 @@ from engine_svc.convert import messages
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
 from engine_svc.loop.step_output import StepOutput
-from service_kit.errors import InvalidArgument
 from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_entry, read_add
+from triptych_kit.errors import InvalidArgument
 
 
 def floats(column: bytes) -> list[float | None]:

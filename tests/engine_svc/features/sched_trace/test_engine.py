@@ -9,9 +9,9 @@ import pytest
 from engine_svc.config import EngineConfig
 from engine_svc.features.sched_trace.replay import read_lines, replay
 from engine_svc.scheduler.policies import POLICIES
-from launcher.services import embedded_model
 from tests.engine_svc.build.test_engine import Built
 from tests.engine_svc.features.sched_trace.tracing import build
+from triptych_cli.services import embedded_model
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,7 +14,7 @@ import pytest
 from engine_svc.config import EngineConfig
 from engine_svc.features.sched_trace.file import TraceFile, file_of
 from engine_svc.features.sched_trace.records import Record
-from service_kit.config import ConfigError
+from triptych_kit.config import ConfigError
 
 
 def lines_of(*steps: int) -> list[Record]:

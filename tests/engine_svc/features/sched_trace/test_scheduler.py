@@ -17,7 +17,6 @@ from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.policies import POLICIES
-from service_kit.clock import FakeClock
 from tests.engine_svc.fakes import FakeExecutor
 from tests.engine_svc.features.sched_trace.tracing import (
     CACHE,
@@ -29,6 +28,7 @@ from tests.engine_svc.features.sched_trace.tracing import (
     replayed,
     request,
 )
+from triptych_kit.clock import FakeClock
 
 ASYNC = replace(SCHEDULER, async_scheduling=True, max_steps_in_flight=2)
 DRAFTS = replace(SCHEDULER, num_speculative_tokens=2)

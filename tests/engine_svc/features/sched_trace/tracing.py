@@ -19,7 +19,7 @@ from engine_svc.features.sched_trace.replay import Run, replay
 from engine_svc.features.sched_trace.scheduler import SchedTrace
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature
-from service_kit.clock import FakeClock
+from triptych_kit.clock import FakeClock
 
 EOS = 2
 SCHEDULER = SchedulerConfig(max_model_len=64, max_num_batched_tokens=24, max_num_seqs=6)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from engine_svc.build.engine import build_engine, build_served_engine
 from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra
@@ -19,9 +19,9 @@ from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.loop.mailbox import Add, Outbox, Stop
 from engine_svc.loop.step_output import FinishedRow
-from service_kit.grammars.constraint import Constraint, ConstraintKind
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind
 
-MODEL = Path(launcher.tiny_model.__file__).parent / "weights"
+MODEL = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 EOS = 0
 LIMIT_S = 60

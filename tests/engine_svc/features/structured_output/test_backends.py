@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-import launcher.tiny_model
+import triptych_cli.tiny_model
 from engine_svc.features.structured_output.backends.backend import (
     GrammarBackend,
     Matcher,
@@ -23,8 +23,8 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
 )
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
-from service_kit.grammars import llguidance_text
-from service_kit.grammars.constraint import (
+from triptych_kit.grammars import llguidance_text
+from triptych_kit.grammars.constraint import (
     MAX_WHITESPACE,
     Constraint,
     ConstraintKind,
@@ -33,7 +33,7 @@ from service_kit.grammars.constraint import (
     Whitespace,
 )
 
-TOKENIZER_JSON = (Path(launcher.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
+TOKENIZER_JSON = (Path(triptych_cli.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
 TOKENIZER = Tokenizer.from_str(TOKENIZER_JSON)
 EOS = 0
 SIZE = 2100  # more than the tokenizer has

@@ -9,12 +9,12 @@ from engine_svc.core.request import FinishReason
 from frontend_svc.parsers.parser import CallRules
 from frontend_svc.parsers.registry import TOOL_PARSERS, ParserNames
 from frontend_svc.text.chat.call_tags import call_tags
-from service_kit.grammars.constraint import ConstraintKind
 from tests.engine_svc.features.structured_output.engine_rig import Asked, Rig, spec, text_of
 from tests.frontend_svc.options.asking import model_of
 from tests.frontend_svc.parsers.transcripts import run
 from triptych.api.v1 import chat_message_pb2
 from triptych.engine.v1 import session_pb2
+from triptych_kit.grammars.constraint import ConstraintKind
 
 FORMS = sorted(name for name, format_ in TOOL_PARSERS.items() if format_.form is not None)
 SCHEMAS = {

@@ -14,7 +14,6 @@ from engine_svc.features.structured_output.runner import StructuredOutputRows
 from engine_svc.features.structured_output.scheduler import GrammarEnds
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.features.token_rules.extras import TokenRules
-from service_kit.grammars.constraint import ConstraintKind
 from tests.engine_svc.features.structured_output.engine_rig import (
     EOS,
     Answered,
@@ -26,6 +25,7 @@ from tests.engine_svc.features.structured_output.engine_rig import (
     spec,
     text_of,
 )
+from triptych_kit.grammars.constraint import ConstraintKind
 
 PERSON = {
     "type": "object",

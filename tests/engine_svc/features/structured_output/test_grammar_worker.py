@@ -11,9 +11,9 @@ import pytest
 from engine_svc.features.structured_output.backends.backend import Vocabulary
 from engine_svc.features.structured_output.backends.llguidance_backend import marker_ids
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
-from service_kit.grammars import llguidance_text
-from service_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError, GrammarTooComplex
 from tests.engine_svc.features.structured_output.test_backends import EOS, SIZE, TOKENIZER_JSON
+from triptych_kit.grammars import llguidance_text
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError, GrammarTooComplex
 
 
 def schema(document: object) -> Constraint:

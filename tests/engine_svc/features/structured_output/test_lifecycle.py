@@ -17,8 +17,6 @@ from engine_svc.features.structured_output.wire import StructuredOutputOfAdd
 from engine_svc.loop.mailbox import Inbox, Prepared
 from engine_svc.loop.pause import RunState
 from engine_svc.loop.preparation import Preparations
-from service_kit.clock import MonotonicClock
-from service_kit.errors import from_rpc_error
 from tests.engine_svc.loop.controlled_rig import ABORT as ABORTING
 from tests.engine_svc.loop.controlled_rig import KEEP, WAIT, controlled, tokens_of
 from tests.engine_svc.session.service_rig import (
@@ -32,6 +30,8 @@ from tests.engine_svc.session.service_rig import (
 )
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, utility_pb2
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.errors import from_rpc_error
 
 ERROR = output_pb2.FINISH_REASON_ERROR
 RESUME = {"features": ["resume"]}

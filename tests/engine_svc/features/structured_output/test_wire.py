@@ -10,12 +10,12 @@ from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.wire import StructuredOutputOfAdd, make
-from service_kit.errors import InvalidArgument, Unimplemented
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 from tests.engine_svc.session.service_rig import make_entry, make_facts
 from triptych.common.v1 import sampling_pb2
 from triptych.common.v1.sampling_pb2 import StructuredChoice
 from triptych.engine.v1 import add_pb2, session_pb2
+from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 AFTER = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
 FACTS = make_facts()

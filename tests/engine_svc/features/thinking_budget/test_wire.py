@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
-from service_kit.errors import InvalidArgument
 from tests.engine_svc.session.service_rig import make_entry, read_add
 from triptych.engine.v1 import add_pb2
+from triptych_kit.errors import InvalidArgument
 
 
 def thinking_entry(budget: int, start: list[int], end: list[int]) -> add_pb2.AddEntry:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.features.token_rules.extras import TokenRules
-from service_kit.errors import InvalidArgument
 from tests.engine_svc.fakes import VOCAB_SIZE
 from tests.engine_svc.session.service_rig import column, make_entry, read_add
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.errors import InvalidArgument
 
 # Of token 4 twice.
 BIASES = ((4, 0.5), (7, 100.0), (4, 1.0))

@@ -17,8 +17,8 @@ from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute
 from engine_svc.scheduler.policies.prefill_first import PrefillFirst
 from engine_svc.scheduler.policies.priority import ByPriority
-from service_kit.config import ConfigError
 from tests.engine_svc.scheduler.fakes import Stage, request
+from triptych_kit.config import ConfigError
 
 PLUGIN = '''
 from engine_svc.scheduler.config import PauseState

@@ -15,7 +15,6 @@ from frontend_svc.build import Frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.adoption.takeover import MAX_RESUME_STATE_BYTES, make_resumable, output_request_id
 from frontend_svc.engines.connection.client import EngineState
-from service_kit.channel import open_channel
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     LONG_HEARTBEAT_S,
@@ -35,6 +34,7 @@ from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_client.errors import TriptychError
 from triptych_client.retry import Attempts, RetryPolicy
 from triptych_client.stream_plan import StreamPlan
+from triptych_kit.channel import open_channel
 
 GRACE_MS = 5000
 Response = generate_pb2.GenerateResponse

@@ -15,7 +15,6 @@ from frontend_svc.engines.artifacts import MAX_FILES, ArtifactStore
 from frontend_svc.engines.connection.client import EngineClient, EngineState, FrontendIdentity
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.clock import MonotonicClock
 from tests.connections import until_connections, without_collections
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
@@ -31,6 +30,7 @@ from tests.frontend_svc.tokenizers import word_piece_tokenizer
 from triptych.api.v1 import model_pb2
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych_kit.clock import MonotonicClock
 
 
 async def test_an_engine_that_starts_later_is_found():

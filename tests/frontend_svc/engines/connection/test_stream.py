@@ -13,9 +13,10 @@ from frontend_svc.engines.connection.client import ReadyMailbox
 from frontend_svc.engines.connection.health import StepWatch
 from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
-from service_kit.channel import open_channel
-from service_kit.clock import FakeClock, MonotonicClock
-from service_kit.errors import (
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import FakeClock, MonotonicClock
+from triptych_kit.errors import (
     Aborted,
     FailedPrecondition,
     InvalidArgument,
@@ -25,7 +26,6 @@ from service_kit.errors import (
     to_parts,
     to_status,
 )
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 
 
 class FakeCall:

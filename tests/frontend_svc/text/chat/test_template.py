@@ -23,9 +23,9 @@ from frontend_svc.text.chat.template import (
 )
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.tokenize.text_files import TextRefused
-from service_kit.errors import InvalidArgument
 from tests.frontend_svc.tokenizers import byte_level_tokenizer
 from triptych.api.v1 import chat_message_pb2
+from triptych_kit.errors import InvalidArgument
 
 # Templates in the formats of model families in use, written for these tests.
 BY_FAMILY = {

@@ -18,8 +18,8 @@ from frontend_svc.text.json_schema.keywords import (
     serve,
 )  # fmt: skip
 from frontend_svc.text.json_schema.rewrite import FORMATS
-from service_kit.grammars.constraint import Constraint, ConstraintKind
-from service_kit.grammars.llguidance_text import grammar_text, parser_limits
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind
+from triptych_kit.grammars.llguidance_text import grammar_text, parser_limits
 
 
 class Bytes:

@@ -16,8 +16,8 @@ from frontend_svc.text.constraint import AskedConstraint, CheckedConstraint
 from frontend_svc.text.workers.verdicts import Verdicts
 from frontend_svc.text.workers.work_queue import Work
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.errors import InvalidArgument
-from service_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from triptych_kit.errors import InvalidArgument
+from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 FIELD = "sampling.structured_output"
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})

@@ -30,9 +30,9 @@ from frontend_svc.text.workers.frames import (
 )
 from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
 from frontend_svc.text.workers.workers import TextWorkers
-from service_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
 from tests.processes import running, source_environment
+from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 
 # Limits are short where something is to run into them, and long where nothing may.
 SHORT_S = 1.0

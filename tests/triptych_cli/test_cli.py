@@ -1,0 +1,155 @@
+"""The command line before anything runs: verbs, help, mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from engine_svc.config import EngineConfig
+from tests.triptych_cli.fakes import triptych
+from triptych_cli.bench.config import BenchServeConfig
+from triptych_cli.config import ServeConfig
+from triptych_cli.services import SERVICES, config_of
+from triptych_cli.vllm_names import SENTENCES, explained
+from triptych_kit.config import flag_names
+
+
+async def test_version_is_one_line() -> None:
+    outcome = await triptych("--version")
+    assert outcome.exit_code == 0
+    assert outcome.out.startswith("triptych ")
+
+
+async def test_help_names_every_verb() -> None:
+    outcome = await triptych("--help")
+    verbs = {line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()}
+    assert {"serve", "frontend", "engine", "coordinator", "complete", "chat", "health", "demo"} <= verbs
+    assert {"bench", "run-batch"} <= verbs
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        ("coordinator", ["--lease-ms"]),
+        ("engine", ["--max-num-seqs", "[default: 256]"]),
+        ("frontend", ["--engine"]),
+        ("serve", ["--ready-file", "-dp, --data-parallel-size", "--max-num-seqs", "--lease-ms"]),
+    ],
+)
+async def test_help_of_a_verb_lists_the_options_of_its_services(verb: str, flags: list[str]) -> None:
+    outcome = await triptych(verb, "--help")
+    assert outcome.exit_code == 0
+    for flag in flags:
+        assert flag in outcome.out
+
+
+@pytest.mark.parametrize("group", [(), ("admin",), ("ray",), ("bench",), ("conformance",)])
+async def test_the_help_of_a_verb_in_a_list_is_whole(group: tuple[str, ...]) -> None:
+    outcome = await triptych(*group, "--help")
+    listed = outcome.out.partition("Commands:")[2]
+    assert listed
+    assert [line for line in listed.splitlines() if line.endswith("...")] == []
+
+
+async def test_help_of_serve_has_each_flag_once_common_ones_first() -> None:
+    lines = (await triptych("serve", "--help")).out.splitlines()
+    flags = [word for line in lines for word in line.split()[:2] if word.startswith("--")]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "Usage: triptych serve [OPTIONS] [MODEL]"
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")][:2] == [
+        "Arguments:",
+        "Common options:",
+    ]
+    assert sorted(flags) == sorted(set(flags))
+
+
+async def test_help_of_complete_is_grouped_common_options_first() -> None:
+    help_ = (await triptych("complete", "--help")).out
+    titles = [line for line in help_.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:2] == ["Arguments:", "Options:"]
+    assert help_.index("--max-tokens") < help_.index("--presence-penalty") < help_.index("--logprobs")
+
+
+@pytest.mark.parametrize("verb", ["serve", "engine"])
+async def test_help_has_a_short_spelling(verb: str) -> None:
+    outcome = await triptych(verb, "-h")
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert "--max-num-seqs" in outcome.out
+
+
+async def test_what_is_not_text_is_refused() -> None:
+    outcome = await triptych("complete", "--prompt", os.fsdecode(b"\xff"))
+    assert outcome.exit_code == 2
+    assert "is not UTF-8" in outcome.err
+
+
+async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
+    outcome = await triptych("serve", "--help")
+    for flag in ("--announce-fd", "--coordinator ", "--admin-port"):
+        assert flag not in outcome.out
+    assert outcome.out.count("--config") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--max-num-seq", "4"), "did you mean --max-num-seqs?"),
+        (("coordinator", "--lease", "4"), "did you mean --lease-ms?"),
+        (("complete", "--temperatur", "1"), "--temperature"),
+        (("serv",), "serve"),
+        (("serve", "--enable-lora"), "unknown flag --enable-lora: LoRA adapters are not served yet\n"),
+        (
+            ("serve", "--quantization", "awq"),
+            "--quantization: 'awq' is not one of none, int8, fp8; quantized checkpoints are not read:",
+        ),
+        (
+            ("serve", "--api-key", "x"),
+            "unknown flag --api-key: set TRIPTYCH_API_KEY, or name a file with --api-keys",
+        ),
+        (("engine", "--enforce-eager"), "unknown flag --enforce-eager: it is --cuda-graphs"),
+        (("frontend", "--tool-call-parser=x"), "unknown flag --tool-call-parser: it is --tool-parser"),
+        (("bench", "serve", "--num-prompts=3"), "unknown flag --num-prompts: it is --num-requests"),
+        (("serve", "--max-lora-rank-of-next-year=8"), "of-next-year: LoRA adapters are not served yet\n"),
+        (("serve", "--enable-eplb"), "unknown flag --enable-eplb: experts stay in their rank\n"),
+        (("serve", "--seed", "3"), "unknown flag --seed: give each request its own seed\n"),
+        (("serve", "-ep"), "unknown flag -ep: it is --expert-parallel\n"),
+        (("serve", "-q", "awq"), "is not one of none, int8, fp8; quantized checkpoints are not read"),
+        (("serve", "-dp", "0"), "--data-parallel-size is 0"),
+        (("serve", "--port", "70000"), "port is 70000"),
+    ],
+)
+async def test_a_mistake_exits_2_and_names_the_way_out(arguments: tuple[str, ...], message: str) -> None:
+    outcome = await triptych(*arguments)
+    assert outcome.exit_code == 2
+    assert message in outcome.err
+
+
+def test_serve_takes_the_short_flags() -> None:
+    shorts = {"data_parallel_size": "-dp"}
+    assert {name: ServeConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
+    shorts = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "quantization": "-q"}
+    assert {name: EngineConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
+
+
+def test_every_sentence_about_a_flag_of_vllm_is_about_an_unknown_flag() -> None:
+    of_serve = flag_names(ServeConfig).union(*(flag_names(config_of(service)) for service in SERVICES))
+    known = of_serve | flag_names(BenchServeConfig)
+    flags = {"--" + name.replace("_", "-") for name in SENTENCES}
+    assert flags & of_serve == set()
+    assert [flag for flag in known - flags if explained(flag)] == []
+    for flag in flags:
+        named = set(re.findall("--[a-z-]+", explained(flag)))
+        assert named <= known | {"--workers", "--engine-label"}, flag
+
+
+def test_the_command_line_imports_no_grpc_before_a_verb_prepares_for_it() -> None:
+    program = (
+        "import sys, triptych_cli.cli, triptych_cli.arguments\n"
+        "print('grpc' in sys.modules, 'torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "False False\n"

@@ -1,0 +1,503 @@
+"""The command line: one function per verb. Options of services come from their configurations."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from triptych_kit.process.setup import end_at_once_on_signals, prepare_process, process_environment
+from triptych_kit.process.stacks import write_when_asked
+
+if sys.argv[1:2] and sys.argv[1] in ("serve", "frontend", "engine", "coordinator"):
+    # Until it handles signals itself: a stop during the imports is no failure.
+    write_when_asked()
+    end_at_once_on_signals(0)
+
+import typer
+from typer.core import TyperCommand
+
+from triptych_cli.ray.verbs import ray
+from triptych_cli.verbs.admin_verbs import admin
+from triptych_cli.verbs.key_verbs import key
+from triptych_conformance.verbs import conformance
+
+# A verb that runs services forwards its arguments: their own configurations have the flags and the help.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_USAGE_ERROR = 2
+_DEFAULT_URL = "grpc://127.0.0.1:50051"
+_DEFAULT_PORTS = {"frontend": 50051, "engine": 50061, "coordinator": 50071}
+
+# The user's environment. Child processes start from this, without what this process sets for its own gRPC.
+_ENVIRONMENT = process_environment()
+
+# Groups of the options of `complete`, in the order in which it has them.
+_RULES, _OUTPUT, _REQUEST = "Penalties and rules", "Output", "Request"
+
+Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
+Model = Annotated[str, typer.Option(help="served name of the model; needed if there are several")]
+
+app = typer.Typer(
+    help="An LLM inference stack in three gRPC services: frontend, engine, coordinator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+trace = typer.Typer(help="Look at traces without a collector.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(trace, name="trace")
+bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+app.add_typer(admin, name="admin")
+app.add_typer(key, name="key")
+app.add_typer(ray, name="ray")
+app.add_typer(conformance, name="conformance")
+
+
+def main() -> None:
+    """Run the `triptych` command and exit."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # A character that the terminal cannot encode must not end the program.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    for argument in sys.argv[1:]:
+        if not _is_text(argument):
+            print(f"triptych: argument {argument!r} is not UTF-8", file=sys.stderr)
+            raise SystemExit(_USAGE_ERROR)
+    app(prog_name="triptych")
+
+
+def _is_text(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from triptych_kit.version import installed_version
+
+        print(f"triptych {installed_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(context: typer.Context) -> None:
+    """Serve a model on this machine, with a frontend for clients."""
+    from triptych_cli.arguments import asks_for_help, parse_serve, serve_usage
+    from triptych_kit.config import ConfigError
+
+    # Before the services' configurations, some of which import grpc.
+    prepare_process("client")
+    if asks_for_help(context.args):
+        print(serve_usage())
+        return
+    try:
+        serving = parse_serve(context.args)
+    except ConfigError as error:
+        _refuse("serve", error)
+    from triptych_cli.serve.serve import run_serve
+
+    raise typer.Exit(run_serve(serving, _ENVIRONMENT))
+
+
+@app.command(context_settings=_PASS_ON)
+def frontend(context: typer.Context) -> None:
+    """Run one frontend: text in and out for clients."""
+    raise typer.Exit(_run_service("frontend", context.args))
+
+
+@app.command(context_settings=_PASS_ON)
+def engine(context: typer.Context) -> None:
+    """Run one engine: the model."""
+    from triptych_cli.arguments import with_model
+
+    raise typer.Exit(_run_service("engine", with_model(context.args)))
+
+
+@app.command(context_settings=_PASS_ON)
+def coordinator(context: typer.Context) -> None:
+    """Run one coordinator: membership and load of engines."""
+    raise typer.Exit(_run_service("coordinator", context.args))
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has its options in the groups that they name (`rich_help_panel`)."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                group = getattr(parameter, "rich_help_panel", None) or "Options"
+                groups.setdefault("Arguments" if is_argument else group, []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+@app.command(cls=GroupedCommand)
+def complete(
+    prompt_argument: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="the prompt as text; without it, stdin")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="the prompt as text, too", rich_help_panel=_REQUEST)
+    ] = None,
+    url: Url = _DEFAULT_URL,
+    prompt_token_ids: Annotated[
+        str | None, typer.Option(help="the prompt as ids: 1,2,3", rich_help_panel=_REQUEST)
+    ] = None,
+    model: Model = "",
+    request_id: Annotated[
+        str, typer.Option(help="an id of your own for the request", rich_help_panel=_REQUEST)
+    ] = "",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="most tokens to sample; unset: the model's max_new_tokens, else all that fit its context"
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="tokens before the output may end", rich_help_panel=_RULES)
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="smallest set of tokens that reaches this share")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="the k most likely tokens; 0 is all")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="least share of the most likely token", rich_help_panel=_RULES)
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="against tokens that occurred", rich_help_panel=_RULES)
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="against each occurrence", rich_help_panel=_RULES)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="divides logits of seen tokens", rich_help_panel=_RULES)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+    n: Annotated[int | None, typer.Option(help="outputs to sample")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; repeatable")] = None,
+    stop_token_ids: Annotated[list[str] | None, typer.Option(help="ids that end it: 1,2,3")] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option(help="go on past the end of sequence", rich_help_panel=_RULES)
+    ] = None,
+    include_stop_in_output: Annotated[
+        bool | None, typer.Option(help="keep the stop string", rich_help_panel=_OUTPUT)
+    ] = None,
+    skip_special_tokens: Annotated[
+        bool | None, typer.Option(help="leave special tokens out", rich_help_panel=_OUTPUT)
+    ] = None,
+    spaces_between_special_tokens: Annotated[
+        bool | None, typer.Option(help="if they are shown", rich_help_panel=_OUTPUT)
+    ] = None,
+    detokenize: Annotated[
+        bool | None, typer.Option(help="return text, not ids alone", rich_help_panel=_OUTPUT)
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[str] | None, typer.Option(help="the only ids to sample", rich_help_panel=_RULES)
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None, typer.Option(help="text not to be written; repeatable", rich_help_panel=_RULES)
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="likeliest tokens to return per position", rich_help_panel=_OUTPUT)
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="the same for the prompt", rich_help_panel=_OUTPUT)
+    ] = None,
+    stream_interval: Annotated[
+        int | None, typer.Option(help="tokens to gather for a message", rich_help_panel=_OUTPUT)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one object instead of text", rich_help_panel=_OUTPUT)
+    ] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="with --json: one object an event", rich_help_panel=_OUTPUT)
+    ] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="timeout in s", rich_help_panel=_REQUEST)] = None,
+) -> None:
+    """Continue one prompt and print the text as it arrives.
+
+    Exits 1 with the status on stderr if the request is refused.
+    """
+    arguments = dict(locals())
+    if prompt_argument is not None and prompt is not None:
+        _refuse("complete", ValueError("give one of PROMPT and --prompt"))
+    arguments["prompt"] = arguments.pop("prompt_argument") if prompt is None else prompt
+    arguments.pop("prompt_argument", None)
+    prepare_process("client")
+    from triptych_cli.verbs.complete import Completion, run_complete
+
+    shown = ("url", "prompt", "prompt_token_ids", "model", "request_id", "as_json", "stream", "timeout_s")
+    sampling = {name: value for name, value in arguments.items() if name not in shown}
+    raise typer.Exit(run_complete(Completion(sampling=sampling, **{name: arguments[name] for name in shown})))
+
+
+@app.command()
+def chat(
+    url: Url = _DEFAULT_URL,
+    model: Model = "",
+    quick: Annotated[str | None, typer.Option(help="send only this message, then exit")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="most tokens of an answer; unset: the model's max_new_tokens, else all that fit its context"
+        ),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+) -> None:
+    """Chat with a model, a turn a line.
+
+    /help lists the commands; /exit or the end of the input ends it.
+
+    The conversation is sent to the server as messages; the model's chat template renders the prompt.
+    Reasoning is shown dimmed, on a terminal only; calls of tools are shown as text.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.chat import Chat, run_chat
+    from triptych_cli.verbs.complete import sampling_of
+
+    sampling = sampling_of({"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+    raise typer.Exit(run_chat(Chat(url, model, sampling, quick)))
+
+
+@app.command()
+def health(
+    url: Annotated[str | None, typer.Option(help="the service, grpc://host:port")] = None,
+    service: Annotated[
+        str, typer.Option(help="frontend, engine, coordinator, or a full gRPC name; '' is the process")
+    ] = "frontend",
+    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+) -> None:
+    """Print whether a service is ready to serve.
+
+    Exits 0 if its status is SERVING, and 1 if it is not.
+    """
+    prepare_process("client")
+
+    raise typer.Exit(run_health(url, service, timeout_s))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine has, and lacks, to serve a model.
+
+    Exits 1 if something is lacking.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
+@app.command("collect-env")
+def collect_env(
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", metavar="ADDRESS", help="a service to test the link to; repeatable"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="timeout of a call to it, in s")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+) -> None:
+    """Show what a report of a bug needs, without secrets.
+
+    Exits 1 if a service named by --target does not answer.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.collect_env import run_collect_env
+
+    raise typer.Exit(run_collect_env(_ENVIRONMENT, targets or (), timeout_s, as_json=as_json))
+
+
+@trace.command("last")
+def trace_last(
+    url: Annotated[str, typer.Option(help="an admin HTTP listener, http://host:port")],
+    num_traces: Annotated[int, typer.Option("-n", min=1, max=64, help="how many")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+) -> None:
+    """Draw the last requests of a frontend, the newest last.
+
+    Of an engine or a coordinator it draws the start, and operations such as a drain. Exits 1 if the service
+    does not answer.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.trace import TracesAsked, run_trace_last
+
+    raise typer.Exit(run_trace_last(TracesAsked(url, num_traces, as_json, timeout_s)))
+
+
+@bench.command("serve", context_settings=_PASS_ON)
+def bench_serve(context: typer.Context) -> None:
+    """Put a load on a running frontend, and measure it."""
+    from triptych_cli.arguments import asks_for_help
+    from triptych_cli.bench.config import BenchServeConfig
+    from triptych_kit.config import ConfigError, load_config, usage
+
+    if asks_for_help(context.args):
+        print(usage(BenchServeConfig, "triptych bench serve"))
+        return
+    _explain_flags("bench serve", context.args, BenchServeConfig)
+    try:
+        config = load_config(BenchServeConfig, context.args, service="bench").config
+    except ConfigError as error:
+        _refuse("bench serve", error)
+    prepare_process("client")
+    from triptych_cli.bench.serve import run_bench_serve
+
+    raise typer.Exit(run_bench_serve(config))
+
+
+@app.command("run-batch")
+def run_batch(
+    input_file: Annotated[str, typer.Option("--input", "-i", help="JSON Lines: a request a line")],
+    output_file: Annotated[str, typer.Option("--output", "-o", help="JSON Lines: a result a line")],
+    url: Url = _DEFAULT_URL,
+    model: Model = "",
+    concurrency: Annotated[int, typer.Option(min=1, max=65536, help="most requests in flight")] = 64,
+    resume: Annotated[bool, typer.Option("--resume", help="continue where OUTPUT ends")] = False,
+    max_attempts: Annotated[int, typer.Option(min=1, max=100, help="attempts per request if busy")] = 5,
+    timeout_s: Annotated[float | None, typer.Option(help="deadline of a request, in s")] = None,
+) -> None:
+    """Answer a file of requests, in order.
+
+    Exits 1 if any of them failed.
+
+    A line is {"custom_id", "call": "generate" or "chat", "body": the API's request as JSON}, or a line of the
+    OpenAI batch API: {"custom_id", "method", "url", "body"}.
+    """
+    prepare_process("client")
+    from triptych_cli.run_batch.run_batch import Batch, run_batch
+
+    raise typer.Exit(
+        run_batch(
+            Batch(input_file, output_file, url, model, concurrency, resume, max_attempts, timeout_s),
+        )
+    )
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Option(help="what to ask")] = None,
+) -> None:
+    """Show one answer of the embedded model, and its trace.
+
+    Starts three processes on free ports, and stops them.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.demo import DEFAULT_PROMPT, run_demo
+
+    raise typer.Exit(run_demo(prompt or DEFAULT_PROMPT, _ENVIRONMENT))
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="what --sched-trace-path wrote")],
+) -> None:
+    """Replay a trace of the scheduler, and compare.
+
+    Prints for each run in FILE whether the same decisions come out, else the first difference. Exits with 1
+    if there is one, with 2 if FILE cannot be read.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.replay import run_replay
+
+    raise typer.Exit(run_replay(file))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="admin HTTP listener of a frontend, http://host:port")],
+    interval_s: Annotated[float, typer.Option(min=0.1, max=60.0, help="time between two pictures")] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="print one picture, and end")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print what the frontend says as JSON, and end")
+    ] = False,
+) -> None:
+    """Show engines and their requests while they run.
+
+    q ends it. Without a terminal, or with TERM=dumb, it prints one picture. Exits with 1 if the frontend does
+    not answer.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.top import run_top
+
+    is_dumb = _ENVIRONMENT.get("TERM") == "dumb"
+    raise typer.Exit(run_top(url, interval_s, once=once or is_dumb, as_json=as_json))
+
+
+def _run_service(service: str, arguments: list[str]) -> int:
+    from triptych_cli.services import config_of, main_of
+
+    _explain_flags(service, arguments, config_of(service))
+    return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
+
+
+def _explain_flags(verb: str, arguments: list[str], config: type) -> None:
+    """Refuse a flag of vLLM that is another here, or has no counterpart, with the reason."""
+    from triptych_cli.vllm_names import explained
+    from triptych_kit.config import flag_names
+
+    known = flag_names(config)
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag not in known and (sentence := explained(flag)):
+            _refuse(verb, ValueError(f"unknown flag {flag}: {sentence}"))
+
+
+def _refuse(verb: str, error: Exception) -> NoReturn:
+    print(f"triptych {verb}: {error}", file=sys.stderr)
+    raise typer.Exit(_USAGE_ERROR)
+
+
+def run_health(url: str | None, service: str, timeout_s: float) -> int:
+    """Check the health of `service`, a kind or a full gRPC name; returns 0 if it is SERVING, else 1.
+
+    Without a URL it is the one on this host, at the port in the environment, as in its container.
+    """
+    # Imported here: this module is imported before grpc's environment is prepared, and by every verb.
+    import asyncio
+
+    from triptych_cli.serve.readiness import health_of
+    from triptych_cli.services import READINESS
+    from triptych_cli.verbs.failures import Asked, print_failure
+    from triptych_kit.config import read_environment
+    from triptych_kit.errors import ServiceError
+
+    kind = service if service in _DEFAULT_PORTS else "frontend"
+    port = read_environment(f"TRIPTYCH_{kind.upper()}_PORT") or _DEFAULT_PORTS[kind]
+    target = url or f"grpc://127.0.0.1:{port}"
+    try:
+        answer = asyncio.run(health_of(target, READINESS.get(service, service), timeout_s))
+    except ServiceError as error:
+        print_failure(error, Asked(target, timeout_s, flags={"target": "--url"}))
+        return 1
+    print(answer)
+    if answer == "SERVICE_UNKNOWN":
+        print(f"{target} does not serve {service}: --service names another service", file=sys.stderr)
+    return 0 if answer == "SERVING" else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Routes the flags of `triptych serve` to the services whose configuration has them. Knows no values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from triptych_cli.vllm_names import explained, nearest
+from triptych_kit.config import ConfigError, flag_names, switch_names
+
+# Flags that the launcher sets itself; a user's value would contradict it.
+RESERVED = frozenset(
+    {
+        "--announce-fd",
+        "--index",
+        "--admin-port",
+        "--coordinator",
+        "--engine",
+        "--advertise-address",
+        "--data-parallel-rank",
+        "--share-port",
+        "--uds",
+        "--admin-uds",
+        "--admin-http-uds",
+    }
+)
+
+
+def split_flags(
+    argv: Sequence[str], own: type, services: Mapping[str, type], *, reserved: Set[str] = RESERVED
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Split arguments into those of `own` and those of each service; ConfigError for an unknown flag.
+
+    A flag of `own` goes only there; any other goes to every service that has it. Positional arguments are
+    `own`'s. Flags in `reserved` are refused.
+    """
+    owners = {service: flag_names(config) for service, config in services.items()}
+    switches = switch_names(own).union(*(switch_names(config) for config in services.values()))
+    known = flag_names(own).union(*owners.values())
+    kept: list[str] = []
+    routed: dict[str, list[str]] = {service: [] for service in services}
+    arguments = iter(argv)
+    for argument in arguments:
+        if not argument.startswith("-"):
+            kept.append(argument)
+            continue
+        spelling = argument.partition("=")[0]
+        if spelling not in known or spelling in reserved:
+            raise ConfigError(_refusal(spelling, known - reserved))
+        words = [argument]
+        if "=" not in argument and spelling not in switches:
+            words += _value(spelling, next(arguments, None))
+        if spelling in flag_names(own):
+            kept += words
+            continue
+        for service, spellings in owners.items():
+            if spelling in spellings:
+                routed[service] += words
+    return kept, routed
+
+
+def _value(spelling: str, text: str | None) -> list[str]:
+    if text is None:
+        raise ConfigError(f"{spelling} needs a value")
+    return [text]
+
+
+def _refusal(spelling: str, known: set[str]) -> str:
+    if spelling in RESERVED:
+        return f"{spelling} is for a service that runs alone; serve connects its services itself"
+    sentence = explained(spelling)
+    return f"unknown flag {spelling}" + (f": {sentence}" if sentence else nearest(spelling, known))

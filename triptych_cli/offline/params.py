@@ -1,0 +1,163 @@
+"""Parameters of `LLM` and their conversion to protos, with the server's checks that need no model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from frontend_svc.options import OPTIONS
+from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.model import GenerationDefaults, ServedModel
+from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import sampling_pb2
+from triptych_cli.vllm_names import with_checked_arguments
+from triptych_kit.errors import InvalidArgument, Unimplemented
+
+# What a server may be configured to accept, and a model of every size.
+_WIDEST_LIMITS = RequestLimits(max_n=2**31, max_logprobs=-1)
+_ANY_MODEL = ServedModel(
+    name="",
+    text_key="",
+    fingerprint="",
+    tokenizer=cast(Any, None),  # No check reads text.
+    defaults=GenerationDefaults(),
+    max_model_len=2**31,
+    vocab_size=2**32,
+    eos_token_ids=(),
+)
+_PREFIX = "sampling."
+_FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+_WITH_TRUTH_VALUES = frozenset({"structured_output"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """Ends an output whose tail repeats one token pattern."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """Constrains an output to a grammar; exactly one of the first six fields must be set."""
+
+    json_schema: str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str = ""
+    disable_additional_properties: bool = False
+    backend: str = ""
+    lenient: bool = False
+
+
+@with_checked_arguments
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are sampled and returned; the fields are those of `triptych.common.v1.SamplingParams`.
+
+    Without `max_tokens` an output goes on to the model's own max_new_tokens, else until its context is full.
+
+    None, or an empty list, means unset: the model's or the server's default.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    structured_output: StructuredOutput | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool | None = None
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for a value of a wrong type or range."""
+        _check_ranges(self.to_proto())
+
+    def to_proto(self) -> sampling_pb2.SamplingParams:
+        values = asdict(self)
+        values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        message = sampling_pb2.SamplingParams()
+        for name, value in values.items():
+            if value is None:
+                continue
+            try:
+                message.MergeFrom(sampling_pb2.SamplingParams(**{name: _on_the_wire(name, value)}))
+            except (TypeError, ValueError, AttributeError) as error:
+                raise InvalidArgument(f"{name} is {value!r}: {error}", field=name) from error
+        return message
+
+
+def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Parameters from a message of plain numbers, such as a model's defaults."""
+    return SamplingParams(**{descriptor.name: value for descriptor, value in message.ListFields()})
+
+
+def _check_ranges(sampling: sampling_pb2.SamplingParams) -> None:
+    violations = Violations(_WIDEST_LIMITS)
+    request = generate_pb2.GenerateRequest(sampling=sampling)
+    for option in OPTIONS:
+        # Whether a model serves a parameter is found when it is asked.
+        with contextlib.suppress(Unimplemented):
+            option.check(request, _ANY_MODEL, violations)
+    try:
+        violations.raise_if_any()
+    except InvalidArgument as error:
+        found = [
+            (field.removeprefix(_PREFIX), text.removeprefix(_PREFIX)) for field, text in error.violations
+        ]
+        raise InvalidArgument("; ".join(text for _, text in found), violations=found) from None
+
+
+def _on_the_wire(name: str, value: Any) -> Any:
+    _refuse_truth_values(name, value)
+    if name == "logit_bias":
+        return [sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in value.items()]
+    if name == "structured_output":
+        given = {key: part for key, part in value.items() if part is not None}
+        if "choice" in given:
+            given["choice"] = sampling_pb2.StructuredChoice(choices=given["choice"])
+        return sampling_pb2.StructuredOutput(**given)
+    if name == "repetition_detection":
+        return sampling_pb2.RepetitionDetection(**value)
+    return value
+
+
+def _refuse_truth_values(name: str, value: Any) -> None:
+    # Python and protobuf accept True as the number 1, but it is a mistake of the caller.
+    if name in _WITH_TRUTH_VALUES or _FIELDS[name].type == FieldDescriptor.TYPE_BOOL:
+        return
+    parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    for part in parts if isinstance(parts, list | tuple) else (parts,):
+        if isinstance(part, bool):
+            raise TypeError("a boolean is not a number")

@@ -1,0 +1,114 @@
+"""What `serve` shows a person: how far the engines have loaded, and what is served where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+
+from engine_svc.build.start_check import shown_size
+from engine_svc.core.facts import LoadProgress
+from engine_svc.process.load_display import LoadDisplay
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych_kit.addresses import is_loopback, unix_path
+from triptych_kit.channel import open_channel
+from triptych_kit.clock import MonotonicClock
+from triptych_kit.version import installed_version
+
+_INTERVAL_S = 0.2
+_CALL_LIMIT_S = 2.0
+
+
+async def show_progress(addresses: Sequence[Callable[[], str]]) -> None:
+    """Draw a bar of how far the engines have loaded, one after another; to be cancelled when all are ready.
+
+    addresses: where the engines are, or "" as long as that is not known.
+    """
+    display = LoadDisplay(sys.stderr, MonotonicClock())
+    try:
+        for address in addresses:
+            while not address():  # noqa: ASYNC110  The supervisor has no event for it.
+                await asyncio.sleep(_INTERVAL_S)
+            await _show_progress_of(address(), display)
+    finally:
+        display.close()
+
+
+async def _show_progress_of(address: str, display: LoadDisplay) -> None:
+    async with open_channel(address) as channel:
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                info = await _info(channel)
+                if info.HasField("ready"):
+                    return
+                progress = info.load_progress
+                if progress.total:
+                    display.show(LoadProgress(progress.phase, progress.done, progress.total))
+            await asyncio.sleep(_INTERVAL_S)
+
+
+async def describe_engine(address: str) -> session_pb2.Ready:
+    """What a ready engine states of itself; empty if it does not answer."""
+    async with open_channel(address) as channel:
+        try:
+            return (await _info(channel)).ready
+        except grpc.RpcError:
+            return session_pb2.Ready()
+
+
+async def _info(channel: grpc.aio.Channel) -> engine_pb2.GetEngineInfoResponse:
+    stub = engine_pb2_grpc.EngineCoreServiceStub(channel)
+    info: engine_pb2.GetEngineInfoResponse = await stub.GetEngineInfo(
+        engine_pb2.GetEngineInfoRequest(), timeout=_CALL_LIMIT_S
+    )
+    return info
+
+
+def banner(
+    model: str,
+    addresses: Sequence[str],
+    ready: session_pb2.Ready,
+    admin_addresses: Mapping[str, str],
+    admin_https: Mapping[str, str],
+    kv_cache_memory: int | None,
+    http: str = "",
+    *,
+    has_tls: bool = False,
+) -> str:
+    """The text printed once everything is ready.
+
+    kv_cache_memory: what was asked for, in bytes.  http: the address of OpenAI's API, empty without one.
+    """
+    # Those at a socket can be scraped by nothing, and the frontend's have the address of its page.
+    num_scraped = sum(unix_path(one) is None for one in admin_https.values())
+    metrics = [
+        f"{name} http{'s' if has_tls else ''}://{one}/metrics"
+        for name, one in admin_https.items()
+        if unix_path(one) is None and not (name.startswith("frontend") and num_scraped == 1)
+    ]
+    secure = "s" if has_tls else ""
+    url = f"grpc{secure}://{addresses[0]}"
+    asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
+    return "\n".join(
+        (
+            f"triptych {installed_version()} serves {model}",
+            f"  model   {ready.model_name}, dtype {ready.fingerprint.dtype},"
+            f" up to {ready.max_model_len:,} tokens a request",
+            f"  KV      {ready.num_kv_blocks * ready.block_size:,} tokens an engine,"
+            f" in {ready.num_kv_blocks:,} blocks{asked}",
+            *(f"  gRPC    grpc{secure}://{one}" for one in addresses),
+            *([f"  HTTP    http{secure}://{http}/v1 (OpenAI)"] if http else []),
+            "  admin   " + ", ".join(f"triptych admin {name}" for name in admin_addresses),
+            *([f"  metrics {', '.join(metrics)}"] if metrics else []),
+            *(
+                f"  page    http{secure}://{one}/ui"
+                for name, one in admin_https.items()
+                if name.startswith("frontend") and is_loopback(one.rpartition(":")[0])
+            ),
+            f"  try     triptych chat --url {url}",
+            f"  or      triptych complete --url {url} 'Once upon a time'",
+        )
+    )

@@ -1,0 +1,134 @@
+"""Cases about ADD, its rejection, and abort."""
+
+from __future__ import annotations
+
+from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import engine_pb2
+from triptych_conformance.cases import Cases, Section, expect
+from triptych_conformance.frontend_under_test import Attempt, FrontendUnderTest
+from triptych_kit.errors import InvalidArgument, Unavailable
+
+CASES: Cases[FrontendUnderTest] = Cases(Section.REQUESTS)
+
+_DEADLINE_S = 30.0
+
+
+@CASES.must(
+    "An ADD has a handle of its own, a request_id, the prompt, one of params, and max_tokens of the client."
+)
+async def complete_add(frontend: FrontendUnderTest) -> None:
+    calls = [frontend.generate(6) for _ in range(3)]
+    attempts = [await frontend.attempt_of(call) for call in calls]
+    for attempt in attempts:
+        entry = attempt.entry
+        expect(entry.request_id, "request_id", "none")
+        expect(entry.WhichOneof("params") == "sampling", "sampling", entry.WhichOneof("params"))
+        expect(entry.sampling.max_tokens == 6, "max_tokens 6", entry.sampling.max_tokens)
+        expect(not entry.output_token_ids, "no output_token_ids of a new request", entry.output_token_ids)
+    used = {(id(attempt.session), attempt.entry.handle) for attempt in attempts}
+    expect(len(used) == len(attempts), "a handle for each request in flight", used)
+    ids = {attempt.entry.request_id for attempt in attempts}
+    expect(len(ids) == len(attempts), "a request_id for each request", ids)
+
+
+@CASES.must("The outputs of one request are requests of their own: `sampling.n` is 1 at most, seeds differ.")
+async def sampling_group(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate(2, n=2)
+    await frontend.until(lambda: len(frontend.attempts_of(call)) == 2 or call.is_over, "two entries")
+    attempts = frontend.attempts_of(call)
+    expect(len(attempts) == 2, "two entries", repr(call.error))
+    for name in ("handle", "request_id", "request_seed"):
+        values = {getattr(attempt.entry, name) for attempt in attempts}
+        expect(len(values) == 2, f"a {name} for each output", values)
+    for attempt in attempts:
+        expect(attempt.entry.sampling.n <= 1, "sampling.n of 1 at most", attempt.entry.sampling.n)
+        attempt.send([5, 6], is_first=True, ends=True)
+    await frontend.until(lambda: len(call.finished) == 2 or call.is_over, "both outputs at the client")
+    expect(len(call.finished) == 2, "both outputs at the client", repr(call.error))
+
+
+@CASES.must("A client's seed is the request_seed of its request, whatever the attempt.")
+async def client_seed(frontend: FrontendUnderTest) -> None:
+    seeds = set()
+    for _ in range(2):
+        call = frontend.generate(2, seed=7)
+        attempt = await frontend.attempt_of(call)
+        seeds.add(attempt.entry.request_seed)
+        attempt.send([5, 6], is_first=True, ends=True)
+        await frontend.must_finish(call, [5, 6])
+    expect(len(seeds) == 1, "the same request_seed for the same seed of a client", seeds)
+
+
+@CASES.must("The deadline of a client is sent as remaining_ms.")
+async def deadline(frontend: FrontendUnderTest) -> None:
+    attempt = await frontend.attempt_of(frontend.generate(timeout_s=_DEADLINE_S))
+    expect(attempt.entry.HasField("remaining_ms"), "remaining_ms", "none")
+    # gRPC rounds the timeout of a call up.
+    limit_ms = int(1000 * _DEADLINE_S * 1.02)
+    expect(0 < attempt.entry.remaining_ms <= limit_ms, f"up to {limit_ms} ms", attempt.entry.remaining_ms)
+
+
+@CASES.must("A client that cancels has its request aborted; rows that come nevertheless are ignored.")
+async def cancelled_client(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate()
+    attempt = await frontend.attempt_of(call)
+    attempt.send([5], is_first=True)
+    await frontend.until_tokens(call, 1)
+    await call.cancel()
+    session, handle = attempt.session, attempt.entry.handle
+    await frontend.until(lambda: handle in dict(session.aborts), "abort of the request")
+    attempt.send([6])
+    attempt.session.abort(handle)
+    await _must_be_served(frontend, attempt)
+
+
+@CASES.must("A stop string is the frontend's: it ends the output, and aborts the request with STOP_STRING.")
+async def stop_string(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate(8, stop=["w77"])
+    attempt = await frontend.attempt_of(call)
+    for number, token_id in enumerate((5, 77, 6)):
+        attempt.send([token_id], is_first=number == 0)
+    session, handle = attempt.session, attempt.entry.handle
+    await frontend.until(lambda: handle in dict(session.aborts), "abort of the request")
+    reason = dict(session.aborts)[handle]
+    expect(reason == engine_pb2.ABORT_REASON_STOP_STRING, "reason STOP_STRING", reason)
+    attempt.session.abort(handle)
+    await frontend.until(lambda: call.is_over, "the end of the client's call")
+    expect(0 in call.finished, "an output that is finished", repr(call.error))
+    expect(call.finished[0].reason == output_pb2.FINISH_REASON_STOP, "reason STOP", call.finished[0].reason)
+    expect("w6 " not in call.text + " ", "no text after the stop string", call.text)
+
+
+@CASES.must("A rejection with INVALID_ARGUMENT ends the request with that status.")
+async def invalid_request(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate()
+    attempt = await frontend.attempt_of(call)
+    attempt.reject(InvalidArgument("conformance", field="prompt"))
+    await frontend.until(lambda: call.is_over, "the end of the client's call")
+    expect(isinstance(call.error, InvalidArgument), "INVALID_ARGUMENT at the client", repr(call.error))
+    await _must_be_served(frontend, attempt)
+
+
+@CASES.must("A rejection with UNAVAILABLE sends the request to another engine.")
+async def unavailable_engine(frontend: FrontendUnderTest) -> None:
+    call = frontend.generate(2)
+    attempt = await frontend.attempt_of(call)
+    attempt.reject(Unavailable("conformance", reason="ENGINE_DRAINING"))
+
+    def others() -> list[Attempt]:
+        return [one for one in frontend.attempts_of(call) if one.entry is not attempt.entry]
+
+    await frontend.until(lambda: others() or call.is_over, "another ADD")
+    expect(others(), "another ADD", repr(call.error))
+    others()[0].send([5, 6], is_first=True, ends=True)
+    await frontend.must_finish(call, [5, 6])
+
+
+async def _must_be_served(frontend: FrontendUnderTest, attempt: Attempt) -> None:
+    """Another request is answered, and the stream of `attempt` is the same as before."""
+    call = frontend.generate(2)
+    other = await frontend.attempt_of(call)
+    other.send([5, 6], is_first=True, ends=True)
+    await frontend.must_finish(call, [5, 6])
+    session = attempt.session
+    expect(session.num_streams == 1 and len(session.hellos) == 1, "the same stream as before", "another one")

@@ -1,0 +1,184 @@
+"""AdminService of every process: status, spans, log level, drain. The only module here with stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import grpc.aio
+
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.field_checks import check_enum
+from triptych_kit.server import Lifecycle, Registration
+from triptych_kit.telemetry.logs import AUDIT_LOGGER, set_log_level
+from triptych_kit.telemetry.spans import SpanRecord, Value
+from triptych_kit.telemetry.traces import recent_spans
+from triptych_kit.version import installed_version
+
+SERVICE_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+_LEVELS = {
+    admin_pb2.LOG_LEVEL_DEBUG: logging.DEBUG,
+    admin_pb2.LOG_LEVEL_INFO: logging.INFO,
+    admin_pb2.LOG_LEVEL_WARNING: logging.WARNING,
+    admin_pb2.LOG_LEVEL_ERROR: logging.ERROR,
+}
+_STATES = {
+    "starting": admin_pb2.SERVICE_STATE_STARTING,
+    "serving": admin_pb2.SERVICE_STATE_SERVING,
+    "draining": admin_pb2.SERVICE_STATE_DRAINING,
+    "stopped": admin_pb2.SERVICE_STATE_STOPPED,
+}
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility and WatchScheduler with a handler.
+
+    The rest of AdminService is UNIMPLEMENTED. `status` returns the service's own facts and counters; its key
+    `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` and `watch`
+    handle calls into an engine process.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        instance: str,
+        status: Callable[[], Mapping[str, str | int | float]],
+        *,
+        lifecycle: Lifecycle,
+        utility: Callable[[admin_pb2.UtilityRequest], Awaitable[admin_pb2.UtilityResponse]] | None = None,
+        watch: Callable[[admin_pb2.WatchSchedulerRequest], AsyncIterator[admin_pb2.WatchSchedulerResponse]]
+        | None = None,
+    ) -> None:
+        self._service = service
+        self._instance = instance
+        self._status = status
+        self._lifecycle = lifecycle
+        self._utility = utility
+        self._watch = watch
+        self._started_at = time.monotonic()
+
+    def registration(self) -> Registration:
+        """The registration of this servicer; it is ready from the start."""
+        return Registration(
+            SERVICE_NAME,
+            functools.partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, self),
+            is_ready=True,
+        )
+
+    async def GetStatus(
+        self,
+        request: admin_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse],
+    ) -> admin_pb2.GetStatusResponse:
+        """Identity, state and counters of this process, and the number of tasks of its event loop."""
+        values = {"num_tasks": len(asyncio.all_tasks()), **self._status()}
+        state = _STATES[str(values.pop("state", "serving"))]
+        return admin_pb2.GetStatusResponse(
+            service=self._service,
+            instance=self._instance,
+            pid=os.getpid(),
+            version=installed_version(),
+            state=state,
+            uptime_ms=int((time.monotonic() - self._started_at) * 1000),
+            values=[_status_value(key, value) for key, value in sorted(values.items())],
+        )
+
+    async def GetTrace(
+        self,
+        request: admin_pb2.GetTraceRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.GetTraceRequest, admin_pb2.GetTraceResponse],
+    ) -> admin_pb2.GetTraceResponse:
+        """The recent spans of one trace, or of the newest."""
+        trace_id = request.trace_id
+        if not trace_id:
+            newest = recent_spans()[-1:]
+            trace_id = newest[0].trace_id if newest else "none"
+        spans = sorted(recent_spans(trace_id), key=lambda span: span.start_unix_ns)
+        return admin_pb2.GetTraceResponse(spans=[_span(span, self._service) for span in spans])
+
+    async def SetLogLevel(
+        self,
+        request: admin_pb2.SetLogLevelRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.SetLogLevelRequest, admin_pb2.SetLogLevelResponse],
+    ) -> admin_pb2.SetLogLevelResponse:
+        check_enum(request.level, "level", admin_pb2.LogLevel, _LEVELS)
+        if request.logger == AUDIT_LOGGER:
+            raise InvalidArgument(f"{AUDIT_LOGGER} logs calls of admins at every level", field="logger")
+        target = logging.getLogger(request.logger or None)
+        previous = target.getEffectiveLevel()
+        if request.logger:
+            target.setLevel(_LEVELS[request.level])
+        else:
+            set_log_level(logging.getLevelName(_LEVELS[request.level]))
+        return admin_pb2.SetLogLevelResponse(previous_level=_nearest_level(previous))
+
+    async def Drain(
+        self,
+        request: admin_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
+    ) -> AsyncIterator[admin_pb2.DrainResponse]:
+        """Drain this process, or follow its drain; a caller that goes does not end it."""
+        self._lifecycle.drain(request.deadline_ms / 1000 or None, keeps_running=request.keep_running)
+        async for num_in_flight, state in self._lifecycle.progress():
+            yield admin_pb2.DrainResponse(num_in_flight=num_in_flight, state=_STATES[state.value])
+
+    async def Utility(
+        self,
+        request: admin_pb2.UtilityRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.UtilityRequest, admin_pb2.UtilityResponse],
+    ) -> admin_pb2.UtilityResponse:
+        """Make a call into the engine, if this process is one."""
+        if self._utility is None:
+            raise Unimplemented(f"a {self._service} has no engine to call into", reason="NO_ENGINE")
+        return await self._utility(request)
+
+    async def WatchScheduler(
+        self,
+        request: admin_pb2.WatchSchedulerRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.WatchSchedulerRequest, admin_pb2.WatchSchedulerResponse],
+    ) -> AsyncIterator[admin_pb2.WatchSchedulerResponse]:
+        """The state of the scheduler at intervals, if this process is an engine."""
+        if self._watch is None:
+            raise Unimplemented(f"a {self._service} has no scheduler to watch", reason="NO_ENGINE")
+        async for response in self._watch(request):
+            yield response
+
+
+def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:
+    if isinstance(value, str):
+        return admin_pb2.StatusValue(key=key, text=value)
+    return admin_pb2.StatusValue(key=key, number=value)
+
+
+def _span(record: SpanRecord, service: str) -> admin_pb2.Span:
+    return admin_pb2.Span(
+        name=record.name,
+        trace_id=record.trace_id,
+        span_id=record.span_id,
+        parent_span_id=record.parent_span_id,
+        service=service,
+        pid=os.getpid(),
+        start_unix_ns=record.start_unix_ns,
+        end_unix_ns=record.end_unix_ns,
+        attributes=[
+            admin_pb2.SpanAttribute(key=key, value=_text_of(value))
+            for key, value in record.attributes.items()
+        ],
+        events=[admin_pb2.SpanEvent(name=event.name, unix_ns=event.unix_ns) for event in record.events],
+        ok=record.error is None,
+    )
+
+
+def _text_of(value: Value) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _nearest_level(level: int) -> admin_pb2.LogLevel:
+    # A level between two of ours, or below all, is reported as the next one above.
+    return next((ours for ours, theirs in _LEVELS.items() if theirs >= level), admin_pb2.LOG_LEVEL_ERROR)

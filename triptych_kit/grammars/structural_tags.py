@@ -1,0 +1,170 @@
+"""The document of a structural tag: texts that begin a tag, and the schema of what stands inside.
+
+Two forms are read. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [text]}. The newer:
+{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers", "tags", ...}}, where a tag is
+{"type": "tag", "begin", "content": {"type": "json_schema", "json_schema"}, "end"}, or such a tag alone, or
+{"type": "tags_with_separator", "tags", "separator", ...}, which has no text but these.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from triptych_kit.grammars.constraint import GrammarError
+
+MAX_TAGS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTags:
+    """Free text in which each trigger begins one of the tags that start with it."""
+
+    triggers: tuple[str, ...]  # empty: the output is tags with `separator` between them and nothing else
+    tags: tuple[Tag, ...]
+    separator: str = ""
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+    def texts(self) -> list[str]:
+        """What stands outside of the schemas."""
+        return [*self.triggers, self.separator, *(text for tag in self.tags for text in (tag.begin, tag.end))]
+
+    def document(self) -> dict[str, Any]:
+        """In the newer form."""
+        form: dict[str, Any] = {
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": tag.begin,
+                    "content": {"type": "json_schema", "json_schema": tag.schema},
+                    "end": tag.end,
+                }
+                for tag in self.tags
+            ],
+            "at_least_one": self.at_least_one,
+            "stop_after_first": self.stop_after_first,
+        }
+        if self.triggers:
+            form |= {"type": "triggered_tags", "triggers": list(self.triggers)}
+        else:
+            form |= {"type": "tags_with_separator", "separator": self.separator}
+        return {"type": "structural_tag", "format": form}
+
+
+def read_structural_tags(text: str) -> StructuralTags:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"structural_tag is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise GrammarError("structural_tag is not a JSON object")
+    if "structures" in document:
+        tags = _list(document, "structures")
+        found = StructuralTags(
+            _triggers(document),
+            tuple(_tag(entry, entry.get("schema") if _is_object(entry) else None) for entry in tags),
+        )
+    else:
+        found = _read_format(document.get("format"))
+    if not 0 < len(found.tags) <= MAX_TAGS:
+        raise GrammarError(f"structural_tag has {len(found.tags)} tags, 1 to {MAX_TAGS} are allowed")
+    for tag in found.tags:
+        if found.triggers and not any(tag.begin.startswith(trigger) for trigger in found.triggers):
+            raise GrammarError(f"structural_tag: no trigger begins the tag {tag.begin!r}")
+    for trigger in found.triggers:
+        if not any(tag.begin.startswith(trigger) for tag in found.tags):
+            raise GrammarError(f"structural_tag: no tag begins with the trigger {trigger!r}")
+        for other in found.triggers:
+            if other != trigger and trigger in other:
+                raise GrammarError(
+                    f"structural_tag: the trigger {trigger!r} is a part of the trigger {other!r}"
+                )
+    return found
+
+
+def _read_format(form: object) -> StructuralTags:
+    if not _is_object(form):
+        raise GrammarError("structural_tag has neither 'structures' nor an object 'format'")
+    kind = form.get("type")
+    if kind == "tag":
+        return StructuralTags((), (_new_tag(form),), at_least_one=True, stop_after_first=True)
+    if kind == "tags_with_separator":
+        unknown = set(form) - {"type", "tags", "separator", "at_least_one", "stop_after_first"}
+        if unknown:
+            raise GrammarError(f"structural_tag: {min(unknown)!r} of tags_with_separator is not supported")
+        if not isinstance(form.get("separator"), str):
+            raise GrammarError("structural_tag: 'separator' of tags_with_separator is not a text")
+        return StructuralTags(
+            (),
+            tuple(_new_tag(entry) for entry in _list(form, "tags")),
+            separator=form["separator"],
+            at_least_one=_flag(form, "at_least_one"),
+            stop_after_first=_flag(form, "stop_after_first"),
+        )
+    if kind == "triggered_tags":
+        unknown = set(form) - {"type", "triggers", "tags", "at_least_one", "stop_after_first"}
+        if unknown:
+            raise GrammarError(f"structural_tag: {min(unknown)!r} of triggered_tags is not supported")
+        return StructuralTags(
+            _triggers(form),
+            tuple(_new_tag(entry) for entry in _list(form, "tags")),
+            at_least_one=_flag(form, "at_least_one"),
+            stop_after_first=_flag(form, "stop_after_first"),
+        )
+    raise GrammarError(f"structural_tag: the format {kind!r} is not supported")
+
+
+def _new_tag(entry: Any) -> Tag:
+    content = entry.get("content") if _is_object(entry) else None
+    if not _is_object(content) or content.get("type") != "json_schema":
+        kind = content.get("type") if _is_object(content) else content
+        raise GrammarError(f"structural_tag: the content {kind!r} of a tag is not supported")
+    unknown = set(content) - {"type", "json_schema"}
+    if unknown:
+        raise GrammarError(f"structural_tag: {min(unknown)!r} of a json_schema content is not supported")
+    return _tag(entry, content.get("json_schema"))
+
+
+def _tag(entry: Any, schema: object) -> Tag:
+    begin, end = (entry.get("begin"), entry.get("end", "")) if _is_object(entry) else (None, None)
+    if not isinstance(begin, str) or not begin:
+        raise GrammarError("structural_tag: a tag has no text 'begin'")
+    if not isinstance(end, str):
+        raise GrammarError(f"structural_tag: 'end' of the tag {begin!r} is not a text")
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(f"structural_tag: the tag {begin!r} has no schema")
+    return Tag(begin, schema, end)
+
+
+def _triggers(document: Any) -> tuple[str, ...]:
+    triggers = _list(document, "triggers")
+    if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise GrammarError("structural_tag: 'triggers' is not a list of texts")
+    return tuple(dict.fromkeys(triggers))
+
+
+def _list(document: Any, name: str) -> list[Any]:
+    found = document.get(name)
+    if not isinstance(found, list):
+        raise GrammarError(f"structural_tag: {name!r} is not a list")
+    return found
+
+
+def _flag(document: Any, name: str) -> bool:
+    found = document.get(name, False)
+    if not isinstance(found, bool):
+        raise GrammarError(f"structural_tag: {name!r} is not a bool")
+    return found
+
+
+def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)

@@ -1,0 +1,396 @@
+"""The admin HTTP listener of a service: /metrics, and whatever else a service adds as a page.
+
+h11 reads and writes HTTP/1.1; all runs in the service's event loop, which owns what the pages show. Where
+callers need credentials, /metrics is for every role, and for everyone on loopback; all else is for admins.
+Other sites in a browser on this host are kept out: a listener on loopback answers only to names of loopback,
+and a POST must come from a page of the same host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import h11
+from prometheus_client.metrics_core import Metric
+
+from triptych_kit.addresses import (
+    AddressError,
+    check_address,
+    is_loopback,
+    private_files,
+    remove_socket,
+    unix_path,
+)
+from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials
+from triptych_kit.errors import PermissionDenied, Unauthenticated
+from triptych_kit.security.access import ANY_ROLE, check_role
+from triptych_kit.security.identity import Role
+from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
+from triptych_kit.security.tls import names_in_certificate
+from triptych_kit.telemetry.metrics import TEXT_FORMAT, to_text
+
+logger = logging.getLogger(__name__)
+
+METRICS_PATH = "/metrics"
+_MAX_CONNECTIONS = 64
+_MAX_HEAD_BYTES = 16 * 1024
+_MAX_BODY_BYTES = 256 * 1024
+_MAX_PAGE_BYTES = 64 * 1024 * 1024  # of another process
+_IDLE_S = 60.0  # between two requests of a connection, and for one to arrive
+_WRITE_S = 10.0
+_HANDSHAKE_S = 10.0
+_READ_BYTES = 64 * 1024
+_HEADERS = [
+    ("cache-control", "no-store"),
+    ("x-content-type-options", "nosniff"),
+    ("content-security-policy", "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer. The parts of a body that is a generator are written as they come.
+
+    Such a generator is cancelled when the client goes away.
+    """
+
+    body: bytes | AsyncGenerator[bytes, None]
+    content_type: str = "text/plain; charset=utf-8"
+    status: int = 200
+
+
+# Called with the request's target, its query included.
+MakePage = Callable[[str], Awaitable[Page]]
+# Called with the body of a POST, which is JSON.
+TakeBody = Callable[[bytes], Awaitable[Page]]
+
+
+def metrics_page(collect: Callable[[], Iterable[Metric]]) -> MakePage:
+    """The page /metrics."""
+
+    async def make(target: str) -> Page:
+        return Page(to_text(collect()), TEXT_FORMAT)
+
+    return make
+
+
+class AdminHTTP:
+    """Serves pages by path to GET and HEAD, and `posts` to POST. A `Listener`, as `run_server` calls it."""
+
+    def __init__(
+        self,
+        listen: str,
+        pages: Mapping[str, MakePage],
+        posts: Mapping[str, TakeBody] | None = None,
+        *,
+        security: ListenerSecurity = OPEN_LISTENERS,
+    ) -> None:
+        self._listen = listen
+        self._security = security
+        self._pages = pages
+        self._posts = posts or {}
+        self._path = unix_path(listen)
+        self._is_on_loopback = self._path is not None or is_loopback(listen.rpartition(":")[0])
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        """Bind and serve. Returns the bound address; raises AddressError if it cannot be bound."""
+        check_address(self._listen)
+        host, _, port = self._listen.rpartition(":")
+        try:
+            if self._path is not None:
+                with private_files():
+                    self._server = await asyncio.start_unix_server(self._accept, self._path)
+                return self._listen
+            tls = None if self._security.tls is None else self._security.tls.context()
+            self._server = await asyncio.start_server(
+                self._accept,
+                host.strip("[]"),
+                int(port),
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
+            )
+        except OSError as error:
+            raise AddressError(
+                error.errno or errno.EADDRINUSE, f"address {self._listen} cannot be bound"
+            ) from error
+        listening: socket.socket = self._server.sockets[0]
+        return f"{host}:{listening.getsockname()[1]}"
+
+    def drain(self) -> None:
+        """Without effect: pages are served until the end."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more connections, and end the open ones."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._server is not None and self._path is not None:
+            remove_socket(self._path)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # One that was taken just before the end is as little served as one too many.
+        if (
+            self._server is None
+            or not self._server.is_serving()
+            or len(self._connections) >= _MAX_CONNECTIONS
+        ):
+            writer.transport.abort()
+            return
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        # Not in the task: it may be cancelled before it begins.
+        task.add_done_callback(lambda _: writer.close())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        with_body = True
+        try:
+            while True:
+                async with asyncio.timeout(_IDLE_S):
+                    request = await _read_head(connection, reader)
+                    if request is None:
+                        break
+                    with_body = request.method != b"HEAD"
+                    body = await _read_body(connection, reader, writer)
+                page = await self._page_of(request, body, _certificate_names(writer))
+                if isinstance(page.body, bytes):
+                    await _write(connection, writer, page, with_body=with_body)
+                else:
+                    await _write_parts_unless_closed(connection, reader, writer, page)
+                if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
+                    break
+                connection.start_next_cycle()
+        except h11.RemoteProtocolError as error:
+            if connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                page = Page(f"{error}\n".encode(), status=error.error_status_hint)
+                await _write(connection, writer, page, with_body=with_body)
+        except (TimeoutError, ConnectionError):
+            pass
+
+    async def _page_of(self, request: h11.Request, body: bytes, certificate_names: list[str]) -> Page:
+        headers = {name: value.decode("latin-1") for name, value in request.headers}
+        target = request.target.decode("ascii")
+        path = target.partition("?")[0]
+        refusal = self._refusal(request.method, path, headers) or self._denial(
+            path, headers, certificate_names
+        )
+        if refusal is not None:
+            return refusal
+        try:
+            if request.method == b"POST":
+                return await self._posts[path](body)
+            return await self._pages[path](target)
+        except Exception:
+            logger.exception("page failed", extra={"path": path})
+            return Page(b"internal error\n", status=500)
+
+    def _refusal(self, method: bytes, path: str, headers: Mapping[bytes, str]) -> Page | None:
+        # Only a browser is sent here by another site under a name of that site, and it always names the host.
+        host = headers.get(b"host")
+        if self._is_on_loopback and host is not None and not is_loopback(_name_in(host)):
+            return _refused(421, f"host {host} is not served: localhost or an address of loopback is")
+        if path not in self._pages and path not in self._posts:
+            return _refused(404, f"not found; served: {' '.join(sorted({*self._pages, *self._posts}))}")
+        if method == b"POST" and path in self._posts:
+            return _cross_site_refusal(host, headers)
+        if method not in (b"GET", b"HEAD") or path not in self._pages:
+            return _refused(405, f"{path} is served to {'GET and HEAD' if path in self._pages else 'POST'}")
+        return None
+
+    def _denial(self, path: str, headers: Mapping[bytes, str], certificate_names: list[str]) -> Page | None:
+        """The refusal of a caller that does not prove that it may see the page."""
+        authenticator = self._security.authenticator
+        is_for_all = path == METRICS_PATH
+        is_open = self._path is not None or (is_for_all and self._is_on_loopback)
+        if is_open or not authenticator.needs_credentials:
+            return None
+        try:
+            identity = authenticator.identify(headers.get(b"authorization", ""), certificate_names)
+            check_role(identity, ANY_ROLE if is_for_all else frozenset((Role.ADMIN,)), path)
+        except Unauthenticated as error:
+            return _refused(401, error.message)
+        except PermissionDenied as error:
+            return _refused(403, error.message)
+        return None
+
+
+def _refused(status: int, reason: str) -> Page:
+    return Page(f"{reason}\n".encode(), status=status)
+
+
+def _certificate_names(writer: asyncio.StreamWriter) -> list[str]:
+    tls = writer.get_extra_info("ssl_object")
+    return [] if tls is None else names_in_certificate(tls.getpeercert())
+
+
+def _cross_site_refusal(host: str | None, headers: Mapping[bytes, str]) -> Page | None:
+    """The refusal of a POST that a page of another site may have sent."""
+    origin = headers.get(b"origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        return _refused(403, f"origin {origin} is not served: it is not the host {host}")
+    content_type = headers.get(b"content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        return _refused(415, f"content-type is {content_type or 'not set'}, must be application/json")
+    return None
+
+
+def _name_in(host: str) -> str:
+    """The name or address in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+async def read_page(
+    address: str, target: str, *, limit_s: float, credentials: ChannelCredentials = NO_CREDENTIALS
+) -> bytes:
+    """The body of a page of another process. Raises OSError if it is not served within the limits."""
+    path, connection = unix_path(address), h11.Connection(h11.CLIENT)
+    headers = [("host", "localhost" if path is not None else address), ("connection", "close")]
+    key = "" if path is not None else credentials.read_key()
+    if key:
+        headers.append(("authorization", f"Bearer {key}"))
+    request = h11.Request(method="GET", target=target, headers=headers)
+    body = bytearray()
+    async with asyncio.timeout(limit_s):
+        if path is not None:
+            reader, writer = await asyncio.open_unix_connection(path)
+        else:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(
+                host.strip("[]"),
+                int(port),
+                ssl=credentials.context() if credentials.has_tls else None,
+                server_hostname=credentials.server_name if credentials.has_tls else None,
+            )
+        try:
+            writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
+            while True:
+                event = connection.next_event()
+                if event is h11.NEED_DATA:
+                    connection.receive_data(await reader.read(_READ_BYTES))
+                elif isinstance(event, h11.Response) and event.status_code != 200:
+                    raise ConnectionError(f"{address} answered {event.status_code} to {target}")
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                    if len(body) > _MAX_PAGE_BYTES:
+                        raise ConnectionError(
+                            f"{address} answered more than {_MAX_PAGE_BYTES} bytes to {target}"
+                        )
+                elif isinstance(event, h11.EndOfMessage):
+                    return bytes(body)
+        except h11.RemoteProtocolError as error:
+            raise ConnectionError(f"{address} speaks no HTTP: {error}") from error
+        finally:
+            writer.close()
+
+
+async def _read_head(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    """The next request, whose body has yet to be read; None at the end of the connection."""
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            connection.receive_data(await reader.read(_READ_BYTES))
+        else:
+            return event if isinstance(event, h11.Request) else None
+
+
+async def _read_body(
+    connection: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> bytes:
+    body = bytearray()
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            if connection.they_are_waiting_for_100_continue:
+                await _send(connection, writer, h11.InformationalResponse(status_code=100, headers=[]))
+            connection.receive_data(await reader.read(_READ_BYTES))
+        elif isinstance(event, h11.Data):
+            body += event.data
+            if len(body) > _MAX_BODY_BYTES:
+                raise h11.RemoteProtocolError(f"the body exceeds {_MAX_BODY_BYTES} bytes", 413)
+        else:
+            return bytes(body)
+
+
+async def _write(
+    connection: h11.Connection, writer: asyncio.StreamWriter, page: Page, *, with_body: bool
+) -> None:
+    assert isinstance(page.body, bytes), "a body in parts is written by another function"
+    headers = [("content-type", page.content_type), ("content-length", str(len(page.body))), *_HEADERS]
+    if page.status == 401:
+        # A browser then asks for a password, which is the key.
+        headers.append(("www-authenticate", 'Basic realm="triptych"'))
+    events: list[h11.Event] = [h11.Response(status_code=page.status, headers=headers)]
+    if with_body:
+        events.append(h11.Data(data=page.body))
+    events.append(h11.EndOfMessage())
+    await _send(connection, writer, *events)
+
+
+async def _send(connection: h11.Connection, writer: asyncio.StreamWriter, *events: h11.Event) -> None:
+    if writer.transport.is_closing():
+        # Reset by the client. uvloop's transport raises RuntimeError then.
+        raise ConnectionResetError("the client went away")
+    writer.write(b"".join(connection.send(event) or b"" for event in events))
+    try:
+        async with asyncio.timeout(_WRITE_S):
+            await writer.drain()
+    except TimeoutError:
+        # Closed otherwise, it would stay open until the client has read all that was written.
+        writer.transport.abort()
+        raise
+
+
+async def _write_parts_unless_closed(
+    connection: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, page: Page
+) -> None:
+    """Write a body in parts; it is cancelled, and ConnectionError raised, if the client closes meanwhile."""
+    writing = asyncio.ensure_future(_write_parts(connection, writer, page))
+    closing = asyncio.ensure_future(_until_closed(reader))
+    closing.add_done_callback(lambda _: writing.cancel())
+    try:
+        await writing
+    except asyncio.CancelledError:
+        if closing.done():
+            raise ConnectionResetError("the client went away") from None
+        raise
+    finally:
+        closing.cancel()
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(_READ_BYTES):
+            pass
+
+
+async def _write_parts(connection: h11.Connection, writer: asyncio.StreamWriter, page: Page) -> None:
+    assert not isinstance(page.body, bytes), "a whole body is written by another function"
+    # What the client sends meanwhile is dropped, hence the connection is not used again.
+    headers = [("content-type", page.content_type), ("transfer-encoding", "chunked"), ("connection", "close")]
+    await _send(connection, writer, h11.Response(status_code=page.status, headers=[*headers, *_HEADERS]))
+    async with contextlib.aclosing(page.body) as parts:
+        try:
+            async for part in parts:
+                await _send(connection, writer, h11.Data(data=part))
+        except (TimeoutError, ConnectionError):
+            raise
+        except Exception as error:
+            logger.exception("page failed")
+            # Closed without the last chunk, so that the client sees that the body is not whole.
+            raise ConnectionAbortedError("the page failed") from error
+    await _send(connection, writer, h11.EndOfMessage())

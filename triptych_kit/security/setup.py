@@ -1,0 +1,41 @@
+"""Makes of the options of a service what its listeners and its connections use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from triptych_kit.channel import ChannelCredentials
+from triptych_kit.security.authenticator import Authenticator
+from triptych_kit.security.credentials import Credentials, Entry
+from triptych_kit.security.listeners import ListenerSecurity
+from triptych_kit.security.options import SecurityOptions
+from triptych_kit.security.tls import CertificateFiles, ListenerTLS
+
+logger = logging.getLogger(__name__)
+
+
+def listener_security(options: SecurityOptions, extra_keys: Iterable[Entry] = ()) -> ListenerSecurity:
+    """What the listeners need. Raises ConfigError for files that cannot be used."""
+    tls = None
+    if options.ssl_certfile is not None and options.ssl_keyfile is not None:
+        tls = ListenerTLS(CertificateFiles(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs))
+    extra = tuple(extra_keys)
+    if options.insecure:
+        logger.warning("listeners may be reachable without credentials", extra={"cause": "--insecure"})
+    credentials = Credentials(options.api_keys, extra) if options.api_keys is not None or extra else None
+    verifies = tls is not None and tls.verifies_clients
+    return ListenerSecurity(Authenticator(credentials, verifies_certificates=verifies), tls)
+
+
+def peer_credentials(options: SecurityOptions) -> ChannelCredentials:
+    """What connections to other services use. Raises ConfigError for files that cannot be read."""
+    credentials = ChannelCredentials(
+        ca=options.peer_ca_certs,
+        certificate=options.peer_certfile,
+        certificate_key=options.peer_keyfile,
+        server_name=options.peer_server_name,
+        api_key_file=options.peer_api_key_file,
+    )
+    credentials.check()
+    return credentials

@@ -1,0 +1,1 @@
+"""Traces, metrics and logs of a process, and their export by OTLP. Knows no service."""
