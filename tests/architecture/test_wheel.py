@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from setuptools import find_packages
+from setuptools import find_packages  # type: ignore[import-untyped]
 
 from tests.architecture.sources import ROOT
 
