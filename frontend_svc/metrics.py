@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.engines.directory import Directory
-from frontend_svc.generation.admission import Admission
-from frontend_svc.generation.drain import Drain
-from frontend_svc.generation.failover import Failover
+from frontend_svc.parts import EngineParts, RequestParts
 from frontend_svc.text.workers.verdicts import CHECK_BUCKETS
-from frontend_svc.text.workers.workers import TextWorkers
-from triptych_kit.telemetry.loop_lag import LAG_BUCKETS, LoopLag
+from triptych_kit.telemetry.loop_lag import LAG_BUCKETS
 from triptych_kit.telemetry.metrics import Metrics, Reading
 
 
-class Frontend(Protocol):
-    """The objects whose state is shown."""
-
-    admission: Admission
-    directory: Directory
-    draining: Drain
-    failover: Failover
-    loop_lag: LoopLag
-    resumable: ResumableStreams
-    text_workers: TextWorkers
-
-    @property
-    def has_coordinator(self) -> bool: ...
-
-
-def register_frontend(metrics: Metrics, frontend: Frontend) -> None:
+def register_frontend(metrics: Metrics, engines: EngineParts, requests: RequestParts) -> None:
     """Register what every frontend has."""
-    failover = frontend.failover
+    failover = engines.failover
     metrics.gauge(
         "triptych_frontend_requests_open",
         "Requests that have not ended.",
-        lambda: frontend.draining.num_open,
+        lambda: requests.draining.num_open,
     )
     metrics.gauge(
         "triptych_frontend_requests_queued",
         "Requests without a first token, which admission limits.",
-        lambda: frontend.admission.num_queued,
+        lambda: requests.admission.num_queued,
     )
     metrics.gauge(
         "triptych_frontend_requests_held",
@@ -53,9 +33,9 @@ def register_frontend(metrics: Metrics, frontend: Frontend) -> None:
     metrics.gauge(
         "triptych_frontend_resumable_streams",
         "Streams that their clients can resume.",
-        lambda: len(frontend.resumable),
+        lambda: len(requests.resumable),
     )
-    verdicts = frontend.text_workers.verdicts
+    verdicts = requests.text_workers.verdicts
     metrics.counter(
         "triptych_frontend_constraint_checks_total",
         "Checks of constraints in text workers, by outcome: too_complex exceeded a limit, failed says "
@@ -98,30 +78,30 @@ def register_frontend(metrics: Metrics, frontend: Frontend) -> None:
     metrics.gauge(
         "triptych_frontend_text_workers",
         "Processes that tokenize and render chats.",
-        lambda: len(frontend.text_workers.process_ids),
+        lambda: len(requests.text_workers.process_ids),
     )
     metrics.gauge(
         "triptych_frontend_texts_queued",
         "Texts that wait for one of these processes.",
-        lambda: frontend.text_workers.num_queued,
+        lambda: requests.text_workers.num_queued,
     )
     metrics.distribution(
         "triptych_frontend_event_loop_lag_seconds",
         "How late the event loop runs what is due, sampled every 10 ms while requests are open.",
         LAG_BUCKETS,
-        lambda: {(): frontend.loop_lag.distribution},
+        lambda: {(): requests.loop_lag.distribution},
     )
     metrics.gauge(
         "triptych_frontend_coordinator_connected",
         "Whether there is a session with the coordinator, 0 or 1.",
-        lambda: frontend.has_coordinator,
+        lambda: engines.has_coordinator,
     )
-    _register_engines(metrics, frontend)
+    _register_engines(metrics, engines.directory)
 
 
-def _register_engines(metrics: Metrics, frontend: Frontend) -> None:
+def _register_engines(metrics: Metrics, directory: Directory) -> None:
     def of_each(value: Callable[[EngineClient], float]) -> Callable[[], Reading]:
-        return lambda: {(client.address,): value(client) for client in frontend.directory.clients()}
+        return lambda: {(client.address,): value(client) for client in directory.clients()}
 
     labels = ("engine",)
     metrics.gauge(
@@ -129,7 +109,7 @@ def _register_engines(metrics: Metrics, frontend: Frontend) -> None:
         "1 for the state of the connection to an engine.",
         lambda: {
             (client.address, state.value): client.state is state
-            for client in frontend.directory.clients()
+            for client in directory.clients()
             for state in EngineState
         },
         labels=(*labels, "state"),

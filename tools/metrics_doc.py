@@ -19,7 +19,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerContext
 from engine_svc.session.servicer import EngineCoreServicer
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from triptych_cli.services import embedded_model
 from triptych_kit.clock import FakeClock
@@ -40,7 +40,7 @@ async def registered() -> dict[str, Metrics]:
     register_engine(engine.metrics, engine, EngineCoreServicer(engine))
     configs = SchedulerConfig(64), CacheConfig(10, (FullAttention(4),))
     scheduler_features(config, SchedulerContext(clock, lambda work: None, *configs, engine.metrics))
-    frontend = Frontend(FrontendConfig(engine=("127.0.0.1:1",)))
+    frontend = build_frontend(FrontendConfig(engine=("127.0.0.1:1",)))
     await frontend.close()
     return {"frontend": frontend.metrics, "engine": engine.metrics, "coordinator": coordinator}
 

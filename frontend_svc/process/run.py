@@ -9,7 +9,7 @@ import os
 
 import uvloop
 
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from triptych_kit.config import ConfigError, Loaded
 from triptych_kit.process.setup import end_at_once_on_signals, leave_process
@@ -40,7 +40,7 @@ def run(loaded: Loaded[FrontendConfig]) -> int:
 
 
 async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
-    frontend = Frontend(config)
+    frontend = build_frontend(config)
     # Modules are never freed. Traversing them in every full collection would stop all streams for 50 ms and
     # more.
     gc.collect()
@@ -87,17 +87,12 @@ async def _serve(config: FrontendConfig, starting: StartTrace) -> int:
     exporting = asyncio.ensure_future(export_metrics(frontend.metrics))
     try:
         exit_code = await run_server(
-            [
-                frontend.public,
-                frontend.admin,
-                frontend.admin_http,
-                *([frontend.http] if frontend.http else []),
-            ],
+            frontend.servers.listeners(),
             on_drain=drain,
             drain_deadline_s=config.drain_deadline_s,
             announce=announce,
             on_cut=cut,
-            lifecycle=frontend.lifecycle,
+            lifecycle=frontend.servers.lifecycle,
         )
         end_at_once_on_signals(exit_code)
         return exit_code

@@ -12,15 +12,12 @@ import json
 import logging
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
 from frontend_svc.engines.connection.client import EngineClient, EngineState
-from frontend_svc.engines.directory import Directory
-from frontend_svc.generation.admission import Admission
-from frontend_svc.generation.drain import Drain
-from frontend_svc.generation.failover import Failover
+from frontend_svc.parts import EngineParts, RequestParts
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import Clock
@@ -39,20 +36,6 @@ _FIRST_S = 0.5
 # From the begin of a watch that has ended to that of the next.
 _RETRY_S = 1.0
 _WATCHED_STATES = frozenset({EngineState.READY, EngineState.DRAINING})
-
-
-class Frontend(Protocol):
-    """The objects whose state is shown."""
-
-    admission: Admission
-    directory: Directory
-    draining: Drain
-    failover: Failover
-
-    @property
-    def has_coordinator(self) -> bool: ...
-
-    def wave_of(self, engine_id: str) -> int | None: ...
 
 
 class EngineWatch:
@@ -96,8 +79,11 @@ class EngineWatch:
 class StatePage:
     """Makes the page. Watches of engines begin with the first request, and end without one for `idle_s`."""
 
-    def __init__(self, frontend: Frontend, clock: Clock, *, idle_s: float = _IDLE_S) -> None:
-        self._frontend = frontend
+    def __init__(
+        self, engines: EngineParts, requests: RequestParts, clock: Clock, *, idle_s: float = _IDLE_S
+    ) -> None:
+        self._engines = engines
+        self._requests = requests
         self._clock = clock
         self._idle_s = idle_s
         self._watches: dict[str, EngineWatch] = {}
@@ -130,7 +116,7 @@ class StatePage:
         """Watch the engines that are not watched yet, or not any more."""
         self._end_lost()
         now = self._clock.now()
-        for client in self._frontend.directory.clients()[:_MAX_WATCHES]:
+        for client in self._engines.directory.clients()[:_MAX_WATCHES]:
             watch = self._watches.get(client.address)
             is_due = watch is None or (watch.has_ended and now - watch.began_at >= _RETRY_S)
             if is_due and client.state in _WATCHED_STATES:
@@ -151,24 +137,24 @@ class StatePage:
         """End the watches of engines without a connection."""
         connected = {
             client.address
-            for client in self._frontend.directory.clients()
+            for client in self._engines.directory.clients()
             if client.state in _WATCHED_STATES or client.state is EngineState.RECONNECTING
         }
         for address in self._watches.keys() - connected:
             self._watches.pop(address).end()
 
     def _state(self) -> dict[str, Any]:
-        frontend = self._frontend
+        engines, requests = self._engines, self._requests
         return {
             "at_ms": round(time.time() * 1000),
             "version": installed_version(),
             "frontend": {
-                "open": frontend.draining.num_open,
-                "queued": frontend.admission.num_queued,
-                "held": frontend.failover.num_held,
+                "open": requests.draining.num_open,
+                "queued": requests.admission.num_queued,
+                "held": engines.failover.num_held,
             },
-            "coordinator": {"connected": frontend.has_coordinator},
-            "engines": [self._engine(client) for client in frontend.directory.clients()],
+            "coordinator": {"connected": engines.has_coordinator},
+            "engines": [self._engine(client) for client in engines.directory.clients()],
         }
 
     def _engine(self, client: EngineClient) -> dict[str, Any]:
@@ -179,7 +165,7 @@ class StatePage:
             "model": "" if client.model is None else client.model.name,
             "state": client.state.value,
             "rank": info.dp_rank if client.dp_size > 1 else None,
-            "wave": self._frontend.wave_of(client.engine_id),
+            "wave": self._engines.wave_of(client.engine_id),
         }
         watch = self._watches.get(client.address)
         if watch is None or watch.newest is None:

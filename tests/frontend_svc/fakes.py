@@ -14,8 +14,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.tokenizers import EOS, byte_level_tokenizer, id_of
 from triptych.api.v1 import (
     chat_pb2_grpc,
@@ -509,8 +510,8 @@ async def serving(
             **options,
         }
     )
-    frontend = Frontend(config, heartbeat_s=heartbeat_s)
-    address = await frontend.public.start()
+    frontend = build_frontend(config, heartbeat_s=heartbeat_s)
+    address = await frontend.servers.public.start()
     frontend.connect(address)
     try:
         async with open_channel(address, profile="public") as channel:
@@ -520,11 +521,11 @@ async def serving(
             yield client, frontend
             async with asyncio.timeout(WAIT_S):
                 await frontend.drain()
-            assert frontend.admission.num_queued == 0
-            assert len(frontend.requests) == 0
-            assert sum(one.requests.num_in_flight for one in frontend.directory.clients()) == 0
+            assert frontend.requests.admission.num_queued == 0
+            assert len(frontend.requests.open) == 0
+            assert sum(one.requests.num_in_flight for one in frontend.engines.directory.clients()) == 0
     finally:
-        await frontend.public.stop(0)
+        await frontend.servers.public.stop(0)
         await frontend.close()
         for engine in engines:
             await engine.kill()

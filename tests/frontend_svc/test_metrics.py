@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from frontend_svc.build import Frontend
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     WAIT_S,
@@ -121,7 +121,7 @@ async def test_a_client_that_goes_is_an_abort_by_the_client():
         await anext(aiter(call))
         call.cancel()
         await engine.wait(lambda: request.abort_reason is not None)
-        await until(lambda: frontend.draining.num_open == 0)
+        await until(lambda: frontend.requests.draining.num_open == 0)
         assert counted(frontend, "triptych_frontend_requests_aborted_total") == {"client": 1}
         assert counted(frontend, "triptych_frontend_outputs_finished_total") == {"abort": 1}
         assert counted(frontend, "triptych_frontend_request_errors_total") == {}
@@ -146,7 +146,7 @@ async def test_deadlines_and_refusals_are_counted_by_code():
             await read_all(late)
         with pytest.raises(grpc.aio.AioRpcError):
             await read_all(client.generate(model="unknown"))
-        await until(lambda: frontend.draining.num_open == 0)
+        await until(lambda: frontend.requests.draining.num_open == 0)
         assert counted(frontend, "triptych_frontend_requests_aborted_total") == {"deadline": 1}
         assert counted(frontend, "triptych_frontend_request_errors_total")["NOT_FOUND"] == 1
         assert readings(frontend)["triptych_frontend_requests_total"] == {(): 2}
@@ -174,9 +174,9 @@ async def test_what_is_known_of_an_engine_that_is_gone_ends():
         addresses = {engine.address for engine in engines}
         found = readings(frontend)["triptych_frontend_engine_requests_in_flight"]
         assert found == {(address,): 0 for address in addresses}
-        frontend.directory.set_addresses("configuration", [engines[0].address])
+        frontend.engines.directory.set_addresses("configuration", [engines[0].address])
         await engines[1].kill()
-        await until(lambda: len(frontend.directory.clients()) == 1)
+        await until(lambda: len(frontend.engines.directory.clients()) == 1)
         later = readings(frontend)
         assert later["triptych_frontend_engine_requests_in_flight"] == {(engines[0].address,): 0}
         states = later["triptych_frontend_engine_state"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
-from frontend_svc.build import Frontend
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     MAX_MODEL_LEN,

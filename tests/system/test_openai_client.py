@@ -126,14 +126,14 @@ async def embedding_frontend() -> AsyncIterator[tuple[str, embedding_pb2.EmbedRe
 
     engine = FakeEngine(embed, supported_tasks=("embed",))
     async with serving(engine, http_port=0) as (client, frontend):
-        assert frontend.http is not None
-        address = await frontend.http.start()
+        assert frontend.servers.http is not None
+        address = await frontend.servers.http.start()
         inputs = [embedding_pb2.PoolingInput(prompt=text) for text in EMBEDDED]
         answer = await client.embedding.Embed(embedding_pb2.EmbedRequest(inputs=inputs), timeout=LIMIT_S)
         try:
             yield f"http://{address}/v1", answer
         finally:
-            await frontend.http.stop(0)
+            await frontend.servers.http.stop(0)
 
 
 async def seen_by(*command: str, cwd: Path | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from frontend_svc.build import Frontend
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.fakes import AT_LENGTH, EOS_ID, TOKENIZER, WAIT_S, FakeEngine, serving
 from tests.triptych_client.cutting_proxy import CuttingProxy, cutting_proxy
 from triptych.engine.v1 import engine_pb2
@@ -82,7 +82,7 @@ async def test_what_was_sampled_while_the_line_was_cut_is_there_afterwards() -> 
         engine.step({request: IDS[-1:]}, finished={request: AT_LENGTH})
         async with asyncio.timeout(WAIT_S):
             # The frontend has no event for it, either: the request has ended and its log is kept.
-            while frontend.draining.num_open:  # noqa: ASYNC110
+            while frontend.requests.draining.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         await asyncio.to_thread(proxy.heal)
         events += await reader
@@ -117,7 +117,7 @@ async def test_a_stream_that_the_frontend_forgot_ends_with_what_broke_it() -> No
         engine.step({request: IDS[:1]})
         await anext(stream)
         await asyncio.to_thread(proxy.cut, refuses=True)
-        await frontend.resumable.close()
+        await frontend.requests.resumable.close()
         await asyncio.to_thread(proxy.heal)
         with pytest.raises(TriptychError) as caught:
             await _rest(stream)
@@ -167,7 +167,7 @@ async def test_a_resumable_stream_that_is_left_is_aborted_and_not_kept(close: bo
             if close:
                 await stream.aclose()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert frontend.draining.num_open == 0
+        assert frontend.requests.draining.num_open == 0
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
+from frontend_svc.process.frontend import Frontend
 from triptych_conformance.cases import Section
 from triptych_conformance.check_frontend import FRONTEND_CASES, check_frontend
 from triptych_conformance.played_engine import HEARTBEAT_S
@@ -28,15 +29,15 @@ async def test_our_frontend_keeps_every_rule(cases: list[str]) -> None:
     async def start(engines: Sequence[str]) -> str:
         config = FrontendConfig(port=0, engine=tuple(engines), text_workers=1)
         # On a busy machine heartbeats are late.
-        frontend = Frontend(config, heartbeat_s=2 * HEARTBEAT_S)
+        frontend = build_frontend(config, heartbeat_s=2 * HEARTBEAT_S)
         frontends.append(frontend)
-        address = await frontend.public.start()
+        address = await frontend.servers.public.start()
         frontend.connect(address)
         return address
 
     async def stop() -> None:
         frontend = frontends.pop()
-        await frontend.public.stop(0)
+        await frontend.servers.public.stop(0)
         await frontend.close()
 
     try:

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.connection.client import EngineState
+from frontend_svc.process.frontend import Frontend
 from triptych.api.v1 import (
     chat_pb2_grpc,
     embedding_pb2_grpc,
@@ -100,7 +101,7 @@ class LocalFrontend:
             max_queued_requests=_NO_LIMIT,
             max_queued_prompt_tokens=_NO_LIMIT,
         )
-        self._frontend = frontend = Frontend(config, connect=self._engine.connect)
+        self._frontend = frontend = build_frontend(config, connect=self._engine.connect)
         frontend.connect(address="")
         async with asyncio.timeout(self._start_timeout_s):
             await self._until_ready(frontend)
@@ -123,10 +124,10 @@ class LocalFrontend:
         await self._engine.close()
 
     async def _until_ready(self, frontend: Frontend) -> None:
-        while not frontend.directory.is_ready:
+        while not frontend.engines.directory.is_ready:
             if self.death.done():
                 raise EngineDead(self.death.result())
-            for client in frontend.directory.clients():
+            for client in frontend.engines.directory.clients():
                 # The engine runs, so a retry would fail for the same reason, e.g. a missing tokenizer.
                 if client.state is EngineState.DOWN and client.down_reason:
                     raise Unavailable(client.down_reason)

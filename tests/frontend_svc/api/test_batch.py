@@ -74,7 +74,7 @@ async def test_items_end_on_their_own_and_a_refused_one_leaves_the_others_alone(
     async with serving(FakeEngine(echo)) as (client, frontend):
         asked = [make_request(prompts[0]), make_request(""), *map(make_request, prompts[1:])]
         responses, errors = await read_batch(client.inference.GenerateBatch(batch(*asked), timeout=WAIT_S))
-        assert len(frontend.requests) == 0
+        assert len(frontend.requests.open) == 0
     assert [text_of(responses[index]) for index in (0, 2, 3)] == prompts
     (error,) = errors.values()
     status = status_pb2.Status.FromString(error.details)
@@ -136,18 +136,18 @@ async def test_cancel_aborts_every_item():
         await call.read()
         call.cancel()
         await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
-        assert frontend.draining.num_open == 0
+        assert frontend.requests.draining.num_open == 0
 
 
 async def test_a_drain_waits_for_readers_of_items_that_have_ended():
     async with serving(FakeEngine(echo)) as (client, frontend):
         await client.until_engines_are_ready(1)
-        servicer = InferenceServicer(frontend.generation, frontend.resumable)
+        servicer = InferenceServicer(frontend.requests.generation, frontend.requests.resumable)
         messages = servicer.GenerateBatch(batch(make_request([5, 6, 7])), NoContext())
         read = [await anext(messages)]
         draining = asyncio.ensure_future(frontend.drain())
         async with asyncio.timeout(WAIT_S):
-            while frontend.draining.num_open:  # noqa: ASYNC110
+            while frontend.requests.draining.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not draining.done()

@@ -53,7 +53,7 @@ async def test_without_an_engine_there_are_no_models_but_there_is_a_server():
         info = await client.model.GetServerInfo(model_pb2.GetServerInfoRequest())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.model.GetModel(model_pb2.GetModelRequest())
-    assert (info.frontend_id, info.schema_revision) == (frontend.identity.frontend_id, 1)
+    assert (info.frontend_id, info.schema_revision) == (frontend.engines.identity.frontend_id, 1)
     assert (info.limits.max_stop_strings, info.limits.max_request_bytes) == (16, 16 * 1024 * 1024)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 

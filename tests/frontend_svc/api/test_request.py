@@ -152,7 +152,7 @@ async def test_an_aborted_pooling_request_ends_with_aborted_and_sends_no_more():
         assert await abort(client, "mine") == QUEUED
         assert await waiting is grpc.StatusCode.ABORTED
         await engine.wait(lambda: all(one.abort_reason is not None for one in requests))
-        assert frontend.draining.num_open == 0
+        assert frontend.requests.draining.num_open == 0
     assert len(engine.requests) == 32
     assert status.usage.num_prompt_tokens == 40 * len(TOKENIZER.encode("the cat").ids)
     assert (status.state, status.engine_id, status.num_attempts) == (QUEUED, "engine-0", 1)

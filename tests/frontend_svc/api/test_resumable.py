@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from frontend_svc.api.resumable import ResumableStreams
-from frontend_svc.build import Frontend
 from frontend_svc.engines.adoption.takeover import not_kept
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     EOS_ID,
@@ -55,7 +55,7 @@ async def until_gone(frontend: Frontend) -> None:
     """Wait until no stream is kept; a grace is the only thing that can hold it up."""
     async with asyncio.timeout(WAIT_S):
         # The end of a grace has no event: nothing of the frontend waits for it.
-        while len(frontend.resumable):  # noqa: ASYNC110
+        while len(frontend.requests.resumable):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -103,7 +103,7 @@ async def test_at_the_end_of_the_grace_the_request_is_aborted_and_forgotten():
         token = (await call.read()).started.resume_token
         call.cancel()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
+        assert (len(frontend.requests.resumable), frontend.requests.draining.num_open) == (0, 0)
         error = await refusal(resume(client, token, 1))
     assert request.abort_reason == engine_pb2.ABORT_REASON_CLIENT
     assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -120,7 +120,7 @@ async def test_without_a_grace_or_before_its_token_was_sent_a_cancel_aborts_at_o
         call.cancel()
         unread.cancel()
         await engine.wait(lambda: None not in (request.abort_reason, other.abort_reason))
-        assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
+        assert (len(frontend.requests.resumable), frontend.requests.draining.num_open) == (0, 0)
 
 
 async def test_a_second_reader_takes_over_and_the_first_gets_an_error():
@@ -153,7 +153,7 @@ async def test_streams_that_cannot_be_resumed_are_distinguished():
         too_long = await refusal(client.generate(orphan_grace_ms=5001))
         negative = await refusal(client.generate(orphan_grace_ms=-1))
         # The one that may be resumed for some seconds more.
-        assert len(frontend.resumable) <= 1
+        assert len(frontend.requests.resumable) <= 1
     assert unknown.code() is late.code() is grpc.StatusCode.NOT_FOUND
     assert ahead.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "last_position is 99, the last message that was sent has 4" in ahead.details()
@@ -169,7 +169,7 @@ async def test_the_deadline_of_the_call_ends_the_request_whatever_its_grace():
         engine.step({request: [5]})
         assert (await refusal(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await engine.wait(lambda: request.abort_reason is not None)
-        assert len(frontend.resumable) == 0
+        assert len(frontend.requests.resumable) == 0
     assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from frontend_svc.build import Frontend
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.fakes import WAIT_S, Client, FakeEngine, answer, make_request, serving
 from tests.frontend_svc.protocols.test_openai import HTTPClient
 from triptych.api.v1 import inference_pb2, request_pb2
@@ -110,12 +110,12 @@ async def test_a_tenant_at_its_limit_is_refused_and_others_are_not(tmp_path: Pat
             await clients["bob"].inference.Generate(make_request(), timeout=WAIT_S).read()
         error = from_rpc_error(caught.value)
         assert (error.reason, error.retry_after_ms) == ("TENANT_LIMIT", 1000)
-        assert frontend.http is not None
-        http_client = HTTPClient(await frontend.http.start())
+        assert frontend.servers.http is not None
+        http_client = HTTPClient(await frontend.servers.http.start())
         reply = await http_client.post(
             "/v1/completions", {"prompt": "x"}, authorization=f"Bearer {KEYS['bob']}"
         )
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         assert reply.body["error"]["code"] == "tenant_limit"
         other = clients["ann"].inference.Generate(make_request())

@@ -183,7 +183,7 @@ async def test_loads_and_their_absence_reach_the_engines_they_are_of():
     server = await coordinator.start()
     coordinator.to_send.put_nowait(snapshot(member("engine-0", engine.address)))
     async with serving(coordinator=coordinator.address) as (_, frontend):
-        (one,) = frontend.directory.clients()
+        (one,) = frontend.engines.directory.clients()
         load = member_pb2.EngineLoad(
             engine_id="engine-0", engine_epoch=7, step_number=3, num_waiting_tokens=70
         )

@@ -19,7 +19,9 @@ async def test_reported_load_decides():
         await client.until_engines_are_ready(2)
         busy.sessions[0].send(stats=session_pb2.Stats(num_running=8, num_waiting=2))
         async with asyncio.timeout(WAIT_S):
-            while not any(one.requests.account.info().num_running for one in frontend.directory.clients()):
+            while not any(
+                one.requests.account.info().num_running for one in frontend.engines.directory.clients()
+            ):
                 await client.model.ListModels(model_pb2.ListModelsRequest())
         texts = [(await read_all(client.generate()))[1] for _ in range(3)]
     assert texts == ["idle"] * 3
@@ -31,7 +33,9 @@ async def test_a_paused_engine_is_used_only_where_no_other_is_ready():
     async with serving(paused, running) as (client, frontend):
         await client.until_engines_are_ready(2)
         async with asyncio.timeout(WAIT_S):
-            while not any(one.requests.account.info().is_held for one in frontend.directory.clients()):
+            while not any(
+                one.requests.account.info().is_held for one in frontend.engines.directory.clients()
+            ):
                 await client.model.ListModels(model_pb2.ListModelsRequest())
         texts = [(await read_all(client.generate()))[1] for _ in range(4)]
         await running.kill()
@@ -118,12 +122,12 @@ async def test_an_engine_that_is_no_longer_listed_stays_while_its_stream_is_up()
     listed, kept = FakeEngine(answer("listed")), FakeEngine(answer("kept"), dp_rank=1)
     await kept.start()
     async with serving(listed) as (client, frontend):
-        frontend.directory.set_addresses("coordinator", [kept.address, "not an address"])
+        frontend.engines.directory.set_addresses("coordinator", [kept.address, "not an address"])
         await client.until_engines_are_ready(2)
-        frontend.directory.set_addresses("coordinator", [])
+        frontend.engines.directory.set_addresses("coordinator", [])
         texts = Counter([(await read_all(client.generate()))[1] for _ in range(4)])
         assert set(texts) == {"listed", "kept"}
         await kept.kill()
         async with asyncio.timeout(WAIT_S):
-            while len(frontend.directory.clients()) > 1:
+            while len(frontend.engines.directory.clients()) > 1:
                 await client.model.ListModels(model_pb2.ListModelsRequest())

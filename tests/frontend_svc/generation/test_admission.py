@@ -84,7 +84,7 @@ async def test_too_many_prompt_tokens_are_refused_until_a_first_token_came():
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert f"{num_waiting} prompt tokens wait already, 51 more exceed" in words
         assert "QUEUE_FULL" in details and "RetryInfo" in details
-        assert (len(engine.requests), frontend.admission.num_queued) == (1, 1)
+        assert (len(engine.requests), frontend.requests.admission.num_queued) == (1, 1)
         engine.script = answer("y")
         assert (await read_all(client.generate([5] * 50)))[1] == "y"
         engine.step({request: [5]})

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
-from frontend_svc.build import Frontend
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.engines.adoption.test_takeover import (
     GRACE_MS,
     begun_at,
@@ -59,7 +59,7 @@ async def ending_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str, str,
 async def until_open(frontend: Frontend, num_calls: int) -> None:
     async with asyncio.timeout(WAIT_S):
         # A call that has been taken has no event: nothing of the frontend waits for it.
-        while frontend.public.num_calls < num_calls:  # noqa: ASYNC110
+        while frontend.servers.public.num_calls < num_calls:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -98,7 +98,7 @@ async def test_every_waiting_call_ends_with_an_error_that_permits_a_retry_elsewh
         await asyncio.wait_for(frontend.cut(), WAIT_S)
         assert dict(zip(calls, await endings, strict=True)) == dict.fromkeys(calls, DRAINING)
         assert await ending_of(client.tokenizer.Tokenize(tokenize_pb2.TokenizeRequest(text="a"))) == DRAINING
-        assert frontend.draining.num_open == 0
+        assert frontend.requests.draining.num_open == 0
     assert [one.abort_reason for one in engine.requests] == [engine_pb2.ABORT_REASON_CLIENT] * 8
     assert engine.goodbyes == ["the frontend stops"]
 
@@ -120,7 +120,7 @@ async def test_a_request_that_waits_for_an_engine_ends_with_an_error_too():
         await engine.wait_for_requests(1)
         await engine.kill()
         async with asyncio.timeout(WAIT_S):
-            while not frontend.failover.num_held:  # noqa: ASYNC110  Nor has one that is held.
+            while not frontend.engines.failover.num_held:  # noqa: ASYNC110  Nor has one that is held.
                 await asyncio.sleep(0.001)
         await asyncio.wait_for(frontend.cut(), WAIT_S)
         assert await ending == DRAINING

@@ -203,12 +203,12 @@ async def test_a_restart_of_the_only_engine_costs_no_request():
         engine.script = TokenSource()
         new = [client.generate(seed=seed) for seed in range(3)]
         async with asyncio.timeout(WAIT_S):
-            while frontend.failover.num_held < 6:
+            while frontend.engines.failover.num_held < 6:
                 await client.wait_ready(is_ready=False)
         await engine.start(engine.address)
         outputs = [(await read_outputs(call))[1] for call in (*running, *new)]
     assert outputs[:3] == outputs[3:]
-    assert frontend.failover.num_held == 0
+    assert frontend.engines.failover.num_held == 0
     assert source.faults == []
 
 
@@ -234,7 +234,7 @@ async def test_new_requests_that_wait_for_an_engine_have_a_limit_and_all_others_
         await client.wait_ready(is_ready=False)
         calls = [client.generate([5, 6]) for _ in range(MAX_HELD)]
         async with asyncio.timeout(WAIT_S):
-            while frontend.failover.num_held < MAX_HELD:
+            while frontend.engines.failover.num_held < MAX_HELD:
                 await client.wait_ready(is_ready=False)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.generate([5, 6]))
@@ -249,7 +249,7 @@ async def test_a_frontend_that_never_saw_an_engine_answers_at_once():
     async with serving(FakeEngine(is_ready=False), waits_ready=False) as (client, frontend):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.generate())
-        assert frontend.failover.num_held == 0
+        assert frontend.engines.failover.num_held == 0
     assert "NO_ENGINE_READY" in details_of(caught.value)
 
 
@@ -266,7 +266,7 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
             num_received += len((await anext(received)).delta.token_ids)
         await engine.kill()
         async with asyncio.timeout(WAIT_S):
-            while frontend.failover.num_held < 3:
+            while frontend.engines.failover.num_held < 3:
                 await client.wait_ready(is_ready=False)
         gone.cancel()
         await client.request.Abort(request_pb2.AbortRequest(request_id="mine"))
@@ -275,7 +275,7 @@ async def test_abort_cancel_and_deadline_end_a_request_that_waits():
             await read_all(late)
         async with asyncio.timeout(WAIT_S):
             await frontend.drain()
-        assert frontend.failover.num_held == 0
+        assert frontend.engines.failover.num_held == 0
         assert frontend.status()["num_suspect_requests"] == 0
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     ends = [generate_pb2.Finished.FromString(one.finished) for one in outputs.values()]
@@ -391,7 +391,7 @@ async def test_what_has_begun_goes_on_where_the_model_is_the_very_same_alone():
         await client.until_engines_are_ready(2)
         await first.kill()
         await read_all(fresh)
-        assert frontend.failover.num_held == 1
+        assert frontend.engines.failover.num_held == 1
         same.become_ready()
         await read_all(begun)
     assert [request.entry.request_seed for request in other.requests] == [0]
@@ -404,7 +404,7 @@ async def test_requests_end_once_the_budget_for_sending_again_is_empty():
     engines = [FakeEngine(source, dp_rank=rank) for rank in range(2)]
     async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
         await client.until_engines_are_ready(2)
-        while frontend.failover.budget.take():
+        while frontend.engines.failover.budget.take():
             pass
         call = client.generate(data_parallel_rank=0)
         await engines[0].wait_for_requests(1)
@@ -691,7 +691,9 @@ async def make_second_choice(client: Client, frontend, engine: FakeEngine) -> No
     await engine.wait(lambda: bool(engine.sessions))
     engine.sessions[0].send(stats=session_pb2.Stats(num_running=8, num_waiting=2))
     async with asyncio.timeout(WAIT_S):
-        while not any(one.requests.account.info().num_running for one in frontend.directory.clients()):
+        while not any(
+            one.requests.account.info().num_running for one in frontend.engines.directory.clients()
+        ):
             await client.model.ListModels(model_pb2.ListModelsRequest())
 
 

@@ -13,11 +13,11 @@ import grpc
 import pytest
 
 from frontend_svc.api.generate_stream import stream_generate
-from frontend_svc.build import Frontend
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.output.collector import Output, OutputKind
+from frontend_svc.process.frontend import Frontend
 from frontend_svc.text.prompt import RequestPrompt
 from tests.frontend_svc.fakes import (
     AT_EOS,
@@ -184,7 +184,7 @@ async def test_cancel_before_the_first_token_aborts():
         (request,) = await engine.wait_for_requests(1)
         call.cancel()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert frontend.draining.num_open == 0
+        assert frontend.requests.draining.num_open == 0
         # What the engine had sent before it knew is dropped.
         engine.step({request: [5]}, finished={request: AT_LENGTH})
         other = client.generate()
@@ -216,7 +216,9 @@ async def first_output(frontend: Frontend, remaining_s: list[float]) -> Output:
     left = itertools.chain(remaining_s, itertools.repeat(remaining_s[-1]))
     caller = Caller("x", "", "", lambda: next(left))
     request = make_request()
-    async with frontend.generation.open(request, RequestPrompt(request), caller, OutputKind.DELTA) as opened:
+    async with frontend.requests.generation.open(
+        request, RequestPrompt(request), caller, OutputKind.DELTA
+    ) as opened:
         return await opened.next()
 
 
@@ -408,9 +410,9 @@ async def test_a_call_whose_deadline_has_passed_sends_nothing_and_holds_no_slot(
     async with serving(engine, max_queued_requests=1) as (client, frontend):
         caller = Caller("call", "", "", lambda: -0.5, 1.0)
         with pytest.raises(DeadlineExceeded):
-            await anext(stream_generate(frontend.generation, make_request(request_id="x"), caller))
+            await anext(stream_generate(frontend.requests.generation, make_request(request_id="x"), caller))
         assert not engine.requests
-        assert (frontend.admission.num_queued, frontend.draining.num_open) == (0, 0)
+        assert (frontend.requests.admission.num_queued, frontend.requests.draining.num_open) == (0, 0)
         assert (await read_all(client.generate(request_id="x")))[1] == "y"
 
 
@@ -421,7 +423,7 @@ async def test_a_deadline_in_the_queue_releases_the_slot():
         await ends_late(call)
         await engine.wait(lambda: request.abort_reason is not None)
         assert request.abort_reason == engine_pb2.ABORT_REASON_DEADLINE
-        assert (frontend.admission.num_queued, frontend.draining.num_open) == (0, 0)
+        assert (frontend.requests.admission.num_queued, frontend.requests.draining.num_open) == (0, 0)
         engine.script = answer("y")
         assert (await read_all(client.generate()))[1] == "y"
 
@@ -434,7 +436,7 @@ async def test_a_deadline_while_it_runs_aborts_all_outputs_of_the_request():
             engine.step({request: [5]})
         await ends_late(call)
         await engine.wait(lambda: all(request.abort_reason is not None for request in requests))
-        assert len(frontend.requests) == 0
+        assert len(frontend.requests.open) == 0
     assert {request.abort_reason for request in requests} == {engine_pb2.ABORT_REASON_DEADLINE}
 
 

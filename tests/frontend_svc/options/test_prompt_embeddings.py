@@ -237,7 +237,7 @@ async def test_embeddings_that_no_ready_engine_takes_any_more_are_refused_by_tha
     async with serving(taker, other) as (client, frontend):
         await client.until_engines_are_ready(2)
         needs = needs_of(request_of(1.0))
-        directory, routing = frontend.directory, RoutingRequest(needs=needs)
+        directory, routing = frontend.engines.directory, RoutingRequest(needs=needs)
         model = directory.model("", needs)
         assert directory.pick(model, routing).address == taker.address
         taker.is_ready = False

@@ -199,8 +199,8 @@ def script(engine: FakeEngine, request: FakeRequest) -> None:
 async def attacked(**options: Any):
     engine = FakeEngine(script)
     async with serving(engine, http_port=0, **options) as (_, frontend), contextlib.AsyncExitStack() as stack:
-        assert frontend.http is not None
-        address = await frontend.http.start()
+        assert frontend.servers.http is not None
+        address = await frontend.servers.http.start()
         streams = Streams()
         await streams.begin(engine, address, stack)
         lag = asyncio.ensure_future(longest_lag())
@@ -209,7 +209,7 @@ async def attacked(**options: Any):
             found = await streams.end(engine)
         finally:
             lag.cancel()
-            await frontend.http.stop(0)
+            await frontend.servers.http.stop(0)
         expected = streams.expected()
         assert found == expected
         assert min(len(set(ids)) for ids in expected) >= 20
@@ -287,7 +287,7 @@ async def test_mutated_requests_never_end_in_an_internal_error(seed):
 async def test_a_stream_that_is_not_read_is_aborted_and_its_connection_cut_off():
     engine = FakeEngine(max_model_len=10**6)
     async with serving(engine, http_port=0, slow_reader_s=0.5) as (_, frontend):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         host, _, port = address.rpartition(":")
         with contextlib.closing(socket.socket()) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -300,10 +300,10 @@ async def test_a_stream_that_is_not_read_is_aborted_and_its_connection_cut_off()
                     for _ in range(8):
                         engine.step({request: ids})
                     await asyncio.sleep(0.002)
-            await until(lambda: not len(frontend.requests))
-            await until(lambda: frontend.http.num_connections == 0)
+            await until(lambda: not len(frontend.requests.open))
+            await until(lambda: frontend.servers.http.num_connections == 0)
         assert (await exchange(address, get("/health"))).status == 200
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
 
 
 async def test_a_page_of_an_allowed_site_may_call():
@@ -311,7 +311,7 @@ async def test_a_page_of_an_allowed_site_may_call():
         _,
         frontend,
     ):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         asks = ["origin: https://a.b", "access-control-request-method: POST"]
         asks.append("access-control-request-headers: authorization, content-type, last-event-id")
         before = await exchange(address, get("/v1/completions", *asks, method="OPTIONS"))
@@ -319,7 +319,7 @@ async def test_a_page_of_an_allowed_site_may_call():
         other = await exchange(address, post(OK, "origin: https://evil.com"))
         asks[0] = "origin: https://evil.com"
         refused = await exchange(address, get("/v1/completions", *asks, method="OPTIONS"))
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     for one in (before, reply):
         assert (one.status, one.headers["access-control-allow-origin"]) == (200, "https://a.b")
     assert (other.status, refused.status) == (403, 400)
@@ -331,14 +331,14 @@ async def test_the_limit_of_connections_and_the_proxies_are_options():
     setup_logs("frontend", instance="0", log_format="text", log_level="info", stream=log)
     options: dict[str, Any] = {"http_max_connections": 1, "forwarded_allow_ips": ("127.0.0.0/8",)}
     async with serving(FakeEngine(answer("the cat")), http_port=0, **options) as (_, frontend):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         async with connected(address) as first:
             await asyncio.sleep(0.2)
             async with connected(address) as second:
                 assert await first.is_closed()
                 await second.send(get("/v1/models", "x-forwarded-for: 9.9.9.9"))
                 assert (await second.reply()).status == 200
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     (line,) = (line for line in log.getvalue().splitlines() if "GET /v1/models" in line)
     assert "client=9.9.9.9" in line
 

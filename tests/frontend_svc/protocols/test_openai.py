@@ -75,12 +75,12 @@ class HTTPClient:
 async def served(engine: FakeEngine | None = None, **options: object) -> AsyncIterator[HTTPClient]:
     chosen = engine or FakeEngine(answer(TEXT), chat_template=TEMPLATE)
     async with serving(chosen, http_port=0, **options) as (_, frontend):
-        assert frontend.http is not None
-        address = await frontend.http.start()
+        assert frontend.servers.http is not None
+        address = await frontend.servers.http.start()
         try:
             yield HTTPClient(address)
         finally:
-            await frontend.http.stop(0)
+            await frontend.servers.http.stop(0)
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -89,11 +89,11 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 async def test_a_completion_is_what_generate_answers():
     engine = FakeEngine(answer(TEXT))
     async with serving(engine, http_port=0) as (client, frontend):
-        http_client = HTTPClient(await frontend.http.start())
+        http_client = HTTPClient(await frontend.servers.http.start())
         asked = {"prompt": "the cat", "return_token_ids": True, "user": "x", "store": None}
         reply = await http_client.post("/v1/completions", asked)
         expected = await client.inference.GenerateOnce(make_request(), timeout=WAIT_S)
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     (choice,) = reply.body["choices"]
     assert choice["text"] == expected.outputs[0].text == TEXT
     assert choice["token_ids"] == list(expected.outputs[0].token_ids)
@@ -304,14 +304,14 @@ async def test_models_health_and_version_and_what_there_is_not():
 
 async def test_a_frontend_that_drains_is_not_ready_and_serves_until_its_lag_is_over():
     async with serving(FakeEngine(answer(TEXT)), http_port=0) as (_, frontend):
-        assert frontend.http is not None
-        client = HTTPClient(await frontend.http.start())
-        frontend.lifecycle.move_to(ServiceState.SERVING)
+        assert frontend.servers.http is not None
+        client = HTTPClient(await frontend.servers.http.start())
+        frontend.servers.lifecycle.move_to(ServiceState.SERVING)
         before = await client.call("GET", "/ready")
-        frontend.lifecycle.move_to(ServiceState.DRAINING)
+        frontend.servers.lifecycle.move_to(ServiceState.DRAINING)
         ready, health = [await client.call("GET", path) for path in ("/ready", "/health")]
         answered = await client.post("/v1/completions", {"prompt": "the"})
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     assert [before.status, ready.status, health.status, answered.status] == [200, 503, 200, 200]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from tests.frontend_svc.fakes import AT_LENGTH, LONG_HEARTBEAT_S, FakeEngine, answer, serving
 from tests.frontend_svc.protocols.raw_http import RawConnection, RawReply, connected, exchange, post, until
@@ -86,7 +86,7 @@ def rest(events: Events, request_id: str = "mine") -> bytes:
 async def test_a_stream_that_broke_at_any_event_goes_on_without_loss_or_repetition():
     engine = FakeEngine(answer(TEXT))
     async with serving(engine, http_port=0) as (_, frontend):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         whole = Events()
         whole.take_all(await exchange(address, post(json.dumps(ASKED).encode())))
         expected = whole.check()
@@ -104,7 +104,7 @@ async def test_a_stream_that_broke_at_any_event_goes_on_without_loss_or_repetiti
             assert events.check() == expected
             assert events.data[-1]["usage"] == whole.data[-1]["usage"]
             assert [one.get("usage") for one in events.data].count(None) == 0
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     assert {text for text, _ in expected.values()} == {TEXT}
     assert all(request.abort_reason is None for request in engine.requests)
 
@@ -112,12 +112,12 @@ async def test_a_stream_that_broke_at_any_event_goes_on_without_loss_or_repetiti
 async def test_another_frontend_goes_on_with_a_stream_whose_frontend_is_gone():
     engine = FakeEngine()
     async with serving(engine, http_port=0) as (_, frontend):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         config = FrontendConfig(port=0, http_port=0, engine=(engine.address,), text_workers=1)
-        doomed = Frontend(config, heartbeat_s=LONG_HEARTBEAT_S)
-        doomed.connect(await doomed.public.start())
-        first = await doomed.http.start()
-        await until(lambda: doomed.directory.is_ready)
+        doomed = build_frontend(config, heartbeat_s=LONG_HEARTBEAT_S)
+        doomed.connect(await doomed.servers.public.start())
+        first = await doomed.servers.http.start()
+        await until(lambda: doomed.engines.directory.is_ready)
         events = Events()
         asked = {**ASKED, "n": 1, "temperature": 0.0}
         async with connected(first) as connection:
@@ -128,9 +128,9 @@ async def test_another_frontend_goes_on_with_a_stream_whose_frontend_is_gone():
             engine.step({request: [301]})
             await read_events(connection, events, 1)
             engine.step({request: [302]})
-            await doomed.public.stop(0)
+            await doomed.servers.public.stop(0)
             await doomed.close()
-            await doomed.http.stop(0)
+            await doomed.servers.http.stop(0)
         await until(lambda: request.session not in engine.sessions)
         async with connected(address) as connection:
             await connection.send(rest(events))
@@ -138,7 +138,7 @@ async def test_another_frontend_goes_on_with_a_stream_whose_frontend_is_gone():
             engine.step({request: [303]})
             engine.step({request: [304]}, finished={request: AT_LENGTH})
             events.take_all(await connection.reply())
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     assert events.check(1)[0][1] == [300, 301, 302, 303, 304]
     usage = events.data[-1]["usage"]
     assert (usage["completion_tokens"], usage["prompt_tokens"]) == (5, len(request.prompt))
@@ -154,23 +154,23 @@ async def test_another_frontend_goes_on_with_a_stream_whose_frontend_is_gone():
 )
 async def test_what_cannot_be_resumed_is_refused_by_name(fields, path, says):
     async with serving(FakeEngine(answer(TEXT)), http_port=0) as (_, frontend):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         body = json.dumps({**ASKED, **fields}).encode()
         reply = await exchange(address, post(body, path=f"/v1/{path}"))
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     assert (reply.status, reply.error["param"]) == (400, "orphan_grace_ms")
     assert says in reply.error["message"]
 
 
 async def test_an_id_of_another_stream_or_of_none_is_refused():
     async with serving(FakeEngine(answer(TEXT)), http_port=0) as (_, frontend):
-        address = await frontend.http.start()
+        address = await frontend.servers.http.start()
         events = Events()
         events.take_all(await exchange(address, post(json.dumps(ASKED).encode())))
         events.ids.append(events.ids[0])
         other = await exchange(address, rest(events, "other"))
         events.ids.append(events.ids[0][:-8])
         cut = await exchange(address, rest(events))
-        await frontend.http.stop(0)
+        await frontend.servers.http.stop(0)
     assert [one.status for one in (other, cut)] == [400, 400]
     assert other.error["param"] == cut.error["param"] == "last-event-id"

@@ -24,11 +24,11 @@ TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content
 async def playground(engine: FakeEngine, **options) -> AsyncIterator[str]:
     """The address of the admin HTTP listener of a frontend with one engine."""
     async with serving(engine, **options) as (_, frontend):
-        address = await frontend.admin_http.start()
+        address = await frontend.servers.admin_http.start()
         try:
             yield address
         finally:
-            await frontend.admin_http.stop(0)
+            await frontend.servers.admin_http.stop(0)
 
 
 async def ask(address: str, head: str, body: bytes = b"") -> tuple[str, bytes]:
@@ -138,7 +138,7 @@ async def test_an_error_is_shown_as_it_is():
 async def test_a_client_that_goes_away_aborts_its_request():
     engine = FakeEngine()
     async with serving(engine) as (_, frontend):
-        address = await frontend.admin_http.start()
+        address = await frontend.servers.admin_http.start()
         _, writer = await asyncio.open_connection(*address.split(":"))
         body = b'{"prompt": "the dog"}'
         head = f"POST /ui/generate HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
@@ -146,7 +146,7 @@ async def test_a_client_that_goes_away_aborts_its_request():
         await engine.wait_for_requests(1)
         writer.close()
         await engine.wait(lambda: engine.requests[0].num_aborts == 1)
-        await frontend.admin_http.stop(0)
+        await frontend.servers.admin_http.stop(0)
 
 
 @pytest.mark.parametrize(

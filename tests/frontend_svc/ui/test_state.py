@@ -90,16 +90,17 @@ async def shown(
     """The page of a frontend with one engine."""
     engine = Engine(admin)
     await engine.start()
-    frontend: Any = SimpleNamespace(
-        admission=SimpleNamespace(num_queued=2),
+    engines: Any = SimpleNamespace(
         directory=SimpleNamespace(clients=lambda: [engine]),
-        draining=SimpleNamespace(num_open=3),
         failover=SimpleNamespace(num_held=1),
         has_coordinator=True,
         wave_of={"engine-0": 4}.get,
     )
+    requests: Any = SimpleNamespace(
+        admission=SimpleNamespace(num_queued=2), draining=SimpleNamespace(num_open=3)
+    )
     clock = FakeClock(100.0)
-    page = StatePage(frontend, clock, **options)
+    page = StatePage(engines, requests, clock, **options)
     try:
         yield engine, page, clock
     finally:

@@ -11,10 +11,11 @@ import grpc
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # its stubs leave it out
 
-from frontend_svc.build import Frontend
+from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.adoption.takeover import MAX_RESUME_STATE_BYTES, make_resumable, output_request_id
 from frontend_svc.engines.connection.client import EngineState
+from frontend_svc.process.frontend import Frontend
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
     LONG_HEARTBEAT_S,
@@ -60,21 +61,21 @@ class Doomed:
     async def die(self) -> None:
         if not self._is_dead:
             self._is_dead = True
-            await self._frontend.public.stop(0)
+            await self._frontend.servers.public.stop(0)
             await self._frontend.close()
 
 
 def another_frontend(*engines: FakeEngine) -> Frontend:
     addresses = tuple(engine.address for engine in engines)
     config = FrontendConfig(port=0, engine=addresses, text_workers=1, reconnect_window_s=0.2)
-    return Frontend(config, heartbeat_s=LONG_HEARTBEAT_S)
+    return build_frontend(config, heartbeat_s=LONG_HEARTBEAT_S)
 
 
 @contextlib.asynccontextmanager
 async def doomed(*engines: FakeEngine) -> AsyncIterator[Doomed]:
     """One more frontend of engines that are served already."""
     frontend = another_frontend(*engines)
-    address = await frontend.public.start()
+    address = await frontend.servers.public.start()
     frontend.connect(address)
     async with open_channel(address, profile="public") as channel:
         one = Doomed(frontend, Client(channel))
@@ -190,7 +191,7 @@ async def test_an_adopted_request_goes_on_in_another_engine_when_its_own_dies():
         await first_engine.kill()
         read += [message.response async for message in resumed]
         _, outputs = await read_outputs(replayed(read))
-        assert frontend.failover.num_moved == 1
+        assert frontend.engines.failover.num_moved == 1
     assert outputs == expected
     assert [one.entry.attempt for one in second_engine.requests[-2:]] == [1, 1]
     assert {one.entry.request_id for one in second_engine.requests[-2:]} == {
@@ -233,7 +234,7 @@ async def test_an_adopted_stream_can_be_resumed_aborted_and_looked_up_where_it_i
             await engine.wait(lambda: request.num_adoptions == 1)
             engine.step({request: [6]})
             read.append((await broken.read()).response)
-        assert (frontend.draining.num_open, len(frontend.resumable)) == (1, 1)
+        assert (frontend.requests.draining.num_open, len(frontend.requests.resumable)) == (1, 1)
         facts = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id="mine"))
         assert facts.usage.num_completion_tokens == 2
         await client.request.Abort(request_pb2.AbortRequest(request_id="mine"), timeout=WAIT_S)
@@ -256,7 +257,7 @@ async def test_at_the_end_of_its_own_grace_an_adopted_request_is_aborted_and_for
         await call.read()
         call.cancel()
         await engine.wait(lambda: request.abort_reason is not None)
-        assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
+        assert (len(frontend.requests.resumable), frontend.requests.draining.num_open) == (0, 0)
 
 
 async def test_an_engine_that_has_not_noticed_yet_is_asked_again():
@@ -283,7 +284,7 @@ async def test_what_no_engine_keeps_is_not_found_and_leaves_nothing(features, fe
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.inference.Resume(request, timeout=WAIT_S).read()
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert (len(frontend.resumable), frontend.draining.num_open) == (0, 0)
+        assert (len(frontend.requests.resumable), frontend.requests.draining.num_open) == (0, 0)
     assert bool(engine.num_asked_adoptions) == bool(features or feature_set)
 
 
@@ -391,17 +392,17 @@ async def test_a_frontend_that_has_just_begun_looks_until_it_knows_its_engines()
         async with doomed(engine) as first:
             _, request, read = await begun_at(first, engine)
         frontend = another_frontend(engine)
-        address = await frontend.public.start()
+        address = await frontend.servers.public.start()
         try:
             async with open_channel(address, profile="public") as channel:
                 rest = asyncio.ensure_future(rest_of(Client(channel), read))
-                await until(lambda: frontend.draining.num_open > 0 or rest.done())
+                await until(lambda: frontend.requests.draining.num_open > 0 or rest.done())
                 frontend.connect(address)
                 await engine.wait(lambda: request.num_adoptions == 1)
                 engine.step({request: [6]}, finished={request: AT_LENGTH})
                 assert [list(message.delta.token_ids) for message in await rest] == [[6], []]
         finally:
-            await frontend.public.stop(0)
+            await frontend.servers.public.stop(0)
             await frontend.close()
 
 
@@ -425,7 +426,7 @@ async def test_an_engine_that_leaves_is_asked_too():
             _, request, read = await begun_at(first, engine)
             for session in engine.sessions:
                 session.send(draining={})
-            (known,) = frontend.directory.clients()
+            (known,) = frontend.engines.directory.clients()
             await until(lambda: known.state is EngineState.DRAINING)
         rest = asyncio.ensure_future(rest_of(client, read))
         await engine.wait(lambda: request.num_adoptions == 1)

@@ -56,7 +56,7 @@ async def test_a_loading_engine_gets_nothing_until_it_is_ready():
         engine.become_ready()
         await client.wait_ready()
         assert (await read_all(client.generate()))[1] == "done"
-        assert engine.sessions[0].hello.frontend_id == frontend.identity.frontend_id
+        assert engine.sessions[0].hello.frontend_id == frontend.engines.identity.frontend_id
     assert engine.goodbyes == ["the frontend stops"]
 
 
@@ -85,7 +85,7 @@ async def test_an_engine_that_begins_anew_is_not_ready_by_what_it_has_said_befor
         engine.gate.set()
         await engine.start(engine.address)
         await engine.wait(lambda: engine.num_heartbeats == 2)
-        (engine_client,) = frontend.directory.clients()
+        (engine_client,) = frontend.engines.directory.clients()
         assert (engine_client.state, engine.num_asked) == (EngineState.LOADING, 1)
         engine.become_ready()
         await client.wait_ready()
@@ -182,7 +182,7 @@ async def test_an_engine_that_was_to_leave_and_stays_gets_requests_again():
 async def test_the_first_ready_of_a_session_that_begins_in_a_drain_does_not_cancel_it():
     engine = FakeEngine(answer("x"), is_draining=True)
     async with serving(engine, waits_ready=False) as (client, frontend):
-        (engine_client,) = frontend.directory.clients()
+        (engine_client,) = frontend.engines.directory.clients()
         async with asyncio.timeout(WAIT_S):
             while engine_client.model is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -198,7 +198,7 @@ async def test_a_dying_engines_last_words_are_known():
         (request,) = await engine.wait_for_requests(1)
         request.session.send(dead=engine_pb2.Dead(reason="out of memory"))
         _, second = await engine.wait_for_requests(2)
-        (engine_client,) = frontend.directory.clients()
+        (engine_client,) = frontend.engines.directory.clients()
         assert "out of memory" in engine_client.down_reason
         engine.step({second: [6]}, finished={second: AT_LENGTH})
         assert (await read_all(call))[2] == [6]
@@ -228,7 +228,7 @@ async def test_files_are_fetched_once_for_all_engines_and_sessions():
     await first.start()
     async with serving(first, start_engines=False) as (client, frontend):
         await second.start()
-        frontend.directory.set_addresses("more", [second.address])
+        frontend.engines.directory.set_addresses("more", [second.address])
         await second.wait(lambda: bool(second.sessions))
         async with asyncio.timeout(WAIT_S):
             while (await client.model.GetModel(model_pb2.GetModelRequest())).model.num_engines < 2:
@@ -300,7 +300,7 @@ async def test_a_hung_engine_loses_its_requests_and_gets_none_until_its_steps_go
         # It is there, it says that it is ready, and gets nothing.
         await engine.wait(lambda: engine.num_connects >= 2)
         await engine.wait(lambda: engine.num_heartbeats >= 3)
-        (engine_client,) = frontend.directory.clients()
+        (engine_client,) = frontend.engines.directory.clients()
         assert engine_client.state is not EngineState.READY
         engine.heartbeat = session_pb2.Heartbeat(has_work=True, step_number=8)
         engine.script = answer("again")
@@ -313,7 +313,7 @@ async def test_an_operator_sees_why_an_engine_is_not_used_and_it_is_logged_once(
     newer = FakeEngine(schema_revision=2, min_peer_revision=2)
     await newer.start()
     async with serving(FakeEngine(dp_rank=1)) as (client, frontend):
-        frontend.directory.set_addresses("configuration too", [newer.address])
+        frontend.engines.directory.set_addresses("configuration too", [newer.address])
         async with asyncio.timeout(WAIT_S):
             while f"engine.{newer.address}.down_reason" not in frontend.status():
                 await client.model.ListModels(model_pb2.ListModelsRequest())
@@ -369,7 +369,7 @@ class _PendingRequest:
 )
 async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
     async with serving_one() as (engine, _, frontend):
-        (client,) = frontend.directory.clients()
+        (client,) = frontend.engines.directory.clients()
         requests = []
 
         async def add_in_every_turn() -> None:
@@ -458,7 +458,7 @@ async def _lose_streams(engine: FakeEngine, end: Callable[[FakeEngine], Awaitabl
             await engine.wait(lambda: engine.num_connects > num_connects)  # noqa: B023
             await client.wait_ready()
             await until_connections(engine.address, 1)
-        for one in frontend.directory.clients():
+        for one in frontend.engines.directory.clients():
             await one.close()
         await until_connections(engine.address, 0)
 
