@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ class FieldWriter:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
-    def fixed(self, layout: struct.Struct, *values: int) -> None:
+    def fixed(self, layout: struct.Struct, *values: float) -> None:
         self._parts.append(layout.pack(*values))
 
     def ints(self, values: Sequence[int] | npt.NDArray[np.integer]) -> None:
@@ -33,9 +34,9 @@ class FieldWriter:
         self._parts.append(_LENGTH.pack(len(values)))
         self.ints(values)
 
-    def floats(self, values: Sequence[float]) -> None:
-        self._parts.append(_LENGTH.pack(len(values)))
-        self._parts.append(np.asarray(values, dtype="<f8").tobytes())
+    def numbers(self, code: str, values: Collection[float]) -> None:
+        """Numbers of the format `code` of `struct`, with their count."""
+        self._parts.append(struct.pack(f"<I{len(values)}{code}", len(values), *values))
 
     def raw(self, data: bytes) -> None:
         self._parts.append(_LENGTH.pack(len(data)))
@@ -55,7 +56,7 @@ class FieldReader:
         self._message = message
         self._offset = 0
 
-    def fixed(self, layout: struct.Struct) -> tuple[int, ...]:
+    def fixed(self, layout: struct.Struct) -> tuple[Any, ...]:
         return layout.unpack_from(self._message, self._take(layout.size))
 
     def ints(self, count: int) -> npt.NDArray[np.int32]:
@@ -65,10 +66,9 @@ class FieldReader:
         values: list[int] = self.ints(self._length()).tolist()
         return values
 
-    def floats(self) -> list[float]:
-        count = self._length()
-        values: list[float] = np.frombuffer(self._message, "<f8", count, self._take(8 * count)).tolist()
-        return values
+    def numbers(self, code: str) -> tuple[Any, ...]:
+        layout = f"<{self._length()}{code}"
+        return struct.unpack_from(layout, self._message, self._take(struct.calcsize(layout)))
 
     def raw(self) -> bytes:
         count = self._length()
@@ -84,7 +84,7 @@ class FieldReader:
             raise MessageError(f"a message has {len(self._message)} bytes, {self._offset} were expected")
 
     def _length(self) -> int:
-        (count,) = self.fixed(_LENGTH)
+        count: int = self.fixed(_LENGTH)[0]
         return count
 
     def _take(self, count: int) -> int:

@@ -3,64 +3,58 @@
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
+from engine_svc.core.binary_form import form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 
 _COUNT = struct.Struct("<I")
 
-# By type: at most one of each. The value's class is the key.
-Extras = dict[type, Any]
 
+class Extra:
+    """A dataclass that travels with a request, a plan or a result. One in `EXTRAS` reaches the ranks.
 
-class Extra(Protocol):
-    """A value with a fixed binary form, in which it reaches the ranks of a divided model and comes back.
-
-    One that may exclude tokens has `rules`: what clients call what it excludes them by.
+    Its binary form is that of its fields, see `form_of`.
     """
 
-    def encode(self) -> bytes: ...
+    __slots__ = ()
 
-    @classmethod
-    def decode(cls, data: bytes) -> Self: ...
-
-
-class PreparedExtra(Extra, Protocol):
-    """An extra that every rank that samples prepares before its request may be admitted.
-
-    blocker: the name that blocks the request until then; "" if this one needs no preparation.
-    """
+    stays_with_error: ClassVar[bool] = False  # in the result of a row that ends with an error
 
     @property
-    def blocker(self) -> str: ...
-
-
-class OutputExtra(Protocol):
-    """An extra that goes to the client with the request's output. One that a rank makes is an Extra too."""
+    def blocker(self) -> str:
+        """The name that blocks a request until every rank that samples has prepared this; "" for none."""
+        return ""
 
     @property
+    def rules(self) -> tuple[str, ...]:
+        """Public names of the rules in it that may exclude tokens."""
+        return ()
+
+
+class OutputExtra(Extra, ABC):
+    """An extra that goes to the client with the request's output."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
     def size_bytes(self) -> int:
         """An upper limit of its size on the wire."""
-        ...
 
+    @abstractmethod
     def merged(self, later: Self) -> Self:
         """This and what a later step adds; changes neither."""
-        ...
 
+    @abstractmethod
     def split(self, max_bytes: int) -> Sequence[Self]:
         """The same in parts of at most `max_bytes`, as far as it can be divided."""
-        ...
 
 
-def blocker_of(extra: object) -> str:
-    """The name that blocks a request with this extra until it is prepared; "" if it need not be."""
-    return getattr(extra, "blocker", "")
-
-
-def rules_of(extra: object) -> tuple[str, ...]:
-    """What clients call the rules of this extra that may exclude tokens."""
-    return getattr(extra, "rules", ())
+# By type: at most one of each. In a rank, what was prepared stands in the place of its extra.
+Extras = dict[type[Extra], Any]
 
 
 def merge_extras(earlier: Extras, later: Extras) -> Extras:
@@ -80,9 +74,10 @@ class ExtraCodec:
 
     def __init__(self, kinds: Sequence[type[Extra]]) -> None:
         self._kinds = tuple(kinds)
-        self._tag_of: dict[type, int] = {kind: tag for tag, kind in enumerate(kinds)}
+        self._forms = {kind: form_of(kind) for kind in kinds}
+        self._tag_of = {kind: tag for tag, kind in enumerate(kinds)}
 
-    def check(self, kinds: Iterable[type]) -> None:
+    def check(self, kinds: Iterable[type[Extra]]) -> None:
         """Raise UnknownExtra for a type that no rank can read."""
         for kind in kinds:
             if kind not in self._tag_of:
@@ -92,34 +87,42 @@ class ExtraCodec:
         writer.fixed(_COUNT, len(extras))
         for kind, extra in extras.items():
             writer.fixed(_COUNT, self._tag_of[kind])
-            writer.raw(extra.encode())
+            self._forms[kind].write(writer, extra)
 
     def read(self, reader: FieldReader) -> Extras:
         (count,) = reader.fixed(_COUNT)
-        return {kind: kind.decode(reader.raw()) for kind in (self._read_kind(reader) for _ in range(count))}
+        return {
+            kind: self._read_extra(kind, reader) for kind in (self._read_kind(reader) for _ in range(count))
+        }
 
-    def write_rows(self, writer: FieldWriter, extras: dict[type, dict[int, Any]]) -> None:
+    def write_rows(self, writer: FieldWriter, extras: dict[type[Extra], dict[int, Any]]) -> None:
         """Write the extras of a result, by type and row."""
         writer.fixed(_COUNT, len(extras))
         for kind, rows in extras.items():
             writer.fixed(_COUNT, self._tag_of[kind])
             writer.counted_ints(list(rows))
             for extra in rows.values():
-                writer.raw(extra.encode())
+                self._forms[kind].write(writer, extra)
 
-    def read_rows(self, reader: FieldReader) -> dict[type, dict[int, Any]]:
+    def read_rows(self, reader: FieldReader) -> dict[type[Extra], dict[int, Any]]:
         (count,) = reader.fixed(_COUNT)
-        extras: dict[type, dict[int, Any]] = {}
+        extras: dict[type[Extra], dict[int, Any]] = {}
         for _ in range(count):
             kind = self._read_kind(reader)
-            extras[kind] = {row: kind.decode(reader.raw()) for row in reader.counted_ints()}
+            extras[kind] = {row: self._read_extra(kind, reader) for row in reader.counted_ints()}
         return extras
 
     def _read_kind(self, reader: FieldReader) -> type[Extra]:
-        (tag,) = reader.fixed(_COUNT)
+        tag: int = reader.fixed(_COUNT)[0]
         if tag >= len(self._kinds):
             raise MessageError(f"a message has extra {tag}, this rank knows {len(self._kinds)}")
         return self._kinds[tag]
+
+    def _read_extra(self, kind: type[Extra], reader: FieldReader) -> Extra:
+        try:
+            return self._forms[kind].read(reader)
+        except ValueError as error:
+            raise MessageError(f"a message has a malformed {kind.__name__}: {error}") from error
 
 
 NO_EXTRAS = ExtraCodec(())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from engine_svc.core.extras import Extras, rules_of
+from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
 
 # In the place of a stop token, where a verdict and no token ended a request with STOP.
@@ -182,9 +182,9 @@ class Request:
 
     @property
     def rules(self) -> list[str]:
-        """What clients call the rules that may exclude tokens from the next."""
+        """Public names of the rules that may exclude tokens from the next position."""
         core = ("min_tokens",) if self.num_output_tokens < self.sampling.min_tokens else ()
-        return sorted({*core, *(name for extra in self.extras.values() for name in rules_of(extra))})
+        return sorted({*core, *(name for extra in self.extras.values() for name in extra.rules)})
 
     @property
     def is_finished(self) -> bool:

@@ -5,17 +5,14 @@ Plain columns. Knows no tensors, no request status and no wire.
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from engine_svc.core.byte_fields import FieldReader, FieldWriter
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 
-_K = struct.Struct("<I")
 _NON_FINITE = "the model produced logits that are not finite"
 BARRED = "the request's own rules leave no token to choose"
 
@@ -110,24 +107,6 @@ class TokenLogprobs:
         self.top_token_ids += more.top_token_ids
         self.top_logprobs += more.top_logprobs
 
-    def write(self, writer: FieldWriter) -> None:
-        writer.fixed(_K, self.k)
-        writer.floats(self.logprobs)
-        writer.counted_ints(self.ranks)
-        writer.counted_ints(self.top_token_ids)
-        writer.floats(self.top_logprobs)
-
-    @classmethod
-    def read(cls, reader: FieldReader) -> TokenLogprobs:
-        (k,) = reader.fixed(_K)
-        return cls(
-            logprobs=reader.floats(),
-            ranks=reader.counted_ints(),
-            k=k,
-            top_token_ids=reader.counted_ints(),
-            top_logprobs=reader.floats(),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
@@ -176,7 +155,7 @@ class StepResult:
     barred: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row of the plan, of sampled tokens
-    extras: dict[type, dict[int, Any]] = field(default_factory=dict)  # of features, by row of the plan
+    extras: dict[type[Extra], dict[int, Any]] = field(default_factory=dict)  # of features, by row of the plan
     num_drafts: list[int] = field(default_factory=list)  # of each row, that were verified; [] = as planned
 
     def faults(self) -> list[tuple[int, str]]:
@@ -194,6 +173,6 @@ class StepResult:
         for row, _ in self.faults():
             self.sampled[row] = []
             self.logprobs.pop(row, None)
-            for kind, of_rows in self.extras.items():
-                if not getattr(kind, "stays_with_error", False):
-                    of_rows.pop(row, None)
+            for kind, extra_of in self.extras.items():
+                if not kind.stays_with_error:
+                    extra_of.pop(row, None)

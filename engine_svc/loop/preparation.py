@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_svc.core.errors import RequestFailed
-from engine_svc.core.extras import blocker_of
 from engine_svc.core.request import Request
 from engine_svc.loop.protocols import PreparingRanks
 from engine_svc.scheduler.feature import SchedulerFeature
@@ -58,7 +57,7 @@ class Preparations(SchedulerFeature):
     def on_add(self, request: Request) -> None:
         if not request.extras:
             return
-        blockers = frozenset(name for extra in request.extras.values() if (name := blocker_of(extra)))
+        blockers = frozenset(extra.blocker for extra in request.extras.values() if extra.blocker)
         if not blockers:
             return
         if self._ranks is None:
@@ -74,7 +73,7 @@ class Preparations(SchedulerFeature):
             self._settled.append(preparation)
             return
         self._number += 1
-        extras = {kind: extra for kind, extra in request.extras.items() if blocker_of(extra)}
+        extras = {kind: extra for kind, extra in request.extras.items() if extra.blocker}
         self._ranks.prepare(self._number, request.request_id, extras)
         if not self._pending:
             self._oldest_since = self._clock.now()

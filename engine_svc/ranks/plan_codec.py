@@ -24,7 +24,7 @@ from engine_svc.core.step import AdmittedRequest, StepPlan
 PLAN, CALL, STOP = b"P", b"C", b"S"
 PREPARE, DROP = b"R", b"D"  # the second ends with the id of the request
 
-VERSION = 3
+VERSION = 4
 MAX_ROWS = 1 << 16
 
 # Version, step number, number of rows, of released, admitted and preempted requests.

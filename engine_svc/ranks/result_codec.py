@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import struct
 
+from engine_svc.core.binary_form import form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import NO_EXTRAS, ExtraCodec
 from engine_svc.core.step import StepResult, TokenLogprobs
 
-VERSION = 4
+VERSION = 5
 
 # Version, step number, number of rows, of drafts, of logprobs, of failed rows.
 _HEADER = struct.Struct("<BQIIII")
 _ROW = struct.Struct("<I")
+_LOGPROBS = form_of(TokenLogprobs)
 
 
 def encode_result(result: StepResult, extras: ExtraCodec = NO_EXTRAS) -> bytes:
@@ -38,7 +40,7 @@ def encode_result(result: StepResult, extras: ExtraCodec = NO_EXTRAS) -> bytes:
         writer.counted_ints(drafts)
     for row, token_logprobs in result.logprobs.items():
         writer.fixed(_ROW, row)
-        token_logprobs.write(writer)
+        _LOGPROBS.write(writer, token_logprobs)
     for row, message in result.failed.items():
         writer.fixed(_ROW, row)
         writer.text(message)
@@ -65,7 +67,7 @@ def decode_result(message: bytes, extras: ExtraCodec = NO_EXTRAS) -> StepResult:
         result.drafts[request_id] = reader.counted_ints()
     for _ in range(num_logprobs):
         (row,) = reader.fixed(_ROW)
-        result.logprobs[row] = TokenLogprobs.read(reader)
+        result.logprobs[row] = _LOGPROBS.read(reader)
     for _ in range(num_failed):
         (row,) = reader.fixed(_ROW)
         result.failed[row] = reader.text()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost, describe_failure
-from engine_svc.core.extras import Extra, Extras, blocker_of
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
@@ -195,8 +195,9 @@ class RunnerFeatures:
             self._num_rows[index] += 1
             self._latest_rows = None
             with self._errors_end(index, (row,)):
-                if feature.prepares is not None and blocker_of(admitted.extras.get(feature.prepares)):
-                    raise RuntimeError(f"{feature.prepares.__name__} was not prepared")
+                extra = admitted.extras.get(feature.prepares) if feature.prepares is not None else None
+                if isinstance(extra, Extra) and extra.blocker:
+                    raise RuntimeError(f"{type(extra).__name__} was not prepared")
                 feature.add_row(row, admitted)
 
     def remove_row(self, row: int) -> None:

@@ -149,16 +149,11 @@ def test_ranks_say_what_one_says_and_hold_their_share(family, division, folders,
 MARKS = """
 from dataclasses import dataclass
 
+from engine_svc.core.extras import Extra
+
 @dataclass(frozen=True)
-class Mark:
+class Mark(Extra):
     stage: str
-
-    def encode(self):
-        return self.stage.encode()
-
-    @classmethod
-    def decode(cls, data):
-        return cls(data.decode())
 
 EXTRAS = (Mark,)
 """

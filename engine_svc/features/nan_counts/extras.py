@@ -1,17 +1,16 @@
-"""What the feature adds to results."""
+"""The count of logits that are not numbers, from a rank to the client."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
-_COUNT = struct.Struct("<I")
+from engine_svc.core.extras import OutputExtra
 
 
 @dataclass(frozen=True, slots=True)
-class NanCount:
-    """How many logits of a row were NaN or positive infinity; an output extra."""
+class NanCount(OutputExtra):
+    """The number of logits of a row that were NaN or positive infinity."""
 
     count: int
     size_bytes: ClassVar[int] = 16
@@ -22,13 +21,6 @@ class NanCount:
 
     def split(self, max_bytes: int) -> list[NanCount]:
         return [self]
-
-    def encode(self) -> bytes:
-        return _COUNT.pack(self.count)
-
-    @classmethod
-    def decode(cls, data: bytes) -> NanCount:
-        return cls(*_COUNT.unpack(data))
 
 
 EXTRAS = (NanCount,)

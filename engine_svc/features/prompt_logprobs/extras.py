@@ -1,40 +1,25 @@
-"""What the feature attaches to requests and results."""
+"""What a request asks for per prompt position, and the logprobs of those that steps computed."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine_svc.core.byte_fields import FieldReader, FieldWriter
+from engine_svc.core.extras import Extra, OutputExtra
 from engine_svc.core.step import TokenLogprobs
 
-_NUM_TOP = struct.Struct("<i")
-_POSITION = struct.Struct("<I")
 # Upper limits on the wire, of a run of positions and of one logprob with its token id or rank.
 _RUN_BYTES = 64
 _ENTRY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobSpec:
+class PromptLogprobSpec(Extra):
     """What a request asks for per position: `num_top` most likely tokens, -1 for all, then `token_ids`."""
 
     num_top: int
     token_ids: tuple[int, ...] = ()
-
-    def encode(self) -> bytes:
-        writer = FieldWriter()
-        writer.fixed(_NUM_TOP, self.num_top)
-        writer.counted_ints(self.token_ids)
-        return writer.message()
-
-    @classmethod
-    def decode(cls, data: bytes) -> PromptLogprobSpec:
-        reader = FieldReader(data)
-        (num_top,) = reader.fixed(_NUM_TOP)
-        return cls(num_top, tuple(reader.counted_ints()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +48,8 @@ class PromptRun:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Logprobs of a prompt's positions that steps computed, in runs; an output extra."""
+class PromptLogprobs(OutputExtra):
+    """Logprobs of a prompt's positions that steps computed, in runs."""
 
     runs: tuple[PromptRun, ...]
     # Otherwise how much a client gets would depend on how the prompt was divided.
@@ -100,24 +85,6 @@ class PromptLogprobs:
                 skipped = position - run.first_position
                 runs.append(PromptRun(position, columns.part(skipped, len(columns.ranks))))
         return PromptLogprobs(tuple(runs)) if runs else None
-
-    def encode(self) -> bytes:
-        writer = FieldWriter()
-        writer.fixed(_POSITION, len(self.runs))
-        for run in self.runs:
-            writer.fixed(_POSITION, run.first_position)
-            run.token_logprobs.write(writer)
-        return writer.message()
-
-    @classmethod
-    def decode(cls, data: bytes) -> PromptLogprobs:
-        reader = FieldReader(data)
-        (num_runs,) = reader.fixed(_POSITION)
-        runs = []
-        for _ in range(num_runs):
-            (first_position,) = reader.fixed(_POSITION)
-            runs.append(PromptRun(first_position, TokenLogprobs.read(reader)))
-        return cls(tuple(runs))
 
 
 EXTRAS = (PromptLogprobSpec, PromptLogprobs)

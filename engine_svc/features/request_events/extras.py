@@ -1,16 +1,18 @@
-"""What the feature adds to outputs."""
+"""The scheduler events of a request, from the scheduler to the client."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from engine_svc.core.extras import OutputExtra
 
 # Upper limit on the wire.
 _EVENT_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
-class RequestEvents:
-    """Scheduler events of a request since its last row, in order; an output extra.
+class RequestEvents(OutputExtra):
+    """Scheduler events of a request since its last row, in order.
 
     events: names are queued, scheduled, preempted and resumed; times are on the engine's clock.
     """

@@ -1,23 +1,23 @@
-"""What the feature attaches to requests and results."""
+"""The language of a request's output, and the times that grammars took in a rank."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from dataclasses import dataclass
 from typing import ClassVar
 
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
+from engine_svc.core.binary_form import form_of
+from engine_svc.core.extras import Extra
+from triptych_kit.grammars.constraint import Constraint
 
 # The default one first.
 BACKENDS = ("llguidance", "xgrammar")
 
-_TIMES = struct.Struct("<qq")
+CONSTRAINT_FORM = form_of(Constraint)
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutput:
+class StructuredOutput(Extra):
     """The language of a request's output, and when it begins to hold.
 
     reasoning_end: the ids after which it does; empty: from the first token.
@@ -38,41 +38,11 @@ class StructuredOutput:
     @property
     def digest(self) -> bytes:
         """Equal for requests that need the same grammar."""
-        return hashlib.sha256(json.dumps([self.backend, *_fields_of(self.constraint)]).encode()).digest()
-
-    def encode(self) -> bytes:
-        fields = [*_fields_of(self.constraint), self.backend, self.reasoning_end, self.eos_token_ids]
-        return json.dumps(fields, separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> StructuredOutput:
-        kind, text, choices, is_any, pattern, is_open, is_lenient, *rest = json.loads(data)
-        backend, reasoning_end, eos_token_ids = rest
-        constraint = Constraint(
-            ConstraintKind(kind),
-            text,
-            tuple(choices),
-            whitespace=Whitespace(is_any, pattern),
-            has_additional_properties=is_open,
-            is_lenient=is_lenient,
-        )
-        return cls(constraint, backend, tuple(reasoning_end), tuple(eos_token_ids))
-
-
-def _fields_of(constraint: Constraint) -> list[object]:
-    return [
-        constraint.kind.value,
-        constraint.text,
-        constraint.choices,
-        constraint.whitespace.is_any,
-        constraint.whitespace.pattern,
-        constraint.has_additional_properties,
-        constraint.is_lenient,
-    ]
+        return hashlib.sha256(self.backend.encode() + CONSTRAINT_FORM.encode(self.constraint)).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarTimes:
+class GrammarTimes(Extra):
     """What grammars cost since the last step that reported it; no output extra, as the engine keeps it.
 
     compile_us: of this row's grammar; 0: it was cached, -1: reported before.  masks_us: of all rows of the
@@ -81,13 +51,6 @@ class GrammarTimes:
 
     compile_us: int
     masks_us: int
-
-    def encode(self) -> bytes:
-        return _TIMES.pack(self.compile_us, self.masks_us)
-
-    @classmethod
-    def decode(cls, data: bytes) -> GrammarTimes:
-        return cls(*_TIMES.unpack(data))
 
 
 EXTRAS = (StructuredOutput, GrammarTimes)

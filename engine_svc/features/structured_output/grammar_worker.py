@@ -21,7 +21,7 @@ from pathlib import Path
 
 from engine_svc.core.errors import RequestFailed
 from engine_svc.features.structured_output.backends.backend import Vocabulary
-from engine_svc.features.structured_output.extras import StructuredOutput
+from engine_svc.features.structured_output.extras import CONSTRAINT_FORM
 from triptych_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
 from triptych_kit.process.child import Child
 from triptych_kit.process.setup import importing_environment, release_memory, set_title
@@ -58,7 +58,7 @@ class GrammarWorker:
             connection = self._connected()
             try:
                 connection.settimeout(_WALL_LIMIT_S)
-                _send(connection, StructuredOutput(constraint, self._backend).encode())
+                _send(connection, CONSTRAINT_FORM.encode(constraint))
                 failure, text = json.loads(_receive(connection))
             except TimeoutError:
                 self._kill()
@@ -139,7 +139,7 @@ def main() -> int:
         compiles = _compiler(_receive(connection))
         _send(connection, b"")
         while True:
-            constraint = StructuredOutput.decode(_receive(connection)).constraint
+            constraint = CONSTRAINT_FORM.decode(_receive(connection))
             try:
                 _set_limits()
                 answer = ["", compiles(constraint)]

@@ -1,14 +1,15 @@
-"""What the feature attaches to requests and results."""
+"""The thinking budget of a request, with the markers around its reasoning."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine_svc.core.extras import Extra
+
 
 @dataclass(frozen=True, slots=True)
-class ThinkingBudget:
+class ThinkingBudget(Extra):
     """How many tokens reasoning may have, and the markers around it."""
 
     num_tokens: int
@@ -21,14 +22,6 @@ class ThinkingBudget:
             raise ValueError(f"num_tokens is {self.num_tokens}, must be at least 0")
         if not self.start_token_ids or not self.end_token_ids:
             raise ValueError("start_token_ids and end_token_ids must not be empty")
-
-    def encode(self) -> bytes:
-        return json.dumps([self.num_tokens, self.start_token_ids, self.end_token_ids]).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> ThinkingBudget:
-        num_tokens, start_token_ids, end_token_ids = json.loads(data)
-        return cls(num_tokens, tuple(start_token_ids), tuple(end_token_ids))
 
 
 EXTRAS = (ThinkingBudget,)

@@ -1,13 +1,14 @@
-"""What the feature attaches to requests and results."""
+"""The allowed ids, the biases and the bad words of a request."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+
+from engine_svc.core.extras import Extra
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRules:
+class TokenRules(Extra):
     """allowed: None for all.  bias: (id, addend of its logit), each id once.
     bad_words: sequences whose last id may not follow the others.
     """
@@ -18,21 +19,8 @@ class TokenRules:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        found = {"allowed_token_ids": self.allowed is not None, "bad_words": bool(self.bad_words)}
-        return tuple(name for name, is_set in found.items() if is_set)
-
-    def encode(self) -> bytes:
-        allowed = None if self.allowed is None else sorted(self.allowed)
-        return json.dumps([allowed, self.bias, self.bad_words], separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> TokenRules:
-        allowed, bias, bad_words = json.loads(data)
-        return cls(
-            None if allowed is None else frozenset(allowed),
-            tuple((token_id, amount) for token_id, amount in bias),
-            tuple(tuple(word) for word in bad_words),
-        )
+        is_set = {"allowed_token_ids": self.allowed is not None, "bad_words": bool(self.bad_words)}
+        return tuple(name for name in is_set if is_set[name])
 
 
 EXTRAS = (TokenRules,)

@@ -9,6 +9,7 @@ import pytest
 
 from engine_svc.convert import messages
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature, WireFeatures
+from engine_svc.core.extras import Extra
 from engine_svc.core.request import ContentSpan, Request
 from engine_svc.loop.step_output import StepOutput
 from tests.engine_svc.request_options import make_wire_features
@@ -19,12 +20,12 @@ from triptych_kit.errors import Unimplemented
 
 
 @dataclass(frozen=True)
-class First:
+class First(Extra):
     value: int
 
 
 @dataclass(frozen=True)
-class Second:
+class Second(Extra):
     value: int
 
 

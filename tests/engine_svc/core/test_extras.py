@@ -1,7 +1,8 @@
-"""Extras reach a rank and come back as they were, in one binary form of their own; others are refused."""
+"""Extras reach a rank and come back as they were, in the form of their fields; others are refused."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_svc.build.features import extra_types
+from engine_svc.core.binary_form import form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
 from engine_svc.core.extras import Extra, ExtraCodec, Extras, UnknownExtra, merge_extras
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
@@ -117,9 +119,33 @@ def test_the_values_below_are_of_every_type_that_a_rank_knows():
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(data=st.data())
 def test_an_extra_is_read_as_it_was_written(kind: type[Extra], data: st.DataObject):
-    extra = data.draw(VALUES[kind])
-    assert_same({kind: kind.decode(extra.encode())}, {kind: extra})
-    assert kind.decode(extra.encode()).encode() == extra.encode()
+    extra, form = data.draw(VALUES[kind]), form_of(kind)
+    assert_same({kind: form.decode(form.encode(extra))}, {kind: extra})
+
+
+@pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(data=st.data())
+def test_damaged_bytes_are_another_extra_or_a_message_error(kind: type[Extra], data: st.DataObject):
+    writer, codec = FieldWriter(), ExtraCodec([kind])
+    codec.write(writer, {kind: data.draw(VALUES[kind])})
+    message = bytearray(writer.message())
+    del message[data.draw(st.integers(0, len(message))) :]
+    for _ in range(data.draw(st.integers(0, 2))):
+        if message:
+            message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(MessageError):
+        assert set(codec.read(FieldReader(bytes(message)))) <= {kind}
+
+
+def test_a_malformed_extra_is_named():
+    writer, codec = FieldWriter(), ExtraCodec([ThinkingBudget])
+    codec.write(writer, {ThinkingBudget: ThinkingBudget(5, (1,), (2,))})
+    with pytest.raises(MessageError, match="malformed ThinkingBudget: a message has 39 bytes, at least 40"):
+        codec.read(FieldReader(writer.message()[:-1]))
+    negative = writer.message().replace(b"\5" + bytes(7), b"\xff" * 8)
+    with pytest.raises(MessageError, match="malformed ThinkingBudget: num_tokens is -1, must be at least 0"):
+        codec.read(FieldReader(negative))
 
 
 some_extras = st.fixed_dictionaries({}, optional=VALUES)

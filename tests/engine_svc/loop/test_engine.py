@@ -7,10 +7,12 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from engine_svc.core.errors import DeviceFull, DeviceLost
+from engine_svc.core.extras import Extra
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
@@ -366,6 +368,11 @@ def test_cached_tokens_are_reported_with_the_first_token():
         rig.frontend.read_until_ended(handle)
     rig.stop()
     assert rig.frontend.cached == {1: 0, 2: 8}
+
+
+@dataclass(frozen=True)
+class Ban(Extra):
+    token_id: int
 
 
 class LogprobExecutor(FakeExecutor):
@@ -837,7 +844,7 @@ def test_a_failure_is_logged_by_ids_and_counts_and_never_by_content(caplog):
     rig = Rig(executor=FailingExecutor(lambda plan: DeviceLost("gone")))
     canary = [987_001, 987_002, 987_003]
     sampling = SamplingParams(max_tokens=5, stop_token_ids=frozenset({987_004}))
-    request = Request("the-request", canary, 3, sampling, extras={tuple: (987_005,)})
+    request = Request("the-request", canary, 3, sampling, extras={Ban: Ban(987_005)})
     rig.inbox.put(Add(request, rig.frontend.outbox, 1))
     rig.start()
     rig.join()

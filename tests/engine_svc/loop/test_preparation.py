@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine_svc.core.errors import DeviceLost, RequestFailed
-from engine_svc.core.extras import Extras, UnknownExtra
+from engine_svc.core.extras import Extra, Extras, UnknownExtra
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
@@ -24,7 +24,7 @@ LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Extra):
     text: str
     blocker: str = "order"
 

@@ -18,7 +18,7 @@ from typing import cast
 import pytest
 
 from engine_svc.core.errors import RequestFailed
-from engine_svc.core.extras import ExtraCodec, UnknownExtra
+from engine_svc.core.extras import Extra, ExtraCodec, UnknownExtra
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.ranks import process_group
@@ -516,18 +516,11 @@ def test_a_result_waits_for_the_rows_that_were_counted_before_it(
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Extra):
     """An extra to prepare."""
 
     text: str
     blocker: str = "text"
-
-    def encode(self) -> bytes:
-        return self.text.encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Text:
-        return cls(data.decode())
 
 
 class UpperText(RunnerFeature):
@@ -595,8 +588,8 @@ def test_a_group_sends_every_rank_what_to_prepare(
         num_preparing=2,
     )
     group.prepare(3, "a", {Text: Text("long" * 9)})
-    with pytest.raises(UnknownExtra, match="int"):
-        group.prepare(4, "b", {int: 4})
+    with pytest.raises(UnknownExtra, match="Extra"):
+        group.prepare(4, "b", {Extra: Extra()})
     group.drop_prepared("a")
     for reader in readers:
         message = reader.receive(timeout_s=0.0) or b""

@@ -23,7 +23,7 @@ from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.byte_fields import MessageError
-from engine_svc.core.extras import ExtraCodec, UnknownExtra
+from engine_svc.core.extras import Extra, ExtraCodec, UnknownExtra
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
@@ -68,17 +68,10 @@ EVERYTHING = SamplingParams(
 
 
 @dataclass(frozen=True)
-class Marks:
+class Marks(Extra):
     """What a feature could attach to a request, a plan or a result."""
 
     numbers: tuple[int, ...]
-
-    def encode(self) -> bytes:
-        return bytes(self.numbers)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Marks:
-        return cls(tuple(data))
 
 
 def codec(num_groups: int = 1, max_num_seqs: int = MAX_NUM_SEQS) -> tuple[PlanEncoder, PlanDecoder]:
@@ -223,10 +216,10 @@ def test_an_extra_without_a_form_is_refused_and_nothing_is_lost() -> None:
     encoder, decoder = codec()
     plan = rows_plan(0, 1, new_block=False)
     plan.admitted = [AdmittedRequest("request-0", [7], 1, EVERYTHING, [[1]])]
-    plan.extras[str] = "a note"
-    with pytest.raises(UnknownExtra, match="str"):
+    plan.extras[Extra] = Extra()
+    with pytest.raises(UnknownExtra, match="Extra"):
         encoder.encode(plan)
-    del plan.extras[str]
+    del plan.extras[Extra]
     assert decoder.decode(encoder.encode(plan)) == plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from engine_svc.core.errors import RequestFailed
+from engine_svc.core.extras import Extra
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.feature import HostTokens, LogitRows, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
@@ -19,19 +19,12 @@ LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Extra):
     """After token t may follow t + 1 to t + width, modulo the vocabulary. how: it is prepared."""
 
     width: int
     how: str = "good"
     blocker: str = "chain"
-
-    def encode(self) -> bytes:
-        return json.dumps([self.width, self.how]).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Chain:
-        return cls(*json.loads(data))
 
     def keeps(self, token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> bool:
         """Whether every output token was allowed after the one before it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.convert import messages
 from engine_svc.convert.feature import WireFeature, WireFeatures
 from engine_svc.core.errors import DeviceFull, DeviceLost, PeersLost
+from engine_svc.core.extras import Extra, OutputExtra
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import AdmittedRequest, StepResult
 from engine_svc.loop.engine import Engine
@@ -48,18 +48,17 @@ LAUNCH_STAGES = [
     "after_sampling",
 ]
 PARTS = ["part of before_sampling", "part of after_sampling"]
-_COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
-class Mark:
+class Mark(Extra):
     """Of requests that use the feature. stage: in which it raises."""
 
     stage: str = ""
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(OutputExtra):
     """How many tokens steps sampled for a row; goes to the client."""
 
     num_tokens: int
@@ -70,13 +69,6 @@ class Count:
 
     def split(self, max_bytes: int) -> list[Count]:
         return [self]
-
-    def encode(self) -> bytes:
-        return _COUNT.pack(self.num_tokens)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Count:
-        return cls(*_COUNT.unpack(data))
 
 
 class Staged(RunnerFeature):

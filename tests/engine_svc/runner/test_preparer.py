@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine_svc.core.errors import RequestFailed
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.feature import RunnerFeature
@@ -19,7 +20,7 @@ from tests.engine_svc.fakes import LIMIT_S
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Extra):
     """What is to be prepared. held: until the feature's gate opens. is_slow: as the feature says."""
 
     text: str
@@ -29,12 +30,12 @@ class Order:
 
 
 @dataclass(frozen=True)
-class OtherOrder:
+class OtherOrder(Extra):
     blocker: str = "other"
 
 
 class Kitchen(RunnerFeature):
-    prepares = Order  # type: ignore[assignment]  # it goes to no rank
+    prepares = Order
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -71,9 +72,9 @@ class Rig:
         number, failure = self.answers.get(timeout=LIMIT_S)
         return number, "" if failure is None else f"{failure.code}: {failure.message}"
 
-    def extras_of(self, number: int) -> dict[type, Any]:
+    def extras_of(self, number: int) -> Extras:
         admitted = AdmittedRequest(
-            f"r{number}", [1], 1, SamplingParams(max_tokens=1), [[]], {Order: Order("raw"), str: "else"}
+            f"r{number}", [1], 1, SamplingParams(max_tokens=1), [[]], {Order: Order("raw"), Extra: "else"}
         )
         return self.preparer.with_prepared(admitted).extras
 
@@ -90,7 +91,7 @@ def test_results_stand_in_the_place_of_extras_until_the_request_is_dropped(rig: 
     rig.prepare(1, Order("a"))
     rig.prepare(2, Order("b"))
     assert [rig.answer(), rig.answer()] == [(1, ""), (2, "")]
-    assert rig.extras_of(1) == {Order: "A", str: "else"}
+    assert rig.extras_of(1) == {Order: "A", Extra: "else"}
     assert rig.extras_of(2)[Order] == "B"
     # Again: a request enters once more after a preemption.
     assert rig.extras_of(1)[Order] == "A"

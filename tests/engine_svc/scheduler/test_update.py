@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine_svc.core.extras import Extras
+from engine_svc.core.extras import Extra, Extras
 from engine_svc.core.request import (
     NO_STOP_TOKEN,
     FinishReason,
@@ -43,12 +43,12 @@ def test_a_row_without_finite_logits_ends_its_request_and_no_other():
 
 def test_a_row_whose_rules_leave_no_token_ends_its_request_and_names_them():
     @dataclass(frozen=True)
-    class Rule:
+    class Rule(Extra):
         rules: tuple[str, ...] = ("only_these",)
 
     stage = Stage()
     ruled = request("d", 8, min_tokens=2)
-    ruled.extras = {Rule: Rule(), str: "no rule"}
+    ruled.extras = {Rule: Rule(), Extra: Extra()}
     stage.add(*(request(name, 8) for name in "abc"), ruled)
     outputs = stage.update(stage.schedule(), non_finite=[2], barred=[1, 3])
     assert [(output.request_id, output.message) for output in outputs] == [
@@ -103,6 +103,12 @@ def test_the_timeline_has_every_turn_of_a_life():
     assert later.finish_reason is FinishReason.LENGTH
 
 
+class _First(Extra): ...
+
+
+class _Second(Extra): ...
+
+
 class _Listener(SchedulerFeature):
     """Records its calls, and blocks what it was asked to."""
 
@@ -117,10 +123,10 @@ class _Listener(SchedulerFeature):
 
     def on_plan(self, plan: StepPlan) -> None:
         self.calls.append(f"plan {' '.join(plan.request_ids)}")
-        plan.extras[_Listener] = self
+        plan.extras[_First] = self
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        assert plan.extras[_Listener] is self
+        assert plan.extras[_First] is self
         self.calls.append(f"update {result.sampled}")
 
     def on_withdraw(self) -> None:
@@ -336,10 +342,10 @@ def test_a_verdict_is_given_the_extras_of_its_row_and_cuts_logprobs():
     stage = Stage(features=[judge], num_speculative_tokens=2)
     stage.add(request("other", 8), request("judged", 8))
     plan = stage.schedule()
-    result = StepResult(plan.step_number, [[7], [8]], extras={int: {1: 5}, str: {0: "x"}})
+    result = StepResult(plan.step_number, [[7], [8]], extras={_First: {1: 5}, _Second: {0: "x"}})
     result.logprobs[1] = TokenLogprobs([-0.5], [1])
     outputs = stage.scheduler.update(plan, result, 1.0)
-    assert judge.asked == [("judged", [8], None, {int: 5})]
+    assert judge.asked == [("judged", [8], None, {_First: 5})]
     assert [output.new_token_ids for output in outputs] == [[7], [8]]
     assert result.logprobs[1].logprobs == [-0.5]
 

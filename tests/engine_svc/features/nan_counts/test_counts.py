@@ -57,7 +57,7 @@ def test_the_count_goes_out_with_the_end_of_the_request():
 
 def test_the_wire_has_it_under_its_row():
     output = StepOutput(1, [5, 6], [1, 0], [9], [FinishedRow(1, FinishReason.ERROR)])
-    output.extras[6] = {NanCount: NanCount.decode(NanCount(3).encode()).merged(NanCount(2))}
+    output.extras[6] = {NanCount: NanCount(3).merged(NanCount(2))}
     features = WireFeatures([wire.make(EngineConfig(model="m"))])
     for piece in split(output, 1_000):
         step = messages.to_step(piece, {6: frozenset()}, features, 0.0)
