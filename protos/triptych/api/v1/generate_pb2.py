@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from triptych.common.v1 import output_pb2 as triptych_dot_common_dot_v1_dot_output__pb2
 from triptych.common.v1 import sampling_pb2 as triptych_dot_common_dot_v1_dot_sampling__pb2
 from triptych.common.v1 import tensor_pb2 as triptych_dot_common_dot_v1_dot_tensor__pb2
+from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/api/v1/generate.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\"\x93\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x12/\n\x06\x65mbeds\x18\x04 \x01(\x0b\x32\x1d.triptych.api.v1.PromptEmbedsH\x00\x12\x34\n\x08sampling\x18\x05 \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x0e\n\x06job_id\x18\n \x01(\t\x12\x14\n\x0cis_last_step\x18\x0b \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\x03H\x02\x88\x01\x01\x12%\n\x05media\x18\x0e \x03(\x0b\x32\x16.triptych.api.v1.Media\x12#\n\x16truncate_prompt_tokens\x18\x0f \x01(\x03H\x03\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x10 \x01(\x08H\x04\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x11 \x01(\x08\x12\x1c\n\x0forphan_grace_ms\x18\x12 \x01(\x03H\x05\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priorityB\x15\n\x13_data_parallel_rankB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x12\n\x10_orphan_grace_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"_\n\x0cPromptEmbeds\x12*\n\x06\x65mbeds\x18\x01 \x01(\x0b\x32\x1a.triptych.common.v1.Tensor\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08is_token\x18\x03 \x01(\x0c\"\x84\x01\n\x05Media\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12\x31\n\x04\x62lob\x18\x04 \x01(\x0b\x32!.triptych.common.v1.BlobReferenceH\x00\x12\x0c\n\x04uuid\x18\x05 \x01(\tB\x08\n\x06source\"\xb2\x01\n\x10GenerateResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.triptych.api.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x16.triptych.api.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x19.triptych.api.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xc9\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x14\n\x0cresume_token\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\"n\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\"\xc5\x02\n\x08\x46inished\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x03 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rerror_message\x18\x06 \x01(\t\x12.\n\x05stats\x18\x07 \x01(\x0b\x32\x1f.triptych.common.v1.OutputStats\x12\x15\n\ris_incomplete\x18\x08 \x01(\x08\x42\x15\n\x13_cumulative_logprob\"\xea\x02\n\x06Output\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x30\n\x06reason\x18\x05 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x06 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rerror_message\x18\x08 \x01(\t\x12.\n\x05stats\x18\t \x01(\x0b\x32\x1f.triptych.common.v1.OutputStats\x12\x15\n\ris_incomplete\x18\n \x01(\x08\x42\x15\n\x13_cumulative_logprobB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/api/v1/generate.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\x1a!triptych/common/v1/sampling.proto\x1a\x1ftriptych/common/v1/tensor.proto\x1a\x1ftriptych/options/v1/rules.proto\"\xd8\x08\n\x0fGenerateRequest\x12\x38\n\x05model\x18\x01 \x01(\tB)\xca\xf4\x18%\n#the only one, else INVALID_ARGUMENT\x12\x18\n\x06prompt\x18\x02 \x01(\tB\x06\xca\xf4\x18\x02x\x01H\x00\x12.\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.triptych.api.v1.TokenIdsH\x00\x12/\n\x06\x65mbeds\x18\x04 \x01(\x0b\x32\x1d.triptych.api.v1.PromptEmbedsH\x00\x12I\n\x08sampling\x18\x05 \x01(\x0b\x32\".triptych.common.v1.SamplingParamsB\x13\xca\xf4\x18\x0f\n\revery default\x12\x37\n\nrequest_id\x18\x06 \x01(\tB#\xca\xf4\x18\x1f\n\x16the frontend makes one\x80\x01\x80\x01\x90\x01\x01\x12\x30\n\x08priority\x18\x07 \x01(\x03\x42\x19\xca\xf4\x18\x15\n\x01\x30\x11\x00\x00\x00\x00\x00\x00Y\xc0!\x00\x00\x00\x00\x00\x00Y@H\x01\x88\x01\x01\x12\'\n\ncache_salt\x18\x08 \x01(\tB\x13\xca\xf4\x18\x0f\n\x06shared\x80\x01\x80\x01\x90\x01\x01\x12%\n\nsession_id\x18\t \x01(\tB\x11\xca\xf4\x18\r\n\x04none\x80\x01\x80\x01\x90\x01\x01\x12\x1a\n\x06job_id\x18\n \x01(\tB\n\xca\xf4\x18\x06\n\x04none\x12!\n\x0cis_last_step\x18\x0b \x01(\x08\x42\x0b\xca\xf4\x18\x07\n\x05\x66\x61lse\x12&\n\x07\x61\x64\x61pter\x18\x0c \x01(\tB\x15\xca\xf4\x18\x11\n\x0fthe plain model\x12M\n\x12\x64\x61ta_parallel_rank\x18\r \x01(\x03\x42,\xca\xf4\x18(\n\x14the frontend chooses\x11\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\xe0\xff\xff\xff\xef\x41H\x02\x88\x01\x01\x12\x31\n\x05media\x18\x0e \x03(\x0b\x32\x16.triptych.api.v1.MediaB\n\xca\xf4\x18\x06\n\x04none\x12\x61\n\x16truncate_prompt_tokens\x18\x0f \x01(\x03\x42<\xca\xf4\x18\x38\n$a prompt that is too long is refused\x11\x00\x00\x00\x00\x00\x00\xf0?1\x00\x00\x00\x00\x00\x00\xf0\xbfH\x03\x88\x01\x01\x12+\n\x12\x61\x64\x64_special_tokens\x18\x10 \x01(\x08\x42\n\xca\xf4\x18\x06\n\x04trueH\x04\x88\x01\x01\x12,\n\x17return_prompt_token_ids\x18\x11 \x01(\x08\x42\x0b\xca\xf4\x18\x07\n\x05\x66\x61lse\x12p\n\x0forphan_grace_ms\x18\x12 \x01(\x03\x42R\xca\xf4\x18N\n:0, it is aborted at once and `started` has no resume_token\x11\x00\x00\x00\x00\x00\x00\x00\x00!\x00\x00\x00\x00\x00\x88\xb3@H\x05\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priorityB\x15\n\x13_data_parallel_rankB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokensB\x12\n\x10_orphan_grace_ms\"&\n\x08TokenIds\x12\x1a\n\x03ids\x18\x01 \x03(\rB\r\xca\xf4\x18\tH\x01\x62\x03idsp\x01\"\x8b\x01\n\x0cPromptEmbeds\x12*\n\x06\x65mbeds\x18\x01 \x01(\x0b\x32\x1a.triptych.common.v1.Tensor\x12\x30\n\ttoken_ids\x18\x02 \x03(\rB\x1d\xca\xf4\x18\x19\n\x17no position has a token\x12\x1d\n\x08is_token\x18\x03 \x01(\x0c\x42\x0b\xca\xf4\x18\x07\n\x05\x61ll 0\"\x96\x01\n\x05Media\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x12\x31\n\x04\x62lob\x18\x04 \x01(\x0b\x32!.triptych.common.v1.BlobReferenceH\x00\x12\x1e\n\x04uuid\x18\x05 \x01(\tB\x10\xca\xf4\x18\x0c\n\nits digestB\x08\n\x06source\"\xb2\x01\n\x10GenerateResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.triptych.api.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x16.triptych.api.v1.DeltaH\x00\x12-\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x19.triptych.api.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xc9\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x14\n\x0cresume_token\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\"n\n\x05\x44\x65lta\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\"\xc5\x02\n\x08\x46inished\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x03 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x1f\n\x12\x63umulative_logprob\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rerror_message\x18\x06 \x01(\t\x12.\n\x05stats\x18\x07 \x01(\x0b\x32\x1f.triptych.common.v1.OutputStats\x12\x15\n\ris_incomplete\x18\x08 \x01(\x08\x42\x15\n\x13_cumulative_logprob\"\xea\x02\n\x06Output\x12\x14\n\x0coutput_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.triptych.common.v1.Logprobs\x12\x30\n\x06reason\x18\x05 \x01(\x0e\x32 .triptych.common.v1.FinishReason\x12\x31\n\nstop_match\x18\x06 \x01(\x0b\x32\x1d.triptych.common.v1.StopMatch\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rerror_message\x18\x08 \x01(\t\x12.\n\x05stats\x18\t \x01(\x0b\x32\x1f.triptych.common.v1.OutputStats\x12\x15\n\ris_incomplete\x18\n \x01(\x08\x42\x15\n\x13_cumulative_logprobB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,22 +36,62 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.api.v1.generate_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017triptych.api.v1P\001Z\025triptych/api/v1;apiv1\252\002\017Triptych.Api.V1'
-  _globals['_GENERATEREQUEST']._serialized_start=153
-  _globals['_GENERATEREQUEST']._serialized_end=812
-  _globals['_TOKENIDS']._serialized_start=814
-  _globals['_TOKENIDS']._serialized_end=837
-  _globals['_PROMPTEMBEDS']._serialized_start=839
-  _globals['_PROMPTEMBEDS']._serialized_end=934
-  _globals['_MEDIA']._serialized_start=937
-  _globals['_MEDIA']._serialized_end=1069
-  _globals['_GENERATERESPONSE']._serialized_start=1072
-  _globals['_GENERATERESPONSE']._serialized_end=1250
-  _globals['_STARTED']._serialized_start=1253
-  _globals['_STARTED']._serialized_end=1454
-  _globals['_DELTA']._serialized_start=1456
-  _globals['_DELTA']._serialized_end=1566
-  _globals['_FINISHED']._serialized_start=1569
-  _globals['_FINISHED']._serialized_end=1894
-  _globals['_OUTPUT']._serialized_start=1897
-  _globals['_OUTPUT']._serialized_end=2259
+  _globals['_GENERATEREQUEST'].fields_by_name['model']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['model']._serialized_options = b'\312\364\030%\n#the only one, else INVALID_ARGUMENT'
+  _globals['_GENERATEREQUEST'].fields_by_name['prompt']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['prompt']._serialized_options = b'\312\364\030\002x\001'
+  _globals['_GENERATEREQUEST'].fields_by_name['sampling']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['sampling']._serialized_options = b'\312\364\030\017\n\revery default'
+  _globals['_GENERATEREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\037\n\026the frontend makes one\200\001\200\001\220\001\001'
+  _globals['_GENERATEREQUEST'].fields_by_name['priority']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['priority']._serialized_options = b'\312\364\030\025\n\0010\021\000\000\000\000\000\000Y\300!\000\000\000\000\000\000Y@'
+  _globals['_GENERATEREQUEST'].fields_by_name['cache_salt']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['cache_salt']._serialized_options = b'\312\364\030\017\n\006shared\200\001\200\001\220\001\001'
+  _globals['_GENERATEREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['session_id']._serialized_options = b'\312\364\030\r\n\004none\200\001\200\001\220\001\001'
+  _globals['_GENERATEREQUEST'].fields_by_name['job_id']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['job_id']._serialized_options = b'\312\364\030\006\n\004none'
+  _globals['_GENERATEREQUEST'].fields_by_name['is_last_step']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['is_last_step']._serialized_options = b'\312\364\030\007\n\005false'
+  _globals['_GENERATEREQUEST'].fields_by_name['adapter']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['adapter']._serialized_options = b'\312\364\030\021\n\017the plain model'
+  _globals['_GENERATEREQUEST'].fields_by_name['data_parallel_rank']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['data_parallel_rank']._serialized_options = b'\312\364\030(\n\024the frontend chooses\021\000\000\000\000\000\000\000\000!\000\000\340\377\377\377\357A'
+  _globals['_GENERATEREQUEST'].fields_by_name['media']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['media']._serialized_options = b'\312\364\030\006\n\004none'
+  _globals['_GENERATEREQUEST'].fields_by_name['truncate_prompt_tokens']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['truncate_prompt_tokens']._serialized_options = b'\312\364\0308\n$a prompt that is too long is refused\021\000\000\000\000\000\000\360?1\000\000\000\000\000\000\360\277'
+  _globals['_GENERATEREQUEST'].fields_by_name['add_special_tokens']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['add_special_tokens']._serialized_options = b'\312\364\030\006\n\004true'
+  _globals['_GENERATEREQUEST'].fields_by_name['return_prompt_token_ids']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['return_prompt_token_ids']._serialized_options = b'\312\364\030\007\n\005false'
+  _globals['_GENERATEREQUEST'].fields_by_name['orphan_grace_ms']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['orphan_grace_ms']._serialized_options = b'\312\364\030N\n:0, it is aborted at once and `started` has no resume_token\021\000\000\000\000\000\000\000\000!\000\000\000\000\000\210\263@'
+  _globals['_TOKENIDS'].fields_by_name['ids']._loaded_options = None
+  _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\312\364\030\tH\001b\003idsp\001'
+  _globals['_PROMPTEMBEDS'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_PROMPTEMBEDS'].fields_by_name['token_ids']._serialized_options = b'\312\364\030\031\n\027no position has a token'
+  _globals['_PROMPTEMBEDS'].fields_by_name['is_token']._loaded_options = None
+  _globals['_PROMPTEMBEDS'].fields_by_name['is_token']._serialized_options = b'\312\364\030\007\n\005all 0'
+  _globals['_MEDIA'].fields_by_name['uuid']._loaded_options = None
+  _globals['_MEDIA'].fields_by_name['uuid']._serialized_options = b'\312\364\030\014\n\nits digest'
+  _globals['_GENERATEREQUEST']._serialized_start=186
+  _globals['_GENERATEREQUEST']._serialized_end=1298
+  _globals['_TOKENIDS']._serialized_start=1300
+  _globals['_TOKENIDS']._serialized_end=1338
+  _globals['_PROMPTEMBEDS']._serialized_start=1341
+  _globals['_PROMPTEMBEDS']._serialized_end=1480
+  _globals['_MEDIA']._serialized_start=1483
+  _globals['_MEDIA']._serialized_end=1633
+  _globals['_GENERATERESPONSE']._serialized_start=1636
+  _globals['_GENERATERESPONSE']._serialized_end=1814
+  _globals['_STARTED']._serialized_start=1817
+  _globals['_STARTED']._serialized_end=2018
+  _globals['_DELTA']._serialized_start=2020
+  _globals['_DELTA']._serialized_end=2130
+  _globals['_FINISHED']._serialized_start=2133
+  _globals['_FINISHED']._serialized_end=2458
+  _globals['_OUTPUT']._serialized_start=2461
+  _globals['_OUTPUT']._serialized_end=2823
 # @@protoc_insertion_point(module_scope)

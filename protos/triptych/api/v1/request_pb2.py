@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from triptych.common.v1 import output_pb2 as triptych_dot_common_dot_v1_dot_output__pb2
+from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/api/v1/request.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"=\n\rAbortResponse\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xb9\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x11\n\tengine_id\x18\x05 \x01(\t\x12\x14\n\x0cnum_attempts\x18\x06 \x01(\r*~\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x32\xaf\x01\n\x0eRequestService\x12\x46\n\x05\x41\x62ort\x12\x1d.triptych.api.v1.AbortRequest\x1a\x1e.triptych.api.v1.AbortResponse\x12U\n\nGetRequest\x12\".triptych.api.v1.GetRequestRequest\x1a#.triptych.api.v1.GetRequestResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/api/v1/request.proto\x12\x0ftriptych.api.v1\x1a\x1ftriptych/common/v1/output.proto\x1a\x1ftriptych/options/v1/rules.proto\"1\n\x0c\x41\x62ortRequest\x12!\n\nrequest_id\x18\x01 \x01(\tB\r\xca\xf4\x18\tx\x01\x80\x01\x80\x01\x90\x01\x01\"=\n\rAbortResponse\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\"6\n\x11GetRequestRequest\x12!\n\nrequest_id\x18\x01 \x01(\tB\r\xca\xf4\x18\tx\x01\x80\x01\x80\x01\x90\x01\x01\"\xb9\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.triptych.api.v1.RequestState\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.triptych.common.v1.Usage\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x11\n\tengine_id\x18\x05 \x01(\t\x12\x14\n\x0cnum_attempts\x18\x06 \x01(\r*~\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x32\xaf\x01\n\x0eRequestService\x12\x46\n\x05\x41\x62ort\x12\x1d.triptych.api.v1.AbortRequest\x1a\x1e.triptych.api.v1.AbortResponse\x12U\n\nGetRequest\x12\".triptych.api.v1.GetRequestRequest\x1a#.triptych.api.v1.GetRequestResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +34,20 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.api.v1.request_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017triptych.api.v1P\001Z\025triptych/api/v1;apiv1\252\002\017Triptych.Api.V1'
-  _globals['_REQUESTSTATE']._serialized_start=411
-  _globals['_REQUESTSTATE']._serialized_end=537
-  _globals['_ABORTREQUEST']._serialized_start=83
-  _globals['_ABORTREQUEST']._serialized_end=117
-  _globals['_ABORTRESPONSE']._serialized_start=119
-  _globals['_ABORTRESPONSE']._serialized_end=180
-  _globals['_GETREQUESTREQUEST']._serialized_start=182
-  _globals['_GETREQUESTREQUEST']._serialized_end=221
-  _globals['_GETREQUESTRESPONSE']._serialized_start=224
-  _globals['_GETREQUESTRESPONSE']._serialized_end=409
-  _globals['_REQUESTSERVICE']._serialized_start=540
-  _globals['_REQUESTSERVICE']._serialized_end=715
+  _globals['_ABORTREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_ABORTREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\tx\001\200\001\200\001\220\001\001'
+  _globals['_GETREQUESTREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_GETREQUESTREQUEST'].fields_by_name['request_id']._serialized_options = b'\312\364\030\tx\001\200\001\200\001\220\001\001'
+  _globals['_REQUESTSTATE']._serialized_start=474
+  _globals['_REQUESTSTATE']._serialized_end=600
+  _globals['_ABORTREQUEST']._serialized_start=116
+  _globals['_ABORTREQUEST']._serialized_end=165
+  _globals['_ABORTRESPONSE']._serialized_start=167
+  _globals['_ABORTRESPONSE']._serialized_end=228
+  _globals['_GETREQUESTREQUEST']._serialized_start=230
+  _globals['_GETREQUESTREQUEST']._serialized_end=284
+  _globals['_GETREQUESTRESPONSE']._serialized_start=287
+  _globals['_GETREQUESTRESPONSE']._serialized_end=472
+  _globals['_REQUESTSERVICE']._serialized_start=603
+  _globals['_REQUESTSERVICE']._serialized_end=778
 # @@protoc_insertion_point(module_scope)

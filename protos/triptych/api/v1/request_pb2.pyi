@@ -1,4 +1,5 @@
 from triptych.common.v1 import output_pb2 as _output_pb2
+from triptych.options.v1 import rules_pb2 as _rules_pb2
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

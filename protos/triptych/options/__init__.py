@@ -1,0 +1,1 @@
+"""The options area of the contract."""
