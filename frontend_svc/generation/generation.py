@@ -339,7 +339,7 @@ class Generation:
                 max_bytes=self._reader_limit.max_bytes + adopted.size_bytes,
             )
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked, limit=limit)
-            self._metrics.adopted.add()
+            self._metrics.counts.adopted.add()
             with _kept_open(opened, caller, trace):
                 opened.take_over(adopted)
                 tracked.follow(opened)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import time_ns
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.output.collector import EndReason
 from frontend_svc.output.engine_times import EngineTimes
 from frontend_svc.output.request_state import RequestState
 from triptych_kit.errors import DeadlineExceeded, ServiceError
-from triptych_kit.telemetry.metrics import Distribution, Metrics
+from triptych_kit.telemetry.metrics import Counts, Distribution, Metrics
 
 # Upper bounds in seconds.
 FIRST_TOKEN_BUCKETS = (
@@ -39,9 +39,137 @@ _FINISHED = tuple(reason.name.lower() for reason in EndReason)
 _ABORTED = ("client", "deadline", "slow_consumer", "request")
 
 
+_MODEL = ("model_name",)
+
+
+class _Histogram(NamedTuple):
+    name: str
+    help: str
+    buckets: Sequence[float]
+    aliases: tuple[str, ...] = ()
+
+
+class _Counter(NamedTuple):
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    zeros: Sequence[tuple[str]] = ()
+    aliases: tuple[str, ...] = ()
+
+
+# By field of `RequestCounts`.
+_COUNTERS = {
+    "received": _Counter("triptych_frontend_requests_total", "Generation requests that arrived."),
+    "errors": _Counter(
+        "triptych_frontend_request_errors_total",
+        "Generation requests that were refused or ended with an error, by gRPC status code.",
+        ("code",), zeros=[(error.code.name,) for error in ServiceError.__subclasses__()],
+    ),
+    "aborted": _Counter(
+        "triptych_frontend_requests_aborted_total",
+        "Generation requests that ended early: client, deadline, slow_consumer, request (an Abort call).",
+        ("cause",), zeros=[(cause,) for cause in _ABORTED],
+    ),
+    "adopted": _Counter(
+        "triptych_frontend_requests_adopted_total",
+        "Requests of other frontends that were continued here for their clients; counted nowhere else.",
+    ),
+    "finished": _Counter(
+        "triptych_frontend_outputs_finished_total", "Outputs that ended, one for each of a request's n.",
+        (*_MODEL, "finished_reason"), aliases=("vllm:request_success_total",),
+    ),
+    "prompt_tokens": _Counter(
+        "triptych_frontend_prompt_tokens_total", "Prompt tokens of requests that were sent to engines.",
+        _MODEL, aliases=("vllm:prompt_tokens_total",),
+    ),
+    "cached_tokens": _Counter(
+        "triptych_frontend_cached_prompt_tokens_total", "Prompt tokens that came from a prefix cache.", _MODEL
+    ),
+}  # fmt: skip
+
+# By field of `ModelMetrics`.
+_HISTOGRAMS = {
+    "first_token": _Histogram(
+        "triptych_frontend_time_to_first_token_seconds", "Time from a request's arrival to its first token.",
+        FIRST_TOKEN_BUCKETS, ("vllm:time_to_first_token_seconds",),
+    ),
+    "inter_token": _Histogram(
+        "triptych_frontend_inter_token_latency_seconds",
+        "Time between two tokens of an output. Tokens that arrive together share the time before them.",
+        # The first is the older name of the second.
+        TOKEN_BUCKETS, ("vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds"),
+    ),
+    "per_output_token": _Histogram(
+        "triptych_frontend_time_per_output_token_seconds",
+        "Mean time between the tokens of an output, one value an output.",
+        TOKEN_BUCKETS, ("vllm:request_time_per_output_token_seconds",),
+    ),
+    "duration": _Histogram(
+        "triptych_frontend_request_duration_seconds", "Time from a request's arrival to its last token.",
+        REQUEST_BUCKETS, ("vllm:e2e_request_latency_seconds",),
+    ),
+    "queue": _Histogram(
+        "triptych_frontend_request_queue_seconds",
+        "Time of an output in queues of engines, again after a move or a preemption included.",
+        REQUEST_BUCKETS, ("vllm:request_queue_time_seconds",),
+    ),
+    "prefill": _Histogram(
+        "triptych_frontend_request_prefill_seconds",
+        "Time of an output in engines from being scheduled to its first token there.",
+        REQUEST_BUCKETS, ("vllm:request_prefill_time_seconds",),
+    ),
+    "decode": _Histogram(
+        "triptych_frontend_request_decode_seconds",
+        "Time of an output in engines from its first token there to its last.",
+        REQUEST_BUCKETS, ("vllm:request_decode_time_seconds",),
+    ),
+    "inference": _Histogram(
+        "triptych_frontend_request_inference_seconds", "Time of an output in prefill and decode.",
+        REQUEST_BUCKETS, ("vllm:request_inference_time_seconds",),
+    ),
+    "num_prompt_tokens": _Histogram(
+        "triptych_frontend_request_prompt_tokens", "Prompt tokens of a request.",
+        LENGTH_BUCKETS, ("vllm:request_prompt_tokens",),
+    ),
+    "num_output_tokens": _Histogram(
+        "triptych_frontend_output_tokens", "Tokens of an output that ended.",
+        LENGTH_BUCKETS, ("vllm:request_generation_tokens",),
+    ),
+}  # fmt: skip
+
+_BOUNDARY = _Histogram(
+    "triptych_frontend_engine_boundary_seconds",
+    "Time of a request on the way to the engine and of its first answer on the way back.",
+    BOUNDARY_BUCKETS,
+)
+_TOKENIZE = _Histogram(
+    "triptych_frontend_tokenize_seconds",
+    "Time to check and tokenize a request, the wait for a text worker included.",
+    TEXT_BUCKETS,
+)
+_DETOKENIZE = _Histogram(
+    "triptych_frontend_detokenize_seconds",
+    "Time to turn the tokens of an output into text, stop strings and logprobs included.",
+    TEXT_BUCKETS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Events of all requests. The labels are names of models, which engines give, and words of this file."""
+
+    received: Counts
+    errors: Counts
+    aborted: Counts
+    adopted: Counts
+    finished: Counts
+    prompt_tokens: Counts
+    cached_tokens: Counts
+
+
 @dataclass(slots=True)
 class ModelMetrics:
-    """What is counted of one model."""
+    """Tokens and times of the requests for one model."""
 
     name: str
     first_token: Distribution
@@ -54,184 +182,58 @@ class ModelMetrics:
     inference: Distribution
     num_prompt_tokens: Distribution
     num_output_tokens: Distribution
-    generated_tokens: int = 0
+    generated_tokens: int = field(default=0, init=False)
 
 
 class RequestMetrics:
-    """Registers and keeps the metrics of all requests of this process.
-
-    The labels are names of models, which engines give, and words of this file.
-    """
+    """Registers and keeps the metrics of all requests of this process."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._models: dict[str, ModelMetrics] = {}
-        model, histogram, counts = ("model_name",), metrics.histogram, metrics.counts
-        self._received = counts("triptych_frontend_requests_total", "Generation requests that arrived.")
-        self._errors = counts(
-            "triptych_frontend_request_errors_total",
-            "Generation requests that were refused or ended with an error, by gRPC status code.",
-            labels=("code",),
-            zeros=[(error.code.name,) for error in ServiceError.__subclasses__()],
-        )
-        self._aborted = counts(
-            "triptych_frontend_requests_aborted_total",
-            "Generation requests that ended early: client, deadline, slow_consumer, request (an Abort call).",
-            labels=("cause",),
-            zeros=[(cause,) for cause in _ABORTED],
-        )
-        self.adopted = counts(
-            "triptych_frontend_requests_adopted_total",
-            "Requests of other frontends that were continued here for their clients; counted nowhere else.",
-        )
-        self._finished = counts(
-            "triptych_frontend_outputs_finished_total",
-            "Outputs that ended, one for each of a request's n.",
-            labels=(*model, "finished_reason"),
-            aliases=("vllm:request_success_total",),
-        )
-        self._prompt_tokens = counts(
-            "triptych_frontend_prompt_tokens_total",
-            "Prompt tokens of requests that were sent to engines.",
-            labels=model,
-            aliases=("vllm:prompt_tokens_total",),
-        )
-        self._cached_tokens = counts(
-            "triptych_frontend_cached_prompt_tokens_total",
-            "Prompt tokens that came from a prefix cache.",
-            labels=model,
+        self.counts = RequestCounts(
+            **{name: metrics.counts(**row._asdict()) for name, row in _COUNTERS.items()}
         )
         metrics.counter(
             "triptych_frontend_generated_tokens_total",
             "Tokens of all outputs.",
-            lambda: {(name,): one.generated_tokens for name, one in self._models.items()},
-            labels=model,
+            lambda: {(name,): model.generated_tokens for name, model in self._models.items()},
+            labels=_MODEL,
             aliases=("vllm:generation_tokens_total",),
         )
-        self._first_token = histogram(
-            "triptych_frontend_time_to_first_token_seconds",
-            "Time from a request's arrival to its first token.",
-            FIRST_TOKEN_BUCKETS,
-            labels=model,
-            aliases=("vllm:time_to_first_token_seconds",),
+        self._histograms = {
+            name: metrics.histogram(**row._asdict(), labels=_MODEL) for name, row in _HISTOGRAMS.items()
+        }
+        self._boundary, self._tokenize, self._detokenize = (
+            metrics.histogram(**row._asdict()).of() for row in (_BOUNDARY, _TOKENIZE, _DETOKENIZE)
         )
-        self._inter_token = histogram(
-            "triptych_frontend_inter_token_latency_seconds",
-            "Time between two tokens of an output. Tokens that arrive together share the time before them.",
-            TOKEN_BUCKETS,
-            labels=model,
-            # The older name of the latter.
-            aliases=("vllm:time_per_output_token_seconds", "vllm:inter_token_latency_seconds"),
-        )
-        self._per_output_token = histogram(
-            "triptych_frontend_time_per_output_token_seconds",
-            "Mean time between the tokens of an output, one value an output.",
-            TOKEN_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_time_per_output_token_seconds",),
-        )
-        self._duration = histogram(
-            "triptych_frontend_request_duration_seconds",
-            "Time from a request's arrival to its last token.",
-            REQUEST_BUCKETS,
-            labels=model,
-            aliases=("vllm:e2e_request_latency_seconds",),
-        )
-        self._queue = histogram(
-            "triptych_frontend_request_queue_seconds",
-            "Time of an output in queues of engines, again after a move or a preemption included.",
-            REQUEST_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_queue_time_seconds",),
-        )
-        self._prefill = histogram(
-            "triptych_frontend_request_prefill_seconds",
-            "Time of an output in engines from being scheduled to its first token there.",
-            REQUEST_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_prefill_time_seconds",),
-        )
-        self._decode = histogram(
-            "triptych_frontend_request_decode_seconds",
-            "Time of an output in engines from its first token there to its last.",
-            REQUEST_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_decode_time_seconds",),
-        )
-        self._inference = histogram(
-            "triptych_frontend_request_inference_seconds",
-            "Time of an output in prefill and decode.",
-            REQUEST_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_inference_time_seconds",),
-        )
-        self._prompt_lengths = histogram(
-            "triptych_frontend_request_prompt_tokens",
-            "Prompt tokens of a request.",
-            LENGTH_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_prompt_tokens",),
-        )
-        self._output_lengths = histogram(
-            "triptych_frontend_output_tokens",
-            "Tokens of an output that ended.",
-            LENGTH_BUCKETS,
-            labels=model,
-            aliases=("vllm:request_generation_tokens",),
-        )
-        self._boundary = histogram(
-            "triptych_frontend_engine_boundary_seconds",
-            "Time of a request on the way to the engine and of its first answer on the way back.",
-            BOUNDARY_BUCKETS,
-        ).of()
-        self._tokenize = histogram(
-            "triptych_frontend_tokenize_seconds",
-            "Time to check and tokenize a request, the wait for a text worker included.",
-            TEXT_BUCKETS,
-        ).of()
-        self._detokenize = histogram(
-            "triptych_frontend_detokenize_seconds",
-            "Time to turn the tokens of an output into text, stop strings and logprobs included.",
-            TEXT_BUCKETS,
-        ).of()
 
     def of(self, name: str) -> ModelMetrics:
         """What is counted of the model `name`, which appears at zero from then on."""
-        found = self._models.get(name)
-        if found is None:
-            found = self._models[name] = ModelMetrics(
-                name,
-                self._first_token.of(name),
-                self._inter_token.of(name),
-                self._per_output_token.of(name),
-                self._duration.of(name),
-                self._queue.of(name),
-                self._prefill.of(name),
-                self._decode.of(name),
-                self._inference.of(name),
-                self._prompt_lengths.of(name),
-                self._output_lengths.of(name),
-            )
-            for counts in (self._prompt_tokens, self._cached_tokens):
+        model = self._models.get(name)
+        if model is None:
+            distributions = {field: histogram.of(name) for field, histogram in self._histograms.items()}
+            model = self._models[name] = ModelMetrics(name, **distributions)
+            for counts in (self.counts.prompt_tokens, self.counts.cached_tokens):
                 counts.add(name, by=0)
             for reason in _FINISHED:
-                self._finished.add(name, reason, by=0)
-        return found
+                self.counts.finished.add(name, reason, by=0)
+        return model
 
     @contextmanager
     def counted(self, caller: Caller) -> Iterator[None]:
         """Count a request that arrives, and the error with which it ends."""
         if not caller.is_repeat:
-            self._received.add()
+            self.counts.received.add()
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except ServiceError as error:
             if not caller.is_repeated(error):
-                self._errors.add(error.code.name)
+                self.counts.errors.add(error.code.name)
             raise
         except BaseException:
-            self._errors.add("INTERNAL")
+            self.counts.errors.add("INTERNAL")
             raise
 
     @contextmanager
@@ -244,7 +246,7 @@ class RequestMetrics:
     def timed(self, request: MeteredRequest, *, age_s: float, is_late: Callable[[], bool]) -> Iterator[None]:
         """Count a request that is sent inside of the block, and its outputs. age_s: since it arrived."""
         model = self.of(request.model)
-        self._prompt_tokens.add(model.name, by=request.num_prompt_tokens)
+        self.counts.prompt_tokens.add(model.name, by=request.num_prompt_tokens)
         model.num_prompt_tokens.observe(request.num_prompt_tokens)
         meter = request.meter = OutputMeter(model, time_ns() - int(age_s * 1e9))
         for state in request.states:
@@ -266,7 +268,7 @@ class RequestMetrics:
         """reason: of outputs whose end the client has not got. cause: of an early end."""
         model, states, has_all = meter.model, request.states, len(meter.reasons) == len(request.states)
         for index, state in enumerate(states):
-            self._finished.add(model.name, meter.reasons.get(index, reason))
+            self.counts.finished.add(model.name, meter.reasons.get(index, reason))
             num_tokens = state.num_output_tokens
             model.num_output_tokens.observe(num_tokens)
             if num_tokens > 1:
@@ -275,9 +277,9 @@ class RequestMetrics:
             self._detokenize.observe(state.detokenize_ns / 1e9)
             state.times.end()
             self._observe_times(model, state.times)
-        self._cached_tokens.add(model.name, by=request.num_cached_tokens)
+        self.counts.cached_tokens.add(model.name, by=request.num_cached_tokens)
         if cause and (cause == "request" or not has_all):
-            self._aborted.add(cause)
+            self.counts.aborted.add(cause)
         elif has_all:
             last_at_ns = max(state.last_output_at_ns for state in states)
             model.duration.observe((last_at_ns - meter.arrived_at_ns) / 1e9)

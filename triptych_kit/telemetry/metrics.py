@@ -7,12 +7,13 @@ token.
 
 from __future__ import annotations
 
+import functools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from triptych_kit.version import installed_version
 
@@ -26,6 +27,7 @@ TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 MAX_SERIES = 256
 
+T = TypeVar("T")
 LabelValues = tuple[str, ...]
 Reading = float | Mapping[LabelValues, float]
 Kind = Literal["counter", "gauge", "histogram"]
@@ -86,6 +88,19 @@ class Family:
     aliases: tuple[str, ...]
     buckets: tuple[float, ...]
     read: Callable[[], float | Mapping[LabelValues, float | Distribution]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[T]):
+    """A line of a table of metrics; `read` takes the object that has the values."""
+
+    kind: Kind
+    name: str
+    read: Callable[[T], float | Mapping[LabelValues, float | Distribution]]
+    help: str
+    labels: LabelValues = ()
+    aliases: LabelValues = ()
+    buckets: tuple[float, ...] = ()
 
 
 class Metrics:
@@ -173,6 +188,12 @@ class Metrics:
         """A histogram of distributions that another object keeps."""
         self._add(Family(name, "histogram", help, labels, aliases, tuple(buckets), read))
 
+    def table(self, rows: Iterable[Row[T]], source: Callable[[], T]) -> None:
+        """Register each row. Its `read` gets what `source` returns when the metrics are scraped."""
+        for row in rows:
+            read = functools.partial(_read_row, row, source)
+            self._add(Family(row.name, row.kind, row.help, row.labels, row.aliases, row.buckets, read))
+
     def _add(self, family: Family) -> None:
         if family.name in self.families:
             raise ValueError(f"metric {family.name} is registered already")
@@ -216,6 +237,10 @@ class Metrics:
             if not isinstance(value, Distribution):
                 metric.add_metric((*self.labels.values(), *labels), value)
         return metric
+
+
+def _read_row(row: Row[T], source: Callable[[], T]) -> float | Mapping[LabelValues, float | Distribution]:
+    return row.read(source())
 
 
 def _bound(value: float) -> str:
