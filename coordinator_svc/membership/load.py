@@ -34,7 +34,7 @@ class LoadReport:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _StoredReport:
     report: LoadReport
     version: int
 
@@ -45,7 +45,7 @@ class LoadTable:
     def __init__(self) -> None:
         self.version = 0
         self.num_stale = 0
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _StoredReport] = {}
 
     def put(self, engine_id: str, report: LoadReport) -> bool:
         """Store a report unless a newer one is stored already; returns whether it was stored.
@@ -63,7 +63,7 @@ class LoadTable:
                 entry.report = report
                 return True
         self.version += 1
-        self._entries[engine_id] = _Entry(report, self.version)
+        self._entries[engine_id] = _StoredReport(report, self.version)
         return True
 
     def restart_order(self, engine_id: str) -> None:

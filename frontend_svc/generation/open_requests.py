@@ -20,7 +20,7 @@ class RequestPhase(Enum):
     FINISHED = 3
 
 
-class Progress(Protocol):
+class SentRequest(Protocol):
     """A request that was sent to an engine. `end` ends its outputs as aborted."""
 
     @property
@@ -64,40 +64,40 @@ class TrackedRequest:
     def __init__(self, request_id: str, arrived_at: float) -> None:
         self.request_id = request_id
         self.arrived_at = arrived_at
-        self._progress: Progress | None = None
+        self._sent: SentRequest | None = None
         self._is_aborted = False
 
     @property
     def phase(self) -> RequestPhase:
-        return RequestPhase.QUEUED if self._progress is None else self._progress.phase
+        return RequestPhase.QUEUED if self._sent is None else self._sent.phase
 
-    def follow(self, progress: Progress) -> None:
+    def follow(self, sent: SentRequest) -> None:
         """Note that it was sent. If it was aborted before, it ends at once."""
-        self._progress = progress
+        self._sent = sent
         if self._is_aborted:
-            progress.end()
+            sent.end()
 
     def abort(self) -> RequestPhase:
         """End it; its stream ends with finish reason ABORT. Returns the phase it was in."""
         phase = self.phase
         self._is_aborted = True
-        if self._progress is not None:
-            self._progress.end()
+        if self._sent is not None:
+            self._sent.end()
         return phase
 
     def facts(self, now: float) -> RequestFacts:
-        age_s, progress = now - self.arrived_at, self._progress
-        if progress is None:
+        age_s, sent = now - self.arrived_at, self._sent
+        if sent is None:
             return RequestFacts(self.request_id, RequestPhase.QUEUED, age_s)
         return RequestFacts(
             self.request_id,
-            progress.phase,
+            sent.phase,
             age_s,
-            progress.num_prompt_tokens,
-            progress.num_cached_tokens,
-            progress.num_sampled_tokens,
-            progress.engine_id,
-            progress.num_attempts,
+            sent.num_prompt_tokens,
+            sent.num_cached_tokens,
+            sent.num_sampled_tokens,
+            sent.engine_id,
+            sent.num_attempts,
         )
 
 
