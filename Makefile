@@ -108,7 +108,7 @@ $(BUF_STAMP): | $(SETUP_STAMP)
 	npm install --prefix $(VENV)/node --no-audit --no-fund --silent @bufbuild/buf@$(BUF_VERSION)
 	touch $@
 
-house:  ## report on the shape of the code: large classes and folders, fragments, code lines
+house:  ## report on the shape of the code: large classes and folders, fragments, code lines, prose without a noun
 	@$(PYTHON) tools/house.py
 
 test: setup  ## the CPU suite, without what `make check` tests
