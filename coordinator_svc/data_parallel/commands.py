@@ -23,7 +23,7 @@ OnResult: TypeAlias = "Callable[[str, error_pb2.ErrorStatus | None], None]"
 
 
 class Kind(Enum):
-    """What a command is about; the latest of a kind replaces earlier ones."""
+    """The subject of a command; the latest command of a kind replaces earlier ones."""
 
     WAVE = "wave"
     MEMBERSHIP = "membership"

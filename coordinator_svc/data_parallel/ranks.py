@@ -153,7 +153,7 @@ class Ranks:
         Lost engines are not counted, unless all are lost: then the fault is probably the coordinator's.
         """
         entries = [entry for entry in self._entries.values() if entry.lost_at is None]
-        return _most(entry.report.generation for entry in entries or self._entries.values())
+        return _most_common(entry.report.generation for entry in entries or self._entries.values())
 
     @property
     def formed(self) -> tuple[str, ...]:
@@ -252,6 +252,6 @@ def _is_apart(entry: _Entry) -> bool:
     return entry.lost_at is None and report.was_formed and not report.generation and not report.is_leaving
 
 
-def _most(generations: Iterable[int]) -> int:
+def _most_common(generations: Iterable[int]) -> int:
     counts = Counter(generation for generation in generations if generation)
     return max(counts, key=lambda generation: (counts[generation], generation), default=0)

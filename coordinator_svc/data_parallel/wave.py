@@ -118,9 +118,9 @@ class Wave:
     def _wanted(self) -> int | None:
         """The wave to start: one that an engine requests, else one that was hinted."""
         # The requested wave, not `number`: a request for a wave that has ended since must not begin the next.
-        asked = max((status.wave for status in self._statuses.values() if status.asks), default=None)
-        if asked is not None:
-            return asked
+        requested = max((status.wave for status in self._statuses.values() if status.asks), default=None)
+        if requested is not None:
+            return requested
         return self._hinted[1] if self._hinted is not None else None
 
     def _missing(self, wanted: int) -> Collection[str]:

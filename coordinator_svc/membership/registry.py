@@ -34,7 +34,7 @@ _TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What an engine declares when it registers."""
+    """The identity and the address that an engine declares when it registers."""
 
     engine_id: str
     engine_epoch: int  # random at process start: distinguishes a restarted engine from the one before

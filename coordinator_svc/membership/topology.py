@@ -206,7 +206,7 @@ class Topology:
         return (self.members_version, self.groups.version) != (seen.members_version, seen.waves_version)
 
     def delta(self, seen: Seen) -> coordinator_pb2.TopologyDelta:
-        """What changed since `seen`. Shared by all frontends with equal `seen`: do not modify."""
+        """Changes since `seen`. The message is shared by all frontends with equal `seen`: do not modify."""
         self.seen()
         if seen.versions not in self._deltas:
             self._deltas[seen.versions] = self._delta(seen)

@@ -27,7 +27,7 @@ from triptych_kit.errors import (
 MAX_SIZE = 1024
 MAX_HISTORY = 64
 MAX_GROUPS = 1024
-# An operation fails after so many failed attempts of its lockstep group in a row.
+# Consecutive failed attempts of its lockstep group after which an operation fails.
 MAX_FAILURES = 4
 DEFAULT_TIMEOUT_S = 600.0
 MAX_TIMEOUT_S = 86_400.0

@@ -31,7 +31,7 @@ class OperationTraces:
         self._followed: dict[str, _Followed] = {}
 
     def begin(self, operation_id: str) -> None:
-        """It begins below the call that this task serves."""
+        """Begin the span of an operation as a child of the RPC that this task serves."""
         context = begin_trace(_NAME)
         self._followed[operation_id] = _Followed(context, [(OperationState.PREPARING, time_ns())])
 

@@ -44,7 +44,7 @@ def to_registration(message: member_pb2.EngineRegistration) -> Registration:
     violations = [
         (f"register.{field}", f"{field} {problem}")
         for field, problem in (
-            ("engine_id", _wrong_name(message.engine_id, least=1)),
+            ("engine_id", _wrong_name(message.engine_id, min_characters=1)),
             ("engine_epoch", "must not be 0" if message.engine_epoch == 0 else ""),
             ("endpoint", _wrong_endpoint(message.endpoint)),
             ("dp_size", _wrong_dp_size(message.dp_size)),
@@ -93,8 +93,8 @@ def to_rank(message: member_pb2.EngineRegistration) -> Rank:
 def check_frontend(message: coordinator_pb2.FrontendRegistration) -> None:
     """Raise InvalidArgument for a frontend's name or endpoint that must not be published."""
     for field, problem in (
-        ("frontend_id", _wrong_name(message.frontend_id, least=1)),
-        ("endpoint", _wrong_name(message.endpoint, most=_MAX_ENDPOINT)),
+        ("frontend_id", _wrong_name(message.frontend_id, min_characters=1)),
+        ("endpoint", _wrong_name(message.endpoint, max_characters=_MAX_ENDPOINT)),
     ):
         if problem:
             raise InvalidArgument(f"{field} {problem}", field=f"register.{field}")
@@ -218,10 +218,10 @@ def from_member(member: Member, load: LoadReport | None) -> member_pb2.EngineMem
     )
 
 
-def _wrong_name(name: str, *, least: int = 0, most: int = _MAX_CHARACTERS) -> str:
-    """What is wrong with a name that is published and logged; "" if nothing is."""
-    if not least <= len(name) <= most:
-        return f"has {len(name)} characters, the range is {least}..{most}"
+def _wrong_name(name: str, *, min_characters: int = 0, max_characters: int = _MAX_CHARACTERS) -> str:
+    """Why a name may not be published and logged; "" if it may."""
+    if not min_characters <= len(name) <= max_characters:
+        return f"has {len(name)} characters, the range is {min_characters}..{max_characters}"
     return "" if name.isprintable() else "has characters that cannot be printed"
 
 

@@ -13,7 +13,7 @@ _MAX_AHEAD = 2**40
 
 
 def excess(value: int, limit: int = MAX_NUMBER) -> str:
-    """What is wrong with a number, to follow its name in a message; empty if nothing is."""
+    """The end of a message about a number above the limit, to follow its name; "" for one within it."""
     return f"is {value}, the limit is {limit}" if value > limit else ""
 
 

@@ -1,3 +1,3 @@
-"""What the engine reports about itself, and the utility calls that operators and frontends may make.
+"""Announcements and statistics of the engine, and the utility calls of operators and frontends.
 asyncio side. Must not import the scheduler or tensors.
 """

@@ -128,7 +128,7 @@ def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
 
 
 def fingerprint(value: ModelFingerprint) -> session_pb2.Fingerprint:
-    """What must be equal in two engines so that a request can move between them."""
+    """The properties that two engines must share for a request to move between them."""
     return session_pb2.Fingerprint(
         digest=value.digest,
         weights_sha256=value.weights_sha256,

@@ -43,7 +43,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LoadedCore:
-    """What the asyncio side may use of a loaded engine. Both functions are safe beside the engine thread."""
+    """The parts of a loaded engine for the asyncio side. Both functions are thread-safe."""
 
     facts: EngineFacts
     refusal: Callable[[Request], str | None]  # why a request can never be served, or None
@@ -182,7 +182,7 @@ class ServedEngine:
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a handler may use: the engine, and its thread for as long as the caller waits."""
+    """Access of a handler to the engine, and to its thread until the caller's timeout."""
 
     engine: ServedEngine
     timeout_s: float

@@ -108,13 +108,13 @@ class SchedulerWatchers:
 def _checked_interval_ms(request: admin_pb2.WatchSchedulerRequest) -> int:
     """The interval. Raises InvalidArgument for a field beyond its limits."""
     interval_ms = request.interval_ms or DEFAULT_INTERVAL_MS
-    for field, value, least, most in (
+    for field, value, minimum, maximum in (
         ("interval_ms", interval_ms, MIN_INTERVAL_MS, MAX_INTERVAL_MS),
         ("max_requests", request.max_requests, 0, MAX_REQUESTS),
         ("max_blocks", request.max_blocks, 0, MAX_BLOCKS),
     ):
-        if not least <= value <= most:
-            raise InvalidArgument(f"{field} is {value}, must be in {least}..{most}", field=field)
+        if not minimum <= value <= maximum:
+            raise InvalidArgument(f"{field} is {value}, must be in {minimum}..{maximum}", field=field)
     return interval_ms
 
 

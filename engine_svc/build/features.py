@@ -42,12 +42,12 @@ def extra_types() -> list[type[Extra]]:
 
 
 def _make(half: str, *arguments: object) -> list[Any]:
-    """What each feature with this half makes; None: it is disabled."""
+    """The halves of this name of all enabled features; `make` returns None for a disabled one."""
     made = [module.make(*arguments) for module in _modules(half)]
     return [feature for feature in made if feature is not None]
 
 
 def _modules(name: str) -> list[Any]:
     """The modules of this name of all features."""
-    found = (f"{package}.{name}" for package in packages())
-    return [import_module(module) for module in found if find_spec(module) is not None]
+    names = [f"{package}.{name}" for package in packages()]
+    return [import_module(module) for module in names if find_spec(module) is not None]

@@ -28,7 +28,7 @@ _RANK_MODULE = "engine_svc.build.rank_main"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank reported about its part of the model."""
+    """A rank's report of its part of the model."""
 
     facts: ModelFacts
     num_bytes: int

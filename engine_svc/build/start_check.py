@@ -1,4 +1,4 @@
-"""What the model folder, the options and the machine alone decide, checked before anything is loaded.
+"""Checks of the model folder, the options and the machine before anything is loaded.
 
 Imports no torch, so that `serve` and `LLM` refuse a start without waiting for an engine.
 """
@@ -80,8 +80,8 @@ def find_cuda_devices() -> tuple[Sequence[int], str]:
     version = Path(spec.origin).parent / "version.py"
     if version.is_file() and runpy.run_path(str(version)).get("cuda") is None:
         return (), "the installed torch is a build for CPUs"
-    found = cuda_device_bytes()
-    return found, "" if found else "no driver, or none that this process may see"
+    sizes = cuda_device_bytes()
+    return sizes, "" if sizes else "no driver, or none that this process may see"
 
 
 def _check_offered(config: EngineConfig) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 NEVER = sys.maxsize
 
 # The blocks with one block's worth of content, one in each group that is looked up together.
-Found = list[int]
+CachedBlock = list[int]
 
 
 class AttentionKind(Protocol):
@@ -28,7 +28,7 @@ class AttentionKind(Protocol):
         ...
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Slots that a request with so many tokens fills."""
+        """Slots that a request fills with this number of tokens."""
         ...
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
@@ -40,12 +40,15 @@ class AttentionKind(Protocol):
         ...
 
     def max_blocks(self, num_tokens: int, max_in_flight_tokens: int) -> int:
-        """Most blocks used at once while a request grows to so many slots, with so many tokens in flight."""
+        """Maximum of blocks used at once until a request fills `num_tokens` slots.
+
+        max_in_flight_tokens: of all its steps in flight.
+        """
         ...
 
     def longest_hit(
-        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
-    ) -> list[Found | None]:
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
         """The longest hit among the first `num_blocks` blocks of a request; None for blocks never read.
 
         Its length is a multiple of `alignment` tokens. With `drop_last` the last matched block is left out.
@@ -73,15 +76,15 @@ class FullAttention:
         return -(-num_tokens // self.block_size)
 
     def longest_hit(
-        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
-    ) -> list[Found | None]:
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
         """From the first block to the first miss."""
-        hit: list[Found | None] = []
+        hit: list[CachedBlock | None] = []
         for index in range(num_blocks):
-            found = find(index)
-            if found is None:
+            cached = find(index)
+            if cached is None:
                 break
-            hit.append(found)
+            hit.append(cached)
         if drop_last and hit:
             hit.pop()
         return _aligned(hit, self.block_size, alignment)
@@ -104,7 +107,7 @@ class SlidingWindow:
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """Those before the next token's window."""
+        """Tokens before the next token's window."""
         return max(0, num_computed_tokens - self.window + 1)
 
     def first_unreading(self, num_tokens: int) -> int:
@@ -116,21 +119,21 @@ class SlidingWindow:
         return min(-(-num_held // self.block_size) + 1, -(-num_tokens // self.block_size))
 
     def longest_hit(
-        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
-    ) -> list[Found | None]:
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
         """The last run of blocks that fills the window; else the run from the first block."""
         num_needed = -(-(self.window - 1) // self.block_size) + drop_last
-        hit: list[Found | None] = [None] * num_blocks
+        hit: list[CachedBlock | None] = [None] * num_blocks
         num_run = 0
         for index in range(num_blocks - 1, -1, -1):
-            found = find(index)
-            if found is None:
+            cached = find(index)
+            if cached is None:
                 num_run = 0
                 continue
             if num_run == 0 and (index + (not drop_last)) * self.block_size % alignment:
                 # No hit can end here.
                 continue
-            hit[index] = found
+            hit[index] = cached
             num_run += 1
             if num_run >= num_needed:
                 del hit[index + num_run :]
@@ -161,7 +164,7 @@ class ChunkedLocal:
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
-        """Those of complete chunks."""
+        """Tokens of complete chunks."""
         return num_computed_tokens // self.chunk * self.chunk
 
     def first_unreading(self, num_tokens: int) -> int:
@@ -174,16 +177,16 @@ class ChunkedLocal:
         return min(num_blocks, -(-num_tokens // self.block_size))
 
     def longest_hit(
-        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
-    ) -> list[Found | None]:
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
         """Nothing before the chunk that the longest hit ends in; from there to the first miss."""
         first = self.num_unread_tokens(num_blocks * self.block_size) // self.block_size
-        hit: list[Found | None] = [None] * first
+        hit: list[CachedBlock | None] = [None] * first
         for index in range(first, num_blocks):
-            found = find(index)
-            if found is None:
+            cached = find(index)
+            if cached is None:
                 break
-            hit.append(found)
+            hit.append(cached)
         return _aligned(hit, self.block_size, alignment)
 
 
@@ -207,12 +210,12 @@ class CrossAttention:
         return -(-num_tokens // self.block_size)
 
     def longest_hit(
-        self, find: Callable[[int], Found | None], num_blocks: int, alignment: int, *, drop_last: bool
-    ) -> list[Found | None]:
+        self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
+    ) -> list[CachedBlock | None]:
         return []
 
 
-def _aligned(hit: list[Found | None], block_size: int, alignment: int) -> list[Found | None]:
+def _aligned(hit: list[CachedBlock | None], block_size: int, alignment: int) -> list[CachedBlock | None]:
     """The longest beginning of `hit` that ends on a multiple of `alignment` tokens."""
     num_tokens = len(hit) * block_size // alignment * alignment
     return hit[: num_tokens // block_size]

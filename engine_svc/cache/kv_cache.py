@@ -114,7 +114,7 @@ class KVCache:
         return self.pool.num_usable_blocks - self.pool.num_free_blocks
 
     def max_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Most blocks that a request has at once while it grows to so many tokens, including lookahead."""
+        """Maximum of blocks that a request has at once up to `num_tokens` tokens and the lookahead."""
         num_slots = min(num_tokens + self._num_lookahead_tokens, self._max_model_len)
         num_ahead = self._max_in_flight_tokens + self._num_lookahead_tokens
         return sum(

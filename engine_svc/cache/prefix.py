@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine_svc.cache.attention import AttentionKind, ChunkedLocal, Found, FullAttention
+from engine_svc.cache.attention import AttentionKind, CachedBlock, ChunkedLocal, FullAttention
 from engine_svc.cache.block_hash import BlockHasher
 from engine_svc.cache.block_pool import PLACEHOLDER_BLOCK_ID, BlockPool, content_key
 from engine_svc.core.request import Request
@@ -72,13 +72,13 @@ class PrefixFinder:
         self._hasher.extend(request)
         num_hashed = len(request.block_hashes) * self._hasher.block_size
         length = request.num_tokens - 1
-        found: dict[_Lookup, list[Found | None]] = {}
+        hits: dict[_Lookup, list[CachedBlock | None]] = {}
         dropped: set[_Lookup] = set()
         while True:
             candidate = length
             for lookup in self._lookups:
                 block_size = lookup.kind.block_size
-                if lookup in found and isinstance(lookup.kind, FullAttention):
+                if lookup in hits and isinstance(lookup.kind, FullAttention):
                     # Any prefix of its hit is a hit as well.
                     continue
                 drops = self._drop_last and lookup not in dropped
@@ -97,13 +97,13 @@ class PrefixFinder:
                     dropped.add(lookup)
                 elif num_tokens < candidate:
                     dropped.clear()
-                found[lookup] = hit
+                hits[lookup] = hit
                 candidate = num_tokens
             if candidate >= length:
-                return self._as_hit(found, length)
+                return self._as_hit(hits, length)
             length = candidate
 
-    def _find_block(self, request: Request, lookup: _Lookup, index: int) -> Found | None:
+    def _find_block(self, request: Request, lookup: _Lookup, index: int) -> CachedBlock | None:
         num_hashes = lookup.kind.block_size // self._hasher.block_size
         block_hash = request.block_hashes[(index + 1) * num_hashes - 1]
         block_ids = []
@@ -114,11 +114,11 @@ class PrefixFinder:
             block_ids.append(block_id)
         return block_ids
 
-    def _as_hit(self, found: dict[_Lookup, list[Found | None]], length: int) -> PrefixHit:
+    def _as_hit(self, hits: dict[_Lookup, list[CachedBlock | None]], length: int) -> PrefixHit:
         if not length:
             return PrefixHit()
         tables: list[list[int]] = [[] for _ in range(self._num_groups)]
-        for lookup, hit in found.items():
+        for lookup, hit in hits.items():
             for index, group in enumerate(lookup.groups):
                 tables[group] = [
                     PLACEHOLDER_BLOCK_ID if entry is None else entry[index]

@@ -1,4 +1,4 @@
-"""What attention needs to know of a step besides the tensors of a layer. Made once per step."""
+"""Inputs of attention that all layers of a step share. Built once per step."""
 
 from __future__ import annotations
 

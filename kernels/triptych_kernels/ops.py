@@ -23,7 +23,7 @@ class Linear(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of weight and bias."""
+        """Size of weight and bias."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T + b. x: [T, in_features], rows contiguous. Returns [T, out_features]."""

@@ -172,7 +172,7 @@ def _sum_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program of a grouped product computes, and its launch options."""
+    """Tile sizes of one program of a grouped product, and its launch options."""
 
     pairs: int
     outputs: int

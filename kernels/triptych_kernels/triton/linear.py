@@ -62,7 +62,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program of the kernel computes, and its launch options."""
+    """Tile sizes of one program of the kernel, and its launch options."""
 
     rows: int
     outputs: int

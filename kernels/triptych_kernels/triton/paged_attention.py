@@ -219,7 +219,7 @@ def _join_splits_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program computes at a time, and its launch options."""
+    """Tile sizes of one program, and its launch options."""
 
     queries: int  # times heads that share a KV head
     keys: int

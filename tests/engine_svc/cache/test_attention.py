@@ -9,9 +9,9 @@ import pytest
 from engine_svc.cache.attention import (
     NEVER,
     AttentionKind,
+    CachedBlock,
     ChunkedLocal,
     CrossAttention,
-    Found,
     FullAttention,
     SlidingWindow,
 )
@@ -21,7 +21,7 @@ from tests.engine_svc.cache.fakes import SmallCache, request, tables_of, tokens
 FULL, WINDOW, CHUNKS, CROSS = FullAttention(2), SlidingWindow(2, 4), ChunkedLocal(2, 4), CrossAttention(2)
 
 
-def _find_in(pattern: str) -> Callable[[int], Found | None]:
+def _find_in(pattern: str) -> Callable[[int], CachedBlock | None]:
     """Blocks 10, 11, ... by their index, where the pattern says T."""
     known = pattern.replace(" ", "")
     return lambda index: [10 + index] if known[index] == "T" else None
