@@ -35,7 +35,7 @@ class _Lent:
 
 
 class TensorSender:
-    """Sends ADDs with tensors to one engine. ADDs without tensors pass through.
+    """Sends ADDs with tensors to one engine.
 
     send: gets the final ADDs, at once or when their tensors have been uploaded.
     fail: gets the handle of a request whose tensor cannot be sent, and the error.
@@ -82,9 +82,6 @@ class TensorSender:
         stub: engine_pb2_grpc.EngineCoreServiceStub,
     ) -> None:
         """Send requests together with `tensors`, to which they refer by digest."""
-        if not tensors:
-            self._send(entries)
-            return
         by_digest = {tensor.digest: tensor for tensor in tensors}
         wire = []
         for entry in entries:

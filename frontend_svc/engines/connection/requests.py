@@ -67,7 +67,7 @@ class EngineRequests:
         self,
         entries: Sequence[add_pb2.AddEntry],
         states: Sequence[Receiver],
-        tensors: Collection[WireTensor],
+        tensors: Collection[WireTensor] = (),
     ) -> list[int]:
         """Send requests together, with the `tensors` that they refer to by digest; returns their handles.
 
@@ -86,7 +86,10 @@ class EngineRequests:
                 # What belongs to a feature is not used at an engine without it.
                 entry.ClearField("resume_state")
                 entry.ClearField("orphan_grace_ms")
-        self._tensors.send(entries, tensors, self._connection.stub)
+        if tensors:
+            self._tensors.send(entries, tensors, self._connection.stub)
+        else:
+            self._send_adds(entries)
         self._on_add(self._connection.ack.engine_id)
         return handles
 

@@ -118,12 +118,6 @@ def test_a_tensor_is_known_by_its_digest_and_its_form():
     assert num_bytes(tensor_pb2.D_TYPE_INT64, [0, 5]) == 0
 
 
-def test_an_add_without_tensors_is_sent_as_it_is():
-    rig = Rig()
-    rig.send(1, 2)
-    assert [entry.handle for entry in rig.sent] == [1, 2]
-
-
 def test_up_to_256_kib_travel_in_the_add():
     rig = Rig()
     rig.send(1, 2, tensor=SMALL)
