@@ -10,13 +10,14 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.generation.poison import PoisonRecord, ProbationLocks, quarantined
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, in_order
-from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind
+from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind, refusal_of_begun
 from frontend_svc.text.model import ServedModel
 from triptych_kit.clock import Clock
 from triptych_kit.errors import ResourceExhausted, ServiceError, Unavailable
@@ -198,34 +199,45 @@ class Failover:
         self.engines_changed()
 
 
+class MovableRequest(Protocol):
+    """A request, or a sampling group, that a `Migration` sends to one engine at a time. Does not know it."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any engine has produced output for it."""
+
+    @property
+    def has_output_since_send(self) -> bool:
+        """Whether the engine that it was sent to last has."""
+
+    def send(self, client: EngineClient, attempt: int, on_output: Callable[[], None] | None) -> None:
+        """Send it to `client`'s engine; `on_output` is called once, at the next output."""
+
+    def withdraw(self, client: EngineClient) -> None:
+        """Abort what is left of it in an engine that has rejected it, so that it moves as a whole."""
+
+    def on_move(self, move: Move) -> None: ...
+
+    def fail(self, error: ServiceError) -> None:
+        """End it with `error`; called at most once."""
+
+    def content(self) -> str:
+        """The hash of what it computes."""
+
+    def remaining_s(self) -> float | None:
+        """Time to its deadline."""
+
+
 class Migration:
-    """Sends one request to an engine, and to another if that one is lost.
+    """Sends a request to an engine, and to another if that one is lost. Calls nothing of it after `end`."""
 
-    `send` is called with the engine to send it to, `fail` at most once with the error that ends it, `on_move`
-    after each move. `content` returns the hash of what it computes. Nothing is called after `end`.
-    """
-
-    def __init__(
-        self,
-        failover: Failover,
-        requirements: EngineRequirements,
-        *,
-        send: Callable[[EngineClient], None],
-        fail: Callable[[ServiceError], None],
-        content: Callable[[], str],
-        on_move: Callable[[Move], None] = lambda move: None,
-        remaining_s: Callable[[], float | None] = lambda: None,
-    ) -> None:
+    def __init__(self, failover: Failover, requirements: EngineRequirements, request: MovableRequest) -> None:
         self.suspect = Suspect()
         self.num_attempts = 0  # how often it was sent
         self.client: EngineClient | None = None  # of the engine that has it
         self._failover = failover
         self._requirements = requirements
-        self._send = send
-        self._fail = fail
-        self._content = content
-        self._on_move = on_move
-        self._remaining_s = remaining_s
+        self._request = request
         self._num_moves = self._num_planned_moves = 0
         self._origin: EngineClient | None = None
         self._cause = LossKind.REFUSED
@@ -239,11 +251,6 @@ class Migration:
     def is_new(self) -> bool:
         """True until it is sent for the first time."""
         return not self.num_attempts
-
-    @property
-    def is_on_probation(self) -> bool:
-        """Whether `end_probation` must be called at its next output."""
-        return self.suspect.probation is not None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -262,7 +269,7 @@ class Migration:
         ResourceExhausted if too many requests wait.
         """
         failover, requirements = self._failover, self._requirements
-        failover.poison.check(self._content)
+        failover.poison.check(self._request.content)
         try:
             client = failover.directory.pick(requirements.model, requirements.routing)
         except Unavailable as error:
@@ -279,16 +286,20 @@ class Migration:
         """Start with a request that another frontend has sent to the engine of `client`."""
         self.client, self.num_attempts = client, num_attempts
 
-    def lose(self, cause: LossKind, error: ServiceError, *, has_begun: bool, had_output: bool) -> None:
+    def lose(self, cause: LossKind, error: ServiceError) -> None:
         """Move it to another engine: its engine is lost, or has rejected it.
 
-        `error` ends it if it cannot move. `has_begun`: there was output from any engine; `had_output`: from
-        this one.
+        `error` ends it if it cannot move. Each output of a group calls it: the first call moves all of them.
         """
         client, self.client = self.client, None
         if self._is_over or client is None:
             return
         self._stop_timer()
+        has_begun = self._request.has_begun
+        if cause is LossKind.REFUSED:
+            self._request.withdraw(client)
+            if has_begun:
+                error = refusal_of_begun(client.address, error)
         self._origin, self._cause, self._error = client, cause, error
         self._requirements = EngineRequirements(
             self._requirements.model if client.model is None else client.model,
@@ -296,6 +307,7 @@ class Migration:
             is_exact=has_begun,
         )
         failover = self._failover
+        had_output = self._request.has_output_since_send
         if failover.suspects.lose(self.suspect, client.address, cause, had_output=had_output):
             self._quarantine()
         elif failover.is_closed or not self._may_move():
@@ -312,15 +324,12 @@ class Migration:
         self._failover.suspects.clear(self.suspect)
         self._failover.engines_changed()
 
-    def end(self, *, is_well: bool) -> None:
-        """The request has ended; `is_well`: successfully."""
+    def end(self, *, is_well: bool) -> EngineClient | None:
+        """The request has ended; `is_well`: successfully. Returns the client of the engine that has it."""
         if self._is_over:
-            return
+            return None
         self._is_over = True
-        self.client = None
-        # The callbacks' owner references this object: without the cycle both are freed at once.
-        self._send = self._fail = self._on_move = _do_nothing
-        self._content = str
+        client, self.client = self.client, None
         self._stop_timer()
         self._failover.remove(self)
         self._failover.suspects.clear(self.suspect)
@@ -328,6 +337,7 @@ class Migration:
             self._failover.budget.give_back()
         # Its engine may have room again, and the next suspect may go there.
         self._failover.engines_changed()
+        return client
 
     def find(self, may_go: Callable[[Suspect, str], bool]) -> EngineClient | None:
         """An engine that it can be sent to now, preferably another than the one that lost it."""
@@ -351,17 +361,18 @@ class Migration:
         self.num_attempts += 1
         if failover.suspects.send(self.suspect, client.address):
             self._timer = asyncio.get_running_loop().call_later(failover.probation_s, self._pass_over)
+        on_output = None if self.suspect.probation is None else self.end_probation
         try:
             if self._origin is not None:
                 # Another process may have found it meanwhile.
-                failover.poison.check(self._content)
-            self._send(client)
+                failover.poison.check(self._request.content)
+            self._request.send(client, self.num_attempts - 1, on_output)
         except ServiceError as error:
             self._end_with(error)
             return
         if self._origin is not None:
             failover.moves.add(self._cause.value)
-            self._on_move(Move(self._cause, self._origin.engine_id, client.engine_id))
+            self._request.on_move(Move(self._cause, self._origin.engine_id, client.engine_id))
 
     def give_up(self) -> None:
         """End the wait: send it even to an engine with other suspects, or end it if there is none."""
@@ -427,7 +438,7 @@ class Migration:
         self._wait()
 
     def _wait(self) -> None:
-        remaining_s = self._remaining_s()
+        remaining_s = self._request.remaining_s()
         wait_s = self._wait_until - self._failover.clock.now()
         if remaining_s is not None:
             wait_s = min(wait_s, remaining_s)
@@ -453,7 +464,7 @@ class Migration:
 
     def _quarantine(self) -> None:
         self._failover.num_quarantined += 1
-        incident_id = self._failover.poison.add(self._content())
+        incident_id = self._failover.poison.add(self._request.content())
         logger.error("request quarantined", extra={"incident_id": incident_id})
         message = (
             f"{self.suspect.num_deaths} engines failed while they ran this request: it is not sent again"
@@ -461,15 +472,10 @@ class Migration:
         self._end_with(quarantined(message, incident_id))
 
     def _end_with(self, error: ServiceError) -> None:
-        fail = self._fail
         self.end(is_well=False)
-        fail(error)
+        self._request.fail(error)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _do_nothing(*_: object) -> None:
-    pass

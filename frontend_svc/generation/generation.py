@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from google.protobuf.message import Message
 
 from frontend_svc.engines.adoption.takeover import AdoptedRequest, make_resumable
-from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.affinity import prefix_hash
 from frontend_svc.engines.routing.engine_info import RoutingRequest
@@ -18,24 +16,19 @@ from frontend_svc.generation.admission import Admission
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration
-from frontend_svc.generation.group import make_states
+from frontend_svc.generation.group import SamplingGroup, make_states
 from frontend_svc.generation.metrics import OutputMeter, RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase, TrackedRequest
-from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.preprocess import Prepared, check_request, needs_of, prepare
 from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.options.option import AnyRequest
 from frontend_svc.output.collector import Ending, EndReason, Output, OutputKind, ReaderLimit
-from frontend_svc.output.loss import LossKind, refusal_of_begun
-from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, RequestPrompt
-from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
-from triptych_kit.errors import ServiceError
 from triptych_kit.telemetry import conventions as names
 
 # Finish reasons that do not refill the retry budget.
@@ -47,60 +40,37 @@ class OpenRequest:
 
     def __init__(
         self,
-        caller: Caller,
         request_id: str,
+        group: SamplingGroup,
         prepared: Prepared,
-        states: list[RequestState],
+        caller: Caller,
         failover: Failover,
-        requirements: EngineRequirements,
-        trace: RequestTrace,
-        arrived_at: float,
-        content: Callable[[], str],
+        routing: RoutingRequest,
     ) -> None:
-        self._caller = caller
+        model = prepared.prompt.model
         self.request_id = request_id
-        self.model = requirements.model.name
+        self.model = model.name
         self.prompt_token_ids = prepared.prompt.token_ids
         self.finish_reason = "abort"
-        self._finish_reasons: dict[int, str] = {}
-        self.states = states
-        self._entries = prepared.entries
-        self._tensors = prepared.prompt.tensors
-        self._collector = states[0].collector
-        self._clock = failover.clock
-        self._arrived_at = arrived_at
         self.on_read: Callable[[], None] = lambda: None  # called for each output that is read
         self.meter: OutputMeter | None = None
+        self.states = group.states
+        self._finish_reasons: dict[int, str] = {}
         self._num_output_tokens: dict[int, int] = {}
-        self._handles: list[int] = []
-        self._num_sent_tokens = 0
-        self._migration = Migration(
-            failover,
-            requirements,
-            send=self._send,
-            fail=self._fail,
-            content=content,
-            on_move=lambda move: trace.note_migration(move, self.num_sampled_tokens),
-            remaining_s=caller.remaining_s,
-        )
-        for state in states:
-            state.on_lost = self._lose
+        self._caller = caller
+        self._group = group
+        self._collector = group.states[0].collector
+        self._migration = Migration(failover, EngineRequirements(model, routing), group)
+        for state in group.states:
+            state.on_lost = self._migration.lose
 
     def start(self) -> None:
         self._migration.start()
 
     def take_over(self, adopted: AdoptedRequest) -> None:
         """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
-        client, outputs = adopted.client, adopted.outputs
-        self._migration.take_over(client, adopted.num_attempts)
-        self._handles[:] = [adoptee.handle for adoptee in outputs.values()]
-        for index, state in enumerate(self.states):
-            state.times.begin(adopted.num_attempts - 1, client.engine_id)
-            if index not in outputs:
-                state.advance([], Ending(EndReason.STOP))
-        client.requests.adoptions.hand_over(
-            (adoptee, self.states[index]) for index, adoptee in outputs.items()
-        )
+        self._migration.take_over(adopted.client, adopted.num_attempts)
+        self._group.take_over(adopted)
 
     async def next(self) -> Output:
         """Wait for output and return all since the last call. Must not be called after the last output."""
@@ -149,7 +119,7 @@ class OpenRequest:
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens of all outputs, read or not."""
-        return sum(state.num_output_tokens for state in self.states)
+        return self._group.num_sampled_tokens
 
     @property
     def num_attempts(self) -> int:
@@ -165,7 +135,7 @@ class OpenRequest:
         """End its outputs as aborted; the reader gets that end."""
         client = self._migration.client
         if client is not None:
-            client.end(self._handles)
+            client.requests.end(self._group.handles)
             return
         self._migration.end(is_well=False)
         for state in self.states:
@@ -174,17 +144,15 @@ class OpenRequest:
 
     def abort(self, reason: engine_pb2.AbortReason) -> None:
         """Abort unfinished outputs in the engine and send it nowhere again. The reader gets no end."""
-        client = self._migration.client
-        self._migration.end(is_well=self.finish_reason not in _NOT_WELL)
+        client = self._migration.end(is_well=self.finish_reason not in _NOT_WELL)
         if client is not None:
-            client.abort(self._handles, reason)
+            client.requests.abort(self._group.handles, reason)
 
     def leave(self) -> None:
         """Let its engine continue it for another frontend; no output arrives here any more."""
-        client = self._migration.client
-        self._migration.end(is_well=False)
+        client = self._migration.end(is_well=False)
         if client is not None:
-            client.requests.adoptions.leave(self._handles)
+            client.requests.adoptions.leave(self._group.handles)
         self._release()
 
     def close(self, reason: engine_pb2.AbortReason) -> None:
@@ -198,46 +166,6 @@ class OpenRequest:
         for state in self.states:
             state.on_lost = state.on_output = None
         self._collector.close()
-
-    def _send(self, client: EngineClient) -> None:
-        remaining_ms = self._caller.remaining_ms()
-        age_ms = round((self._clock.now() - self._arrived_at) * 1000)
-        entries, states = [], []
-        for entry, state in zip(self._entries, self.states, strict=True):
-            if state.has_ended:
-                continue
-            # A copy: an entry that was sent must not change, because it may have to be resent to its engine.
-            sent = add_pb2.AddEntry()
-            sent.CopyFrom(entry)
-            sent.attempt = self._migration.num_attempts - 1
-            sent.output_token_ids = id_column(state.output_token_ids)
-            sent.age_ms = age_ms
-            if remaining_ms is not None:
-                sent.remaining_ms = remaining_ms
-            state.on_output = self._migration.end_probation if self._migration.is_on_probation else None
-            state.times.begin(sent.attempt, client.engine_id)
-            entries.append(sent)
-            states.append(state)
-        self._num_sent_tokens = self.num_sampled_tokens
-        self._handles[:] = client.add(entries, states, self._tensors)
-
-    def _lose(self, cause: LossKind, error: ServiceError) -> None:
-        client = self._migration.client
-        if client is None:
-            # Another output of the group has handled the loss.
-            return
-        if cause is LossKind.REFUSED and len(self._handles) > 1:
-            client.abort(self._handles, engine_pb2.ABORT_REASON_MIGRATED)
-        has_begun = any(state.has_begun for state in self.states)
-        for state in self.states:
-            state.is_continued = has_begun
-        if cause is LossKind.REFUSED and has_begun:
-            error = refusal_of_begun(client.address, error)
-        had_output = self.num_sampled_tokens > self._num_sent_tokens
-        self._migration.lose(cause, error, has_begun=has_begun, had_output=had_output)
-
-    def _fail(self, error: ServiceError) -> None:
-        self._collector.fail(too_late() if self._caller.is_late() else error)
 
 
 class Generation:
@@ -377,18 +305,12 @@ class Generation:
             limit=limit or self._reader_limit,
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
         )
-        model = prepared.prompt.model
-        opened = OpenRequest(
-            caller,
-            request.request_id or caller.request_id,
-            prepared,
-            states,
-            self._failover,
-            EngineRequirements(model, _routing(request, prepared)),
-            trace,
-            tracked.arrived_at,
-            functools.partial(content_of, model.name, prepared.entries, seed),
+        group = SamplingGroup(
+            prepared, states, caller, trace, self._failover.clock, arrived_at=tracked.arrived_at, seed=seed
         )
+        request_id = request.request_id or caller.request_id
+        routing = _routing(request, prepared)
+        opened = OpenRequest(request_id, group, prepared, caller, self._failover, routing)
         return opened
 
     async def _prepare(

@@ -1,17 +1,117 @@
-"""Creates the request states of a sampling group, with their shared collector and the options' readers."""
+"""Sampling groups: their request states, and how they are sent to engines. Knows nothing of failover."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from frontend_svc.engines.adoption.takeover import AdoptedRequest
+from frontend_svc.engines.connection.client import EngineClient
+from frontend_svc.generation.caller import Caller, too_late
+from frontend_svc.generation.failover import Move
+from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.preprocess import Prepared, has_text
+from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.options import OPTIONS
 from frontend_svc.options.option import AnyRequest
-from frontend_svc.output.collector import Collector, OutputKind, ReaderLimit
+from frontend_svc.output.collector import Collector, Ending, EndReason, OutputKind, ReaderLimit
 from frontend_svc.output.request_state import RequestState
 from frontend_svc.text.prompt import Prompt
 from frontend_svc.text.stop_strings import StopBuffer
+from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import chat_message_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.errors import ServiceError
+
+
+class SamplingGroup:
+    """The outputs of one request, which are in the same engine. Implements `MovableRequest`."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        states: list[RequestState],
+        caller: Caller,
+        trace: RequestTrace,
+        clock: Clock,
+        *,
+        arrived_at: float,
+        seed: int | None,
+    ) -> None:
+        self.states = states
+        self.handles: list[int] = []  # in the engine it was sent to last
+        self._prepared = prepared
+        self._caller = caller
+        self._trace = trace
+        self._clock = clock
+        self._arrived_at = arrived_at
+        self._seed = seed
+        self._num_sent_tokens = 0
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all outputs, read or not."""
+        return sum(state.num_output_tokens for state in self.states)
+
+    @property
+    def has_begun(self) -> bool:
+        return any(state.has_begun for state in self.states)
+
+    @property
+    def has_output_since_send(self) -> bool:
+        return self.num_sampled_tokens > self._num_sent_tokens
+
+    def take_over(self, adopted: AdoptedRequest) -> None:
+        """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
+        client, outputs = adopted.client, adopted.outputs
+        self.handles[:] = [adoptee.handle for adoptee in outputs.values()]
+        for index, state in enumerate(self.states):
+            state.times.begin(adopted.num_attempts - 1, client.engine_id)
+            if index not in outputs:
+                state.advance([], Ending(EndReason.STOP))
+        client.requests.adoptions.hand_over(
+            (adoptee, self.states[index]) for index, adoptee in outputs.items()
+        )
+
+    def send(self, client: EngineClient, attempt: int, on_output: Callable[[], None] | None) -> None:
+        remaining_ms = self._caller.remaining_ms()
+        age_ms = round((self._clock.now() - self._arrived_at) * 1000)
+        has_begun = self.has_begun
+        entries, states = [], []
+        for entry, state in zip(self._prepared.entries, self.states, strict=True):
+            state.is_continued = has_begun
+            if state.has_ended:
+                continue
+            # A copy: an entry that was sent must not change, because it may have to be resent to its engine.
+            sent = add_pb2.AddEntry()
+            sent.CopyFrom(entry)
+            sent.attempt = attempt
+            sent.output_token_ids = id_column(state.output_token_ids)
+            sent.age_ms = age_ms
+            if remaining_ms is not None:
+                sent.remaining_ms = remaining_ms
+            state.on_output = on_output
+            state.times.begin(attempt, client.engine_id)
+            entries.append(sent)
+            states.append(state)
+        self._num_sent_tokens = self.num_sampled_tokens
+        self.handles[:] = client.requests.add(entries, states, self._prepared.prompt.tensors)
+
+    def withdraw(self, client: EngineClient) -> None:
+        if len(self.handles) > 1:
+            client.requests.abort(self.handles, engine_pb2.ABORT_REASON_MIGRATED)
+
+    def on_move(self, move: Move) -> None:
+        self._trace.note_migration(move, self.num_sampled_tokens)
+
+    def fail(self, error: ServiceError) -> None:
+        self.states[0].collector.fail(too_late() if self._caller.is_late() else error)
+
+    def content(self) -> str:
+        return content_of(self._prepared.prompt.model.name, self._prepared.entries, self._seed)
+
+    def remaining_s(self) -> float | None:
+        return self._caller.remaining_s()
 
 
 def make_states(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from frontend_svc.generation.poison import content_of
 from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.output.collector import Ending, EndReason
-from frontend_svc.output.loss import LossKind
 from frontend_svc.output.pooling_state import Pooled, PoolingState
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import is_per_token
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
+from triptych_kit.clock import Clock
 from triptych_kit.errors import Aborted, ServiceError
 from triptych_kit.telemetry import conventions as names
 
@@ -63,85 +62,104 @@ class PooledPrompts:
     num_prompt_tokens: int
 
 
-class PooledPrompt:
-    """One prompt that is sent to an engine, and its result."""
+class SentPrompt:
+    """One prompt as it is sent to engines, and the state that gets its result. A `MovableRequest`."""
+
+    has_begun = False
+    has_output_since_send = False
 
     def __init__(
         self,
-        failover: Failover,
         model: ServedModel,
-        routing: RoutingRequest,
         entry: add_pb2.AddEntry,
         caller: Caller,
+        trace: RequestTrace,
+        clock: Clock,
         arrived_at: float,
-        on_move: Callable[[Move], None],
     ) -> None:
+        self.state = PoolingState()
+        self.handles: list[int] = []  # in the engine it was sent to last
+        self.engine_id = ""
+        self._model = model
         self._entry = entry
         self._caller = caller
-        self._clock = failover.clock
+        self._trace = trace
+        self._clock = clock
         self._arrived_at = arrived_at
-        self._state = PoolingState()
-        self._state.on_lost = self._lose
-        self.engine_id = ""  # of the last engine it was sent to
-        self._handles: list[int] = []
-        self._migration = Migration(
-            failover,
-            EngineRequirements(model, routing),
-            send=self._send,
-            fail=self._fail,
-            content=functools.partial(content_of, model.name, [entry]),
-            on_move=on_move,
-            remaining_s=caller.remaining_s,
-        )
 
-    @property
-    def num_attempts(self) -> int:
-        return self._migration.num_attempts
-
-    async def run(self) -> Pooled:
-        """The result, or raises the error that ended the request. Nothing of it is left afterwards."""
-        is_well = False
-        try:
-            self._migration.start()
-            pooled = await self._state.result()
-            is_well = True
-        except Aborted as error:
-            if self._caller.is_late():
-                raise too_late() from error
-            raise
-        finally:
-            client = self._migration.client
-            self._migration.end(is_well=is_well)
-            if client is not None:
-                client.abort(self._handles, self._caller.abort_reason())
-        return pooled
-
-    def end(self) -> None:
-        """End it as aborted."""
-        client = self._migration.client
-        if client is not None:
-            client.end(self._handles)
-        else:
-            self._migration.end(is_well=False)
-            self._state.advance([], Ending(EndReason.ABORT))
-
-    def _send(self, client: EngineClient) -> None:
+    def send(self, client: EngineClient, attempt: int, on_output: Callable[[], None] | None) -> None:
         remaining_ms = self._caller.remaining_ms()
         # A copy: an entry that was sent must not change, because it may have to be resent to its engine.
         entry = add_pb2.AddEntry()
         entry.CopyFrom(self._entry)
         if remaining_ms is not None:
             entry.remaining_ms = remaining_ms
-        entry.attempt = self._migration.num_attempts - 1
+        entry.attempt = attempt
         entry.age_ms = round((self._clock.now() - self._arrived_at) * 1000)
         self.engine_id = client.engine_id
-        self._handles[:] = client.add([entry], [self._state])
+        self.handles[:] = client.requests.add([entry], [self.state])
 
-    def _lose(self, cause: LossKind, error: ServiceError) -> None:
-        self._migration.lose(cause, error, has_begun=False, had_output=False)
+    def withdraw(self, client: EngineClient) -> None:
+        """An engine that rejects it has nothing of it."""
 
-    def _fail(self, error: ServiceError) -> None:
-        self._state.end_with(too_late() if self._caller.is_late() else error)
+    def on_move(self, move: Move) -> None:
+        self._trace.note_migration(move, 0)
+
+    def fail(self, error: ServiceError) -> None:
+        self.state.end_with(too_late() if self._caller.is_late() else error)
+
+    def content(self) -> str:
+        return content_of(self._model.name, [self._entry])
+
+    def remaining_s(self) -> float | None:
+        return self._caller.remaining_s()
+
+
+class PooledPrompt:
+    """One prompt that runs in an engine or waits for one."""
+
+    def __init__(self, sent: SentPrompt, caller: Caller, migration: Migration) -> None:
+        self._sent = sent
+        self._caller = caller
+        self._migration = migration
+        sent.state.on_lost = migration.lose
+
+    @property
+    def num_attempts(self) -> int:
+        return self._migration.num_attempts
+
+    @property
+    def engine_id(self) -> str:
+        """The last engine it was sent to."""
+        return self._sent.engine_id
+
+    async def run(self) -> Pooled:
+        """The result, or raises the error that ended the request. Nothing of it is left afterwards."""
+        is_well = False
+        try:
+            self._migration.start()
+            pooled = await self._sent.state.result()
+            is_well = True
+        except Aborted as error:
+            if self._caller.is_late():
+                raise too_late() from error
+            raise
+        finally:
+            client = self._migration.end(is_well=is_well)
+            if client is not None:
+                client.requests.abort(self._sent.handles, self._caller.abort_reason())
+            # Breaks a reference cycle.
+            self._sent.state.on_lost = None
+        return pooled
+
+    def end(self) -> None:
+        """End it as aborted."""
+        client = self._migration.client
+        if client is not None:
+            client.requests.end(self._sent.handles)
+        else:
+            self._migration.end(is_well=False)
+            self._sent.state.advance([], Ending(EndReason.ABORT))
 
 
 class PoolingProgress:
@@ -245,20 +263,24 @@ class Pooling:
             progress = PoolingProgress(num_tokens, len(prompts))
             tracked.follow(progress)
             pooled_prompts = [
-                PooledPrompt(
-                    self._failover,
-                    work.model,
-                    _routing(work.params, prompt),
-                    _entry(work, prompt.token_ids, trace, caller),
-                    caller,
-                    tracked.arrived_at,
-                    lambda move: trace.note_migration(move, 0),
-                )
-                for prompt in prompts
+                self._pooled(work, prompt, caller, trace, tracked.arrived_at) for prompt in prompts
             ]
             reservation.settle(num_tokens)
             results = await self._run_all(pooled_prompts, ticket, progress)
             return PooledPrompts(request_id, results, num_tokens)
+
+    def _pooled(
+        self,
+        work: PoolingWork,
+        prompt: PoolingPrompt,
+        caller: Caller,
+        trace: RequestTrace,
+        arrived_at: float,
+    ) -> PooledPrompt:
+        failover, entry = self._failover, _entry(work, prompt.token_ids, trace, caller)
+        sent = SentPrompt(work.model, entry, caller, trace, failover.clock, arrived_at)
+        requirements = EngineRequirements(work.model, _routing(work.params, prompt))
+        return PooledPrompt(sent, caller, Migration(failover, requirements, sent))
 
     async def _run_all(
         self, prompts: Sequence[PooledPrompt], ticket: Ticket, progress: PoolingProgress

@@ -120,7 +120,7 @@ class Rig:
         """Send requests; the seed and the prompt of each are those of its number."""
         takers = [Taker(self.changed) for _ in handles]
         entries = [make_entry(number, max_tokens=num_tokens) for number in handles]
-        self.client.add(entries, takers)
+        self.client.requests.add(entries, takers)
         return takers
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -293,11 +293,11 @@ async def test_aborts_that_a_break_has_swallowed_are_sent_again():
         takers = rig.add(range(8))
         await rig.until_held(takers)
         rig.proxy.freeze()
-        rig.client.abort(range(1, 5), engine_pb2.ABORT_REASON_CLIENT)
+        rig.client.requests.abort(range(1, 5), engine_pb2.ABORT_REASON_CLIENT)
         rig.proxy.cut()
         await rig.until_state(EngineState.RECONNECTING)
         # Also what is said while there is no stream at all.
-        rig.client.abort(range(5, 7), engine_pb2.ABORT_REASON_CLIENT)
+        rig.client.requests.abort(range(5, 7), engine_pb2.ABORT_REASON_CLIENT)
         rig.proxy.thaw()
         await rig.until_state(EngineState.READY)
         await rig.until_taken()

@@ -137,7 +137,7 @@ class ClientConnection:
                 await self._changed.wait()
 
     def add(self, receiver: CountingReceiver) -> None:
-        self._client.add([_entry()], [receiver])  # type: ignore[list-item]
+        self._client.requests.add([_entry()], [receiver])  # type: ignore[list-item]
 
     def rows_s(self, num_rows: int, num_repeats: int) -> float:
         """Seconds of CPU of `OutputProcessor.process` for a step, in pieces as the client has them."""

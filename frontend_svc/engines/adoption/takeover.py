@@ -135,7 +135,7 @@ class Adoption:
             if is_left():
                 client.requests.adoptions.leave(handles)
             else:
-                client.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
+                client.requests.abort(handles, engine_pb2.ABORT_REASON_CLIENT)
 
     async def _find(
         self, key: str, received: Mapping[int, inference_pb2.ReceivedOutput]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 
 from frontend_svc.engines.artifacts import ArtifactError, ArtifactStore
 from frontend_svc.engines.connection.columns import MalformedStep
@@ -24,10 +24,8 @@ from frontend_svc.engines.connection.requests import EngineRequests
 from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
 from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from frontend_svc.engines.load_messages import load_report
-from frontend_svc.output.processor import Receiver
-from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.model import ServedModel
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 from triptych_kit.backoff import Backoff
 from triptych_kit.clock import Clock
 from triptych_kit.errors import InvalidTransition
@@ -49,7 +47,7 @@ _INCOMPATIBLE_RETRY_S = 5.0
 class EngineClient:
     """Keeps a connection to one engine open until `close`.
 
-    `start`, then `add` and `abort` requests while `state` is READY, then `close`.
+    `start`, then add `requests` while `state` is READY, then `close`.
     A stream that breaks is reopened, and its requests continue; if that fails, they are lost. `on_change` is
     called after each change of state, `on_add` with the engine's id after each `add`.
     """
@@ -128,25 +126,6 @@ class EngineClient:
             await asyncio.wait({self._task}, timeout=_CLOSE_DEADLINE_S)
         self._task.cancel()
         await asyncio.wait({self._task})
-
-    def add(
-        self,
-        entries: Sequence[add_pb2.AddEntry],
-        states: Sequence[Receiver],
-        tensors: Collection[WireTensor] = (),
-    ) -> list[int]:
-        """Send requests together, with the `tensors` that they refer to by digest; returns their handles."""
-        is_ready = self._connection.has_stream and self.state is EngineState.READY
-        assert is_ready, "only ready engines are picked"
-        return self.requests.add(entries, states, tensors)
-
-    def abort(self, handles: Iterable[int], reason: engine_pb2.AbortReason) -> None:
-        """Abort requests in the engine and forget them here; those that have ended are skipped."""
-        self.requests.abort(handles, reason)
-
-    def end(self, handles: Iterable[int]) -> None:
-        """Abort requests in the engine and end them for their readers; those that have ended are skipped."""
-        self.requests.end(handles)
 
     async def _run(self) -> None:
         try:

@@ -518,6 +518,31 @@ class NoChance(random.Random):
         return 0.0
 
 
+class NamedRequest:
+    """A request that is its name."""
+
+    def __init__(self, name: str, errors: dict[str, ServiceError], changed: asyncio.Event) -> None:
+        self.has_begun = self.has_output_since_send = False
+        self._name, self._errors, self._changed = name, errors, changed
+
+    def send(self, engine: Engine, attempt: int, on_output: Callable[[], None] | None) -> None:
+        engine.received.append(self._name)
+        self._changed.set()
+
+    def fail(self, error: ServiceError) -> None:
+        self._errors[self._name] = error
+        self._changed.set()
+
+    def content(self) -> str:
+        return self._name
+
+    def remaining_s(self) -> None:
+        return None
+
+    def on_move(self, move: object) -> None:
+        pass
+
+
 class MovesWorld:
     """Requests by name over these engines."""
 
@@ -527,34 +552,25 @@ class MovesWorld:
         self.engines = Engines(num_engines)
         chance = chance or random.Random(3)
         self.failover = Failover(self.engines, FakeClock(), chance, probation_s=probation_s)
+        self.requests: dict[str, NamedRequest] = {}
         self.migrations: dict[str, Migration] = {}
         self.errors: dict[str, ServiceError] = {}
         self.changed = asyncio.Event()
 
     def start(self, name: str) -> None:
-        def send(engine: Engine) -> None:
-            engine.received.append(name)
-            self.changed.set()
-
-        def fail(error: ServiceError) -> None:
-            self.errors[name] = error
-            self.changed.set()
-
-        self.migrations[name] = Migration(
-            self.failover,
-            EngineRequirements(None, RoutingRequest()),
-            send=send,
-            fail=fail,
-            content=lambda: name,
-        )
+        self.requests[name] = NamedRequest(name, self.errors, self.changed)
+        requirements = EngineRequirements(None, RoutingRequest())
+        self.migrations[name] = Migration(self.failover, requirements, self.requests[name])
         self.migrations[name].start()
 
     def lose_first(self, cause: LossKind = LossKind.DEATH, *, had_output: bool = False) -> None:
         """The engine that is used is lost, where not said otherwise before any output of it."""
         lost = self.engines.left.pop(0)
-        for migrations in list(self.migrations.values()):
-            if migrations.client is not None and migrations.client.address == lost.address:
-                migrations.lose(cause, LOST, has_begun=had_output, had_output=had_output)
+        for name, migration in list(self.migrations.items()):
+            if migration.client is not None and migration.client.address == lost.address:
+                request = self.requests[name]
+                request.has_begun = request.has_output_since_send = had_output
+                migration.lose(cause, LOST)
         self.failover.engines_changed()
 
     async def until(self, holds: Callable[[], bool]) -> None:

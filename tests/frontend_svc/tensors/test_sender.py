@@ -72,13 +72,12 @@ class Rig:
             **options,
         )
 
-    def send(self, *handles: int, tensor: WireTensor | None = None) -> None:
+    def send(self, *handles: int, tensor: WireTensor) -> None:
         entries = [add_pb2.AddEntry(handle=handle, request_id=str(handle)) for handle in handles]
         for entry in entries:
-            if tensor is not None:
-                entry.prompt_embeds.CopyFrom(tensor.reference)
+            entry.prompt_embeds.CopyFrom(tensor.reference)
         stub: Any = self.stub
-        self.sender.send(entries, [] if tensor is None else [tensor], stub)
+        self.sender.send(entries, [tensor], stub)
 
     def _note_sent(self, entries: Sequence[add_pb2.AddEntry]) -> None:
         self.sent += entries

@@ -49,7 +49,7 @@ class Rig:
 
     def add(self, *entries: add_pb2.AddEntry) -> list[Taker]:
         takers = [Taker(self._changed.set) for _ in entries]
-        self.client.add(entries, takers)
+        self.client.requests.add(entries, takers)
         return takers
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -375,7 +375,7 @@ async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
         async def add_in_every_turn() -> None:
             while client.state is EngineState.READY:
                 requests.append(_PendingRequest())
-                client.add([add_pb2.AddEntry(request_id=str(len(requests)))], requests[-1:])
+                client.requests.add([add_pb2.AddEntry(request_id=str(len(requests)))], requests[-1:])
                 await asyncio.sleep(0)
 
         adding = asyncio.ensure_future(add_in_every_turn())
