@@ -35,7 +35,7 @@ _FACTS = ("host", "dp_rank", "dp_group")
 
 
 class Speculation(NamedTuple):
-    """What proposes drafts, how many of a request in a step at most, and the checkpoint that it needs."""
+    """The method that proposes drafts, the maximum per request and step, and the checkpoint that it needs."""
 
     method: str
     num_tokens: int
@@ -246,13 +246,13 @@ class CoreConfig(SecurityOptions):
             "tensor_parallel_size", "pipeline_parallel_size",
         ):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name, most in (("max_num_seqs", _MAX_NUM_SEQS), ("steps_in_flight", _MAX_STEPS_IN_FLIGHT)):
-            require(getattr(self, name) <= most, name, getattr(self, name), f"at most {most}")
-        for name, least in (
+        for name, maximum in (("max_num_seqs", _MAX_NUM_SEQS), ("steps_in_flight", _MAX_STEPS_IN_FLIGHT)):
+            require(getattr(self, name) <= maximum, name, getattr(self, name), f"at most {maximum}")
+        for name, minimum in (
             ("num_threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("num_kv_blocks", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            require(value is None or value >= least, name, value, f"at least {least}")
+            require(value is None or value >= minimum, name, value, f"at least {minimum}")
         for name in ("port", "admin_port", "admin_http_port"):
             require(0 <= getattr(self, name) <= 65_535, name, getattr(self, name), "a port, 0 to 65535")
         require(
@@ -278,21 +278,21 @@ class CoreConfig(SecurityOptions):
 
     @property
     def speculation(self) -> Speculation:
-        """What proposes drafts."""
+        """The method of speculation, from `speculative_config` or the single options."""
         if self.speculative_config is None:
             return Speculation(self.speculative, self.num_speculative_tokens, self.speculative_model)
         try:
-            given = json.loads(self.speculative_config)
+            content = json.loads(self.speculative_config)
         except (ValueError, RecursionError):
-            given = None
+            content = None
         names = {"method", "model", "num_speculative_tokens"}
         known = f"a JSON object of {', '.join(sorted(names))}"
-        is_known = isinstance(given, dict) and given.keys() <= names
+        is_known = isinstance(content, dict) and content.keys() <= names
         require(is_known, "speculative_config", repr(self.speculative_config), known)
-        model = given.get("model")
-        method = given.get("method", "auto" if model is None else "draft")
+        model = content.get("model")
+        method = content.get("method", "auto" if model is None else "draft")
         require(isinstance(method, str), "speculative", repr(method), "the name of a method")
-        num_tokens = given.get("num_speculative_tokens", self.num_speculative_tokens)
+        num_tokens = content.get("num_speculative_tokens", self.num_speculative_tokens)
         return Speculation(_VLLM_METHODS.get(method, method), num_tokens, model)
 
     def _check_speculation(self) -> None:

@@ -116,7 +116,7 @@ def remove(name: str) -> None:
     try:
         _unlink(name)
     except OSError as error:
-        logger.warning("segment not removed", extra={"segment": name, "reason": error.strerror})
+        logger.warning("shared-memory segment not removed", extra={"segment": name, "reason": error.strerror})
 
 
 def sweep() -> int:

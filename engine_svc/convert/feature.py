@@ -32,7 +32,7 @@ _CORE_SAMPLING = frozenset({
 
 @dataclass(slots=True)
 class AddContext:
-    """What a feature may know besides the ADD. token_ids: of the prompt, with what earlier features changed.
+    """The surroundings of an ADD. token_ids: of the prompt, as earlier features changed it.
 
     tensors: None for a caller that may refer to none.
     """
@@ -45,7 +45,7 @@ class AddContext:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a feature makes of an ADD. The other members are what it changes of the request, if anything."""
+    """A feature's extra from an ADD; the other members are its changes to the request, if any."""
 
     extra: Extra
     token_ids: list[int] | None = None  # of the prompt
@@ -97,19 +97,19 @@ class WireFeatures:
         return any(feature.takes_tensors for feature in self._features)
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> list[Parsed]:
-        """What each feature makes of an ADD. Raises Unimplemented for a field that none reads."""
+        """The parts of the features that an ADD uses. Raises Unimplemented for a field that none reads."""
         for name, has_presence in self._unserved:
             if entry.HasField(name) if has_presence else getattr(entry, name):
                 raise unserved(name)
-        found = []
+        parts = []
         for feature in self._features:
             parsed = feature.parse(entry, context)
             if parsed is not None:
                 context.spans += parsed.spans
                 if parsed.token_ids is not None:
                     context.token_ids = parsed.token_ids
-                found.append(parsed)
-        return found
+                parts.append(parsed)
+        return parts
 
     def write(self, step: step_pb2.Step, row: int, extra: OutputExtra, now: float) -> None:
         self._writers[type(extra)].write(step, row, extra, now)

@@ -8,7 +8,10 @@ from enum import Enum
 
 
 class WakeTag(Enum):
-    """What can be woken separately; the value is its name on the wire. The runner has no SCHEDULING."""
+    """A part of a sleeping engine that can be woken alone; values are names on the wire.
+
+    The runner has no SCHEDULING.
+    """
 
     SCHEDULING = "scheduling"
     WEIGHTS = "weights"

@@ -1,4 +1,4 @@
-"""What optional features attach to the core's data, each under its own type. The core passes it on unread."""
+"""Data that optional features attach to the core's, each under its own type. The core passes it on unread."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a loaded engine announces to frontends. `num_kv_blocks` counts those usable by requests."""
+    """Announced properties of a loaded engine. `num_kv_blocks` counts those usable by requests."""
 
     model_name: str
     fingerprint: ModelFingerprint

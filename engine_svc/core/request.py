@@ -211,7 +211,7 @@ class PrefillStats:
 
 @dataclass(frozen=True, slots=True)
 class FirstOutput:
-    """What the first output of a request says of its prompt. prefill: None without a first token."""
+    """Statistics of a request's prompt, sent with its first output. prefill: None without a first token."""
 
     num_cached_tokens: int
     prefill: PrefillStats | None = None

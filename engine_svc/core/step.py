@@ -1,4 +1,4 @@
-"""The interface between scheduler and runner: StepPlan, what a step is to do, and StepResult, what it did.
+"""The interface between scheduler and runner: StepPlan, the work of a step, and StepResult, its results.
 
 Plain columns. Knows no tensors, no request status and no wire.
 """
@@ -33,7 +33,7 @@ class AdmittedRequest:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes. Columns are parallel, one entry per row, in scheduling order.
+    """The work of one step. Columns are parallel, one entry per row, in scheduling order.
 
     The runner frees the rows in `released`, then adds those in `admitted`, then runs the rows.
     Built by the scheduler, frozen at launch.
@@ -110,12 +110,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a step takes by the positions that it computes, measured at start.
+    """Measured step time as a function of its number of positions.
 
-    counts: ascending, from 1.  seconds: of steps of so many positions with short contexts.
-    seconds_per_read: more for each position and each token that it attends to.
-    seconds_per_draw: more for each position whose token is drawn.
-    proposal_seconds: to propose one draft for each of so many rows; () where that takes no time.
+    counts: numbers of positions or rows, ascending, from 1.
+    seconds: of a step, by `counts`, with short contexts.
+    seconds_per_read: added per position and per token of context.
+    seconds_per_draw: added per position whose token is drawn.
+    proposal_seconds: to propose one draft per row by `counts`; () where that takes no time.
     """
 
     counts: tuple[int, ...]
@@ -125,11 +126,11 @@ class StepCosts:
     proposal_seconds: tuple[float, ...] = ()
 
     def of(self, num_positions: int) -> float:
-        """Seconds of a step, between what was measured on straight lines, beyond it in proportion."""
+        """Seconds of a step: linear between measurements, in proportion beyond them."""
         return self._between(self.seconds, num_positions)
 
     def of_proposals(self, num_rows: int) -> float:
-        """Seconds to propose one draft for each of so many rows, likewise."""
+        """Seconds to propose one draft for each of `num_rows` rows, likewise."""
         return self._between(self.proposal_seconds, num_rows) if num_rows and self.proposal_seconds else 0.0
 
     def _between(self, seconds: tuple[float, ...], num_positions: int) -> float:
@@ -144,7 +145,7 @@ class StepCosts:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step produced. `sampled` is parallel to the plan's rows; [] if the row did not sample."""
+    """The output of one step. `sampled` is parallel to the plan's rows; [] if the row did not sample."""
 
     step_number: int
     sampled: list[list[int]]  # accepted drafts, then one more token

@@ -324,7 +324,7 @@ class LockstepDriver:
         self._is_forming = False
         error = formed.exception()
         if isinstance(error, PeersLost):
-            logger.warning("the ranks have not met", extra={"cause": str(error)})
+            logger.warning("data-parallel ranks did not form their group", extra={"cause": str(error)})
             answer.set_exception(Aborted(f"the ranks have not met: {error}", reason="RANKS_NOT_MET"))
             self._change_over()
             return

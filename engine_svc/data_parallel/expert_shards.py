@@ -183,12 +183,12 @@ def _regrouped(held: Experts, wanted: tuple[int, int], builder: DecoderBuilder, 
     stop = max(min(end, held.expert_range[1]), start)
     if start == stop:
         return builder.read_experts(layer, first, end)
-    found: Experts = NoExperts()
+    joined: Experts = NoExperts()
     for experts in (
         builder.read_experts(layer, first, start),
         held.take(start, stop),
         builder.read_experts(layer, stop, end),
     ):
         if not isinstance(experts, NoExperts):
-            found = found.join(experts)
-    return found
+            joined = joined.join(experts)
+    return joined

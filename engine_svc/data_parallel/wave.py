@@ -97,7 +97,7 @@ class WaveMachine:
         return self._ready_generation if is_ready else 0
 
     def wants_step(self, has_work: bool) -> bool:
-        """What `may_step` would return now; changes nothing."""
+        """Whether `may_step` would return True now; changes nothing."""
         if self._state is LockstepState.PAUSED:
             return has_work or self._has_news
         return self._state is LockstepState.RUNNING

@@ -17,7 +17,7 @@ _RANGE = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """What one rank sends to the others about its weights."""
+    """One rank's message to the others about its weights."""
 
     number: int  # `number_of` their digest
     has_stepped: bool  # in an earlier group, so that it serves requests with them

@@ -1,4 +1,4 @@
-"""What the flags of features have in common."""
+"""The base of features' flags."""
 
 from __future__ import annotations
 

@@ -17,22 +17,22 @@ from engine_svc.core.step import StepPlan, StepResult
 CULPRIT_MESSAGE = "every step that computes this request fails"
 UNREADY = "the request could not be prepared"
 
-# The engine ends when so many bisections of the same requests find no culprit, or when so many requests fail
-# alone with no step in between that works. A second failure of the same request does not count.
+# Bisections of the same requests without a culprit, or requests that fail alone with no working step in
+# between, after which the engine ends. A second failure of the same request does not count.
 MAX_FAILURES = 3
-# After so many steps that worked, a failure is unrelated to the one before.
+# Working steps after which a failure is unrelated to the one before.
 _MEMORY_STEPS = 100
 # Non-finite logits of fewer requests or steps may be the requests' own fault.
 _MIN_BROKEN_REQUESTS = 4
 _MIN_BROKEN_STEPS = 2
 # A client that knows a prompt without finite logits can send it repeatedly, which would end one engine after
-# the other. So requests that never had finite logits count only if there are so many of them in a row.
+# the other. So requests that never had finite logits count only from this number of them in a row.
 _MIN_STILLBORN_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BisectionDecision:
-    """What the loop has to do now."""
+    """The next action of the loop after a failed or a working step."""
 
     only: frozenset[str] | None = None  # requests that may run; None: all
     max_num_tokens: int | None = None  # per step; None: no further limit
@@ -72,7 +72,7 @@ class FailureBisector:
         return bool(self._group)
 
     def failed(self, suspects: Sequence[str], num_tokens: int, *, is_full: bool = False) -> BisectionDecision:
-        """A step of these requests with so many tokens failed; `is_full`: because the device was full."""
+        """A step of `num_tokens` tokens of these requests failed; `is_full`: because the device was full."""
         if not suspects:
             # All its requests have ended meanwhile, or it was an idle step.
             return END if self._is_one_too_many() else self._present()
@@ -185,7 +185,7 @@ class FailureBisector:
         return self._next()
 
     def _is_one_too_many(self) -> bool:
-        """Count a request that failed alone for the first time; True if so many cannot all be culprits."""
+        """Count a request that failed alone for the first time; True once they are too many for culprits."""
         self._num_lone_failures += 1
         return self._num_lone_failures >= MAX_FAILURES
 

@@ -116,7 +116,7 @@ class Inbox:
         return True
 
     def take(self) -> list[Command]:
-        """All commands so far, oldest first; never blocks."""
+        """All queued commands, oldest first; never blocks."""
         commands, self._woken_by = self._woken_by, []
         commands += [self._commands.get() for _ in range(self._commands.qsize())]
         return commands
@@ -343,7 +343,7 @@ class KVEventLog:
             return reader, list(self._cached.values())
 
     def take(self, reader: KVEventReader, max_batches: int) -> list[KVEventBatch] | None:
-        """The next batches for `reader`, at most so many; None if the next one was dropped."""
+        """The next batches for `reader`, at most `max_batches`; None if the next one was dropped."""
         with self._lock:
             reader.is_woken = False
             if reader.seq < self._first_seq:

@@ -32,7 +32,7 @@ class OutputRouter:
         self._detached.forget(request_id)
 
     def adopt(self, command: Adopt, step_number: int) -> dict[Outbox, StepOutput]:
-        """Move a request to another session, beginning with all of its outputs so far.
+        """Move a request to another session, beginning with all of its earlier outputs.
 
         The session that had it gets an aborted request. So does the new one if the outputs are not kept.
         """
@@ -54,7 +54,7 @@ class OutputRouter:
         step_number: int,
         ended_at: float | None = None,
     ) -> dict[Outbox, StepOutput]:
-        """What each outbox gets of these outputs, as one step. sampled: their logprobs, by request.
+        """The outputs of each outbox, as one step. sampled: their logprobs, by request.
 
         ended_at: when the step that produced them ended; None: none did.
         """
@@ -85,11 +85,11 @@ class OutputRouter:
 
     def _logprobs_by_outbox(self, sampled: Mapping[str, TokenLogprobs]) -> dict[Outbox, LogprobDeltas]:
         """The logprobs of requests that have not ended, by session and handle."""
-        found: dict[Outbox, LogprobDeltas] = {}
+        deltas: dict[Outbox, LogprobDeltas] = {}
         for request_id, token_logprobs in sampled.items():
             if (route := self.by_id.get(request_id)) is not None:
-                found.setdefault(route[0], LogprobDeltas()).sampled[route[1]] = token_logprobs
-        return found
+                deltas.setdefault(route[0], LogprobDeltas()).sampled[route[1]] = token_logprobs
+        return deltas
 
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:

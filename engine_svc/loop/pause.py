@@ -26,7 +26,7 @@ MAX_SLEEP_LEVEL = 2
 
 
 class PauseMode(Enum):
-    """What a pause does to running requests."""
+    """The effect of a pause on running requests."""
 
     ABORT = "abort"  # they are aborted, and so are waiting requests
     WAIT = "wait"  # they finish first; waiting requests keep waiting
@@ -34,7 +34,7 @@ class PauseMode(Enum):
 
 
 class RunState(Enum):
-    """What an engine does with its requests, as its operator asked."""
+    """Whether an engine admits and runs requests, as its operator requested."""
 
     RUNNING = "running"
     PAUSING = "pausing"  # admits no request; running ones finish

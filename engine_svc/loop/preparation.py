@@ -14,13 +14,14 @@ from engine_svc.scheduler.feature import SchedulerFeature
 from triptych_kit.clock import Clock
 
 MAX_PREPARATIONS = 1024
-# From when it is the oldest of those that are not done, so that one that hangs does not end those behind it.
+# Counted from when a preparation becomes the oldest pending one: one that hangs must not expire those queued
+# after it.
 PREPARATION_LIMIT_S = 10.0
 
 
 @dataclass(slots=True)
 class Preparation:
-    """What is prepared for one request. failure: why it ends instead of being admitted."""
+    """The preparation of one request. failure: why the request ends instead of being admitted."""
 
     request_id: str
     blockers: frozenset[str]
@@ -102,7 +103,7 @@ class Preparations(SchedulerFeature):
             self._take(number)
 
     def take_settled(self) -> list[Preparation]:
-        """Those that all ranks have done, and those that failed or took too long, each once."""
+        """Preparations that all ranks have done, that failed or that took too long, each once."""
         if self._pending and self._clock.now() - self._oldest_since >= self._limit_s:
             number, oldest = next(iter(self._pending.items()))
             names = ", ".join(sorted(oldest.blockers))

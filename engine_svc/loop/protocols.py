@@ -1,4 +1,4 @@
-"""What the loop needs of the scheduler, of the ranks, and of the lockstep between data-parallel engines."""
+"""Protocols of the loop: the scheduler, the ranks, and the lockstep between data-parallel engines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EngineScheduler(Protocol):
         ...
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
-        """Let only these requests run, with at most so many tokens a step; None: no restriction."""
+        """Let only these requests run, with at most `max_num_tokens` tokens a step; None: no restriction."""
         ...
 
     def set_pause(self, state: PauseState) -> None:
@@ -76,7 +76,7 @@ class Lockstep(Protocol):
         ...
 
     def wants_step(self, has_work: bool) -> bool:
-        """What `may_step` would return; changes nothing."""
+        """Whether `may_step` would return True; changes nothing."""
         ...
 
     def may_step(self, has_work: bool) -> bool:
@@ -132,7 +132,7 @@ class PreparingRanks(Protocol):
 
 
 class RankCalls(Protocol):
-    """Calls by name that every rank of the engine runs after the steps launched so far.
+    """Calls by name that every rank of the engine runs after the steps launched before them.
 
     Names and arguments are those of `runner_calls`. Answers are in the order of the ranks.
     """

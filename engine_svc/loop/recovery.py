@@ -105,7 +105,7 @@ def log_failure(plans: Sequence[StepPlan], stats: Callable[[], SchedulerStats]) 
             logger.error("step at the time of the error", extra=_described(plan))
         logger.error("scheduler at the time of the error", extra={"stats": asdict(stats())})
     except Exception as error:  # noqa: BLE001  After a failure any state is possible.
-        logger.error("failed steps cannot be logged", extra={"error": type(error).__name__})
+        logger.error("the plans of failed steps cannot be logged", extra={"error": type(error).__name__})
 
 
 def _described(plan: StepPlan) -> dict[str, object]:

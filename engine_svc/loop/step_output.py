@@ -72,7 +72,7 @@ class LogprobDeltas:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one session gets from one or more steps, as parallel columns. A handle has at most one row."""
+    """One session's part of one or more steps, as parallel columns. A handle has at most one row."""
 
     step_number: int
     handles: list[int] = field(default_factory=list)

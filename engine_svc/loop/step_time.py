@@ -29,7 +29,7 @@ _CALL_BUDGET_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What the time of a step depends on: tokens, and how many known tokens they attend to in total."""
+    """A step's size, which decides its time. num_reads: known tokens attended to, over all of its tokens."""
 
     num_tokens: int
     num_reads: int

@@ -99,12 +99,12 @@ def _with_folders(config: EngineConfig) -> EngineConfig:
     display = LoadDisplay(sys.stderr, MonotonicClock())
 
     def find(name: str, revision: str | None = None) -> str:
-        found = find_model(
+        path = find_model(
             name,
             revision=revision,
             progress=lambda phase, done, total: display.show(LoadProgress(phase, done, total)),
         )
-        return str(found)
+        return str(path)
 
     speculation = config.speculation
     try:

@@ -247,7 +247,9 @@ class RankWatch:
                 rank.child.kill()
         for rank in self._ranks:
             if not rank.child.join(_KILL_WAIT_S):
-                logger.error("a killed rank does not end", extra={"process_id": rank.child.pid})
+                logger.error(
+                    "a rank's process does not end after SIGKILL", extra={"process_id": rank.child.pid}
+                )
             os.close(rank.end_fd)
 
 

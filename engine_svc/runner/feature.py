@@ -130,14 +130,14 @@ class RunnerFeature:
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
         """The model's own logits [M, V] of its extra positions."""
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        """Change logits [N, V] fp32, contiguous, in place, at `some.entries` alone.
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        """Change logits [N, V] fp32, contiguous, in place, at `logit_rows.entries` alone.
 
         positions: [M], of the tokens to be sampled.  token_ids: [max_num_seqs, L] int32, of which
-        token_ids[some.rows[m], :positions[m]] are known, or drafts. A row comes once for each position.
+        token_ids[logit_rows.rows[m], :positions[m]] are known, or drafts. A row comes once for each position.
         """
 
-    def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart | None:
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, logit_rows: LogitRows) -> PendingPart | None:
         """token_ids: [N] int64, sampled from the logits [N, V]; those after a draft may not count."""
 
 
@@ -289,21 +289,24 @@ class RunnerFeatures:
     def apply(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> None:
         """logits: [N, V] of the batch's `rows`, whose next tokens get `positions`."""
         for index in self._used("apply"):
-            some = self._logit_rows(index, rows)
-            if len(some.rows):
-                with self._errors_end(index, some.rows.tolist()):
-                    self._features[index].apply(logits, some, positions[some.entries], token_ids)
+            logit_rows = self._logit_rows(index, rows)
+            if len(logit_rows.rows):
+                with self._errors_end(index, logit_rows.rows.tolist()):
+                    self._features[index].apply(logits, logit_rows, positions[logit_rows.entries], token_ids)
 
     def after_sampling(self, logits: Tensor, token_ids: Tensor, rows: Ints) -> list[FeaturePart]:
         """token_ids: [N] int64, sampled for the batch's `rows` from logits [N, V]."""
         parts: list[FeaturePart] = []
         for index in self._used("after_sampling"):
-            some = self._logit_rows(index, rows)
-            if len(some.rows):
-                using = some.rows.tolist()
+            logit_rows = self._logit_rows(index, rows)
+            if len(logit_rows.rows):
+                using = logit_rows.rows.tolist()
                 with self._errors_end(index, using):
                     self._add(
-                        parts, index, using, self._features[index].after_sampling(logits, token_ids, some)
+                        parts,
+                        index,
+                        using,
+                        self._features[index].after_sampling(logits, token_ids, logit_rows),
                     )
         return parts
 

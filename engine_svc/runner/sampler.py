@@ -75,13 +75,13 @@ class MinTokens(RunnerFeature):
     def remove_row(self, row: int) -> None:
         self._ends.drop(row)
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        is_below = positions < self._min_lengths[some.rows]
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        is_below = positions < self._min_lengths[logit_rows.rows]
         if not is_below.any():
             return
         if not is_below.all():
-            some = LogitRows(some.entries[is_below], some.rows[is_below])
-        if (kept := self._ends.logit_positions(some)) is not None:
+            logit_rows = LogitRows(logit_rows.entries[is_below], logit_rows.rows[is_below])
+        if (kept := self._ends.logit_positions(logit_rows)) is not None:
             logits.view(-1).index_fill_(0, kept.flat, float("-inf"))
 
 
@@ -141,13 +141,13 @@ class Sampler:
         readers, reader_rows = self._find_readers(rows)
         if not len(readers):
             return Sampled(largest.tokens, largest.highest)
-        some = self.choose(largest.kept, reader_rows, positions[readers], token_ids)
+        reader_samples = self.choose(largest.kept, reader_rows, positions[readers], token_ids)
         selected = to_device(readers, self._device)
         return Sampled(
-            largest.tokens.index_copy_(0, selected, some.token_ids),
-            largest.highest.index_copy_(0, selected, some.highest),
-            None if some.logprobs is None else some.logprobs.moved(readers),
-            some.parts,
+            largest.tokens.index_copy_(0, selected, reader_samples.token_ids),
+            largest.highest.index_copy_(0, selected, reader_samples.highest),
+            None if reader_samples.logprobs is None else reader_samples.logprobs.moved(readers),
+            reader_samples.parts,
         )
 
     def choose(self, logits: Tensor, rows: Ints, positions: Ints, token_ids: Tensor) -> Sampled:

@@ -210,8 +210,8 @@ class SessionRequests:
             )
         rank = self._engine.identity.dp_rank
         if entry.HasField("data_parallel_rank"):
-            given = entry.data_parallel_rank
-            check(given == rank, "data_parallel_rank", given, f"{rank}, which is this engine's")
+            requested = entry.data_parallel_rank
+            check(requested == rank, "data_parallel_rank", requested, f"{rank}, which is this engine's")
 
     def _admitting_core(self) -> LoadedCore:
         state, core = self._engine.lifecycle.state, self._engine.core

@@ -135,7 +135,7 @@ def test_a_segment_that_cannot_be_removed_is_left_to_a_sweep(names, caplog):
     (shared_memory.FOLDER / names[0]).mkdir()
     try:
         segment.close()
-        assert [record.message for record in caplog.records] == ["segment not removed"]
+        assert [record.message for record in caplog.records] == ["shared-memory segment not removed"]
     finally:
         (shared_memory.FOLDER / names[0]).rmdir()
     shared_memory.sweep()

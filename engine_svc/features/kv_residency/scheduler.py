@@ -9,7 +9,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
 BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-# Of so many blocks one is observed, by its id: which ids a prompt gets does not depend on its content.
+# One of SAMPLED blocks is observed, by its id: which ids a prompt gets does not depend on its content.
 SAMPLED = 16
 
 

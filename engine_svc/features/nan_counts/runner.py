@@ -24,17 +24,17 @@ class NanCounts(RunnerFeature):
     def uses(self, admitted: AdmittedRequest) -> bool:
         return True
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
         # No comparison with NaN is true.
         self._counts = (logits < float("inf")).logical_not().sum(-1)
 
-    def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart | None:
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, logit_rows: LogitRows) -> PendingPart | None:
         if self._counts is None:
             return None
         counts, self._counts = to_host(self._counts), None
-        rows, entries = some.rows.tolist(), some.entries.tolist()
+        rows, entries = logit_rows.rows.tolist(), logit_rows.entries.tolist()
 
-        def found() -> dict[int, NanCount]:
+        def read() -> dict[int, NanCount]:
             of_entries = counts.tolist()
             # Only a row's first token: a later one counts only if all of its logits are valid.
             first_entries = dict(zip(reversed(rows), reversed(entries), strict=True))
@@ -42,4 +42,4 @@ class NanCounts(RunnerFeature):
                 row: NanCount(of_entries[entry]) for row, entry in first_entries.items() if of_entries[entry]
             }
 
-        return found
+        return read

@@ -1,6 +1,6 @@
 """Rows with penalties. The op defines their formulas.
 
-Penalties are a pure function of a row's logits and its tokens so far, so only parameters are kept per row.
+Penalties are a pure function of a row's logits and its known tokens, so only parameters are kept per row.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class PenaltyRows(RunnerFeature):
     def example(self) -> Penalties:
         return Penalties(presence=1.0)
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        if self._latest is None or self._latest[0] is not some:
-            self._latest = some, self._penalised(some)
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        if self._latest is None or self._latest[0] is not logit_rows:
+            self._latest = logit_rows, self._penalised(logit_rows)
         self._penalise(logits, token_ids, self._latest[1], to_device(positions, self._device))
 
-    def _penalised(self, some: LogitRows) -> Penalised:
-        columns = np.stack([some.entries, some.rows, self._num_prompt_tokens[some.rows]])
+    def _penalised(self, logit_rows: LogitRows) -> Penalised:
+        columns = np.stack([logit_rows.entries, logit_rows.rows, self._num_prompt_tokens[logit_rows.rows]])
         entries, rows, num_prompt_tokens = to_device(columns, self._device)
         return Penalised(
-            entries, rows, num_prompt_tokens, to_device(self._amounts[:, some.rows], self._device)
+            entries, rows, num_prompt_tokens, to_device(self._amounts[:, logit_rows.rows], self._device)
         )

@@ -1,4 +1,4 @@
-"""What a request asks for per prompt position, and the logprobs of those that steps computed."""
+"""The logprobs that a request asks for per prompt position, and those that steps computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENTRY_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobSpec(Extra):
-    """What a request asks for per position: `num_top` most likely tokens, -1 for all, then `token_ids`."""
+    """The tokens of each position to report: the `num_top` most likely, -1 for all, then `token_ids`."""
 
     num_top: int
     token_ids: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class PromptLogprobs(OutputExtra):
         return [PromptLogprobs(tuple(group)) for group in groups]
 
     def from_position(self, position: int) -> PromptLogprobs | None:
-        """What is left without positions below `position`; None: nothing."""
+        """The logprobs from `position` on; None: there are none."""
         runs = []
         for run in self.runs:
             if position <= run.first_position and position < max(1, run.end_position):

@@ -45,7 +45,7 @@ class PromptLogprobRows(RunnerFeature):
         self._vocab_size = vocab_size
         self._token_ids = token_ids
         self._rows: dict[int, _Row] = {}
-        self._found: list[tuple[int, range]] = []  # rows of this step, and their positions
+        self._positions: list[tuple[int, range]] = []  # rows of this step, and their positions
 
     def uses(self, admitted: AdmittedRequest) -> bool:
         return PromptLogprobSpec in admitted.extras
@@ -59,7 +59,7 @@ class PromptLogprobRows(RunnerFeature):
         self._rows.pop(row, None)
 
     def extra_positions(self, inputs: StepInputs) -> Ints | None:
-        self._found = []
+        self._positions = []
         parts = []
         first_tokens = (inputs.counts.cumsum() - inputs.counts).tolist()
         for index, row in enumerate(inputs.rows.tolist()):
@@ -68,14 +68,14 @@ class PromptLogprobRows(RunnerFeature):
             start = int(inputs.starts[index])
             positions = self._rows[row].positions(start, start + int(inputs.counts[index]))
             if positions is not None:
-                self._found.append((row, positions))
+                self._positions.append((row, positions))
                 parts.append(first_tokens[index] + np.arange(len(positions)))
         return np.concatenate(parts) if parts else None
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart:
         computed = []
-        sizes = [len(positions) for _, positions in self._found]
-        for (row, positions), own in zip(self._found, logits.split(sizes), strict=True):
+        sizes = [len(positions) for _, positions in self._positions]
+        for (row, positions), own in zip(self._positions, logits.split(sizes), strict=True):
             following = self._token_ids[row, positions.start : positions.stop].long()
             computed.append((row, positions.start, self._look_up(own, following, self._rows[row].spec)))
         return lambda: {

@@ -25,15 +25,15 @@ class EachPositionOnce(SchedulerFeature):
             self._next_position[request.request_id] = 0
 
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
-        found: dict[int, PromptLogprobs] = result.extras.get(PromptLogprobs, {})
-        for row, logprobs in list(found.items()):
+        logprobs_of: dict[int, PromptLogprobs] = result.extras.get(PromptLogprobs, {})
+        for row, logprobs in list(logprobs_of.items()):
             request_id = plan.request_ids[row]
             start = self._next_position.get(request_id, 0)
             rest = logprobs.from_position(start)
             if rest is None:
-                del found[row]
+                del logprobs_of[row]
                 continue
-            found[row] = rest
+            logprobs_of[row] = rest
             if request_id in self._next_position:
                 self._next_position[request_id] = rest.runs[-1].end_position
         for request_id in self._ended:

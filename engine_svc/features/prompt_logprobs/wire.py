@@ -32,8 +32,8 @@ class PromptLogprobsOfAdd(WireFeature):
             return None
         num_top = sampling.prompt_logprobs
         is_open = facts.max_logprobs == -1
-        least, most = (-1, facts.vocab_size) if is_open else (0, facts.max_logprobs)
-        check(least <= num_top <= most, "prompt_logprobs", num_top, f"{least} to {most}")
+        minimum, maximum = (-1, facts.vocab_size) if is_open else (0, facts.max_logprobs)
+        check(minimum <= num_top <= maximum, "prompt_logprobs", num_top, f"{minimum} to {maximum}")
         num_each = facts.vocab_size if num_top == -1 else num_top
         num_cells = len(context.token_ids) * (num_each + len(sampling.logprob_token_ids))
         check(

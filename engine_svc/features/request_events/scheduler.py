@@ -34,11 +34,11 @@ class EventsOfAdmitted(SchedulerFeature):
     def on_update(self, plan: StepPlan, result: StepResult) -> None:
         if plan.admitted:
             row_of = {request_id: row for row, request_id in enumerate(plan.request_ids)}
-            found = result.extras.setdefault(RequestEvents, {})
+            events_of = result.extras.setdefault(RequestEvents, {})
             for admitted in plan.admitted:
                 request = self._requests.get(admitted.request_id)
                 if request is not None:
-                    found[row_of[admitted.request_id]] = self._news(request)
+                    events_of[row_of[admitted.request_id]] = self._news(request)
         while self._ended:
             self._forget(self._ended.pop())
 

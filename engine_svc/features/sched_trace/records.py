@@ -28,7 +28,7 @@ encode = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the scheduler has before it decides."""
+    """The scheduler's state before it decides."""
 
     running: Sequence[str]
     waiting: Sequence[str]
@@ -42,7 +42,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """By what else a scheduler decides: its configuration."""
+    """The configuration by which a scheduler decides."""
 
     scheduler: SchedulerConfig
     cache: CacheConfig
@@ -119,7 +119,7 @@ def prefix_cache_events(plan: StepPlan) -> list[Record]:
 
 
 def decision(plan: StepPlan, resumed: Collection[str], free_blocks: int) -> Record:
-    """What a step computes. resumed: those of its requests that are admitted again."""
+    """The record of a plan. resumed: its requests that are admitted again."""
     admitted = {entry.request_id: entry.block_ids for entry in plan.admitted}
     names = plan.request_ids
     blocks = {}

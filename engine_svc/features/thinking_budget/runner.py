@@ -55,9 +55,9 @@ class ThinkingRows(RunnerFeature):
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
         """Exclude all but the end marker's next token for rows with a used-up budget."""
-        columns = (some.entries.tolist(), some.rows.tolist(), positions.tolist())
+        columns = (logit_rows.entries.tolist(), logit_rows.rows.tolist(), positions.tolist())
         for entry, row, position in zip(*columns, strict=True):
             self._force(logits[entry], self._rows[row], token_ids[row, :position])
 

@@ -54,12 +54,12 @@ class BadWords:
             del self._num_prompt_tokens[row]
             self._latest_rows = None
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
         """Exclude, in logits [N, V], the last token of each word whose other tokens end the row's output."""
         if not self._words:
             return
-        if some is not self._latest_rows:
-            self._latest_rows, self._latest = some, self._find(some)
+        if logit_rows is not self._latest_rows:
+            self._latest_rows, self._latest = logit_rows, self._find(logit_rows)
         words = self._latest
         if words is None:
             return
@@ -71,24 +71,24 @@ class BadWords:
         # Added, as two words may have the same last token and only one of them be matched.
         logits.view(-1).index_add_(0, words.flat, torch.where(is_met, float("-inf"), 0.0))
 
-    def _find(self, some: LogitRows) -> _Words | None:
-        found = [
+    def _find(self, logit_rows: LogitRows) -> _Words | None:
+        words = [
             (index, row, word)
-            for index, row in enumerate(some.rows.tolist())
+            for index, row in enumerate(logit_rows.rows.tolist())
             for word in self._words.get(row, ())
         ]
-        if not found:
+        if not words:
             return None
-        longest = max(len(word) for _, _, word in found) - 1
-        prefixes = np.full((len(found), longest), _ANY, dtype=np.int32)
-        for index, (_, _, word) in enumerate(found):
+        longest = max(len(word) for _, _, word in words) - 1
+        prefixes = np.full((len(words), longest), _ANY, dtype=np.int32)
+        for index, (_, _, word) in enumerate(words):
             prefixes[index, longest - len(word) + 1 :] = word[:-1]
-        needed = [self._num_prompt_tokens[row] + len(word) - 1 for _, row, word in found]
-        entries = some.entries.tolist()
-        flat = [entries[index] * self._vocab_size + word[-1] for index, _, word in found]
+        needed = [self._num_prompt_tokens[row] + len(word) - 1 for _, row, word in words]
+        entries = logit_rows.entries.tolist()
+        flat = [entries[index] * self._vocab_size + word[-1] for index, _, word in words]
         return _Words(
-            np.array([index for index, _, _ in found], dtype=np.int64),
-            to_device(np.array([row for _, row, _ in found], dtype=np.int64), self._device),
+            np.array([index for index, _, _ in words], dtype=np.int64),
+            to_device(np.array([row for _, row, _ in words], dtype=np.int64), self._device),
             to_device(prefixes, self._device),
             to_device(np.array(needed, dtype=np.int64), self._device),
             to_device(np.array(flat, dtype=np.int64), self._device),

@@ -49,14 +49,14 @@ class TokenRuleRows(RunnerFeature):
         for rule in (self._allowed, self._banned, self._bias, self._bad_words):
             rule.drop(row)
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
         flat = logits.view(-1)
-        if (allowed := self._allowed.logit_positions(some)) is not None:
+        if (allowed := self._allowed.logit_positions(logit_rows)) is not None:
             kept = flat[allowed.flat]
             logits.index_fill_(0, allowed.rows, _FORBIDDEN)
             flat[allowed.flat] = kept
-        if (banned := self._banned.logit_positions(some)) is not None:
+        if (banned := self._banned.logit_positions(logit_rows)) is not None:
             flat.index_fill_(0, banned.flat, _FORBIDDEN)
-        self._bad_words.apply(logits, some, positions, token_ids)
-        if (favoured := self._bias.logit_positions(some)) is not None:
+        self._bad_words.apply(logits, logit_rows, positions, token_ids)
+        if (favoured := self._bias.logit_positions(logit_rows)) is not None:
             flat.index_add_(0, favoured.flat, favoured.amounts)

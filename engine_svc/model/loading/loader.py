@@ -325,7 +325,9 @@ def _native(
             raise
         raise UnsupportedModel(f"{facts.architecture}: {error}") from error
     if parallel.tp_size * parallel.pp_size == 1 and share is None and reader.unread():
-        logger.warning("weights without a use", extra={"names": listed(reader.unread())})
+        logger.warning(
+            "weights of the checkpoint that the model does not use", extra={"names": listed(reader.unread())}
+        )
     reader.finish()
     return model
 

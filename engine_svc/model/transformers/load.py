@@ -100,7 +100,10 @@ def _build(
             f"{folder} lacks weights of {chosen_class.__name__}: {listed(info['missing_keys'])}"
         )
     if info["unexpected_keys"]:
-        logger.warning("weights without a use", extra={"names": listed(info["unexpected_keys"])})
+        logger.warning(
+            "weights of the checkpoint that the model does not use",
+            extra={"names": listed(info["unexpected_keys"])},
+        )
     module.eval()  # type: ignore[no-untyped-call]
     module.requires_grad_(False)
     return module

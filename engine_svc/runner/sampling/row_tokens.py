@@ -51,25 +51,25 @@ class RowTokens:
         if self._kept.pop(row, None) is not None:
             self._latest_rows = None
 
-    def logit_positions(self, some: LogitRows) -> LogitPositions | None:
+    def logit_positions(self, logit_rows: LogitRows) -> LogitPositions | None:
         """Indices of the kept ids of these rows in the step's logits [N, V], if any."""
         if not self._kept:
             return None
-        if some is not self._latest_rows:
-            self._latest_rows, self._latest = some, self._find(some)
+        if logit_rows is not self._latest_rows:
+            self._latest_rows, self._latest = logit_rows, self._find(logit_rows)
         return self._latest
 
-    def _find(self, some: LogitRows) -> LogitPositions | None:
-        found = [
+    def _find(self, logit_rows: LogitRows) -> LogitPositions | None:
+        pairs = [
             (entry, row)
-            for entry, row in zip(some.entries.tolist(), some.rows.tolist(), strict=True)
+            for entry, row in zip(logit_rows.entries.tolist(), logit_rows.rows.tolist(), strict=True)
             if row in self._kept
         ]
-        if not found:
+        if not pairs:
             return None
-        flat = [self._kept[row][0] + entry * self._vocab_size for entry, row in found]
+        flat = [self._kept[row][0] + entry * self._vocab_size for entry, row in pairs]
         return LogitPositions(
-            to_device(np.array([entry for entry, _ in found], dtype=np.int64), self._device),
+            to_device(np.array([entry for entry, _ in pairs], dtype=np.int64), self._device),
             to_device(np.concatenate(flat), self._device),
-            to_device(np.concatenate([self._kept[row][1] for _, row in found]), self._device),
+            to_device(np.concatenate([self._kept[row][1] for _, row in pairs]), self._device),
         )

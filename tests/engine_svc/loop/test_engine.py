@@ -861,7 +861,7 @@ def test_what_cannot_be_described_does_not_hide_the_error(caplog):
 
     log_failure([StepPlan(1, request_ids=["a"])], no_figures)
     assert [record.getMessage() for record in caplog.records] == [
-        "step at the time of the error", "failed steps cannot be logged",
+        "step at the time of the error", "the plans of failed steps cannot be logged",
     ]  # fmt: skip
 
 

@@ -92,9 +92,9 @@ class ChainRows(RunnerFeature):
                 ended[number] = "the chain ends here"
         return ended
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
         for entry, number, position in zip(
-            some.entries.tolist(), some.rows.tolist(), positions.tolist(), strict=True
+            logit_rows.entries.tolist(), logit_rows.rows.tolist(), positions.tolist(), strict=True
         ):
             row = self.rows[number]
             text = row.texts.pop(position)

@@ -35,8 +35,8 @@ class LogitsOfAllRows(RunnerFeature):
     def uses(self, admitted: AdmittedRequest) -> bool:
         return True
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        self._change(logits, some.rows)
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        self._change(logits, logit_rows.rows)
 
 
 @dataclass

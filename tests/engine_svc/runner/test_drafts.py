@@ -186,8 +186,8 @@ class NanAt(RunnerFeature):
     def uses(self, admitted: AdmittedRequest) -> bool:
         return True
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        logits[some.entries[positions == self.position]] = float("nan")
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        logits[logit_rows.entries[positions == self.position]] = float("nan")
 
 
 @pytest.mark.parametrize("depth", [1, 2])

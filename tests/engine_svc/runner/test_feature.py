@@ -107,13 +107,13 @@ class Staged(RunnerFeature):
         assert logits.shape[0] == len(rows)
         return lambda: self._read("part of before_sampling", rows)
 
-    def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        self._begin("apply", some.rows.tolist())
-        assert len(positions) == len(some.rows)
-        self.given.append(some)
+    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
+        self._begin("apply", logit_rows.rows.tolist())
+        assert len(positions) == len(logit_rows.rows)
+        self.given.append(logit_rows)
 
-    def after_sampling(self, logits: Tensor, token_ids: Tensor, some: LogitRows) -> PendingPart:
-        rows = some.rows.tolist()
+    def after_sampling(self, logits: Tensor, token_ids: Tensor, logit_rows: LogitRows) -> PendingPart:
+        rows = logit_rows.rows.tolist()
         self._begin("after_sampling", rows)
         return lambda: self._read("part of after_sampling", rows)
 
