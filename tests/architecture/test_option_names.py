@@ -1,4 +1,4 @@
-"""No file of the frontend but its own names a request option that concerns a few requests alone."""
+"""No file of the frontend but its own names a request option."""
 
 from __future__ import annotations
 
@@ -10,15 +10,40 @@ import pytest
 
 from tests.architecture.sources import ROOT
 
-OWN_FILES = {
-    "prompt embeddings": ("frontend_svc/options/prompt_embeddings.py", r"embeds|embedded|prompt_?embed"),
-    "prompt logprobs": ("frontend_svc/options/prompt_logprobs.py", r"prompt_?logprob"),
+# By the name of an option's file: what names that concern it alone have.
+NAMES = {
+    "logprobs": r"logprob_token_id|SampledLogprobs",
+    "penalties": r"penalt",
+    "prompt_embeddings": r"embeds|embedded|prompt_?embed",
+    "prompt_logprobs": r"prompt_?logprob",
+    "sampling_limits": r"repetition_?detection|max_draft_tokens|top_k|\bmin_p\b|SamplingLimits",
+    "thinking_budget": r"thinking_?(token_?)?budget",
+    "token_rules": r"bad_?word|logit_?bias|allowed_token|token_?rules",
 }
-ALLOWED = {
+FOR_ALL = {
     "frontend_svc/options/__init__.py": "the list of options",
     "frontend_svc/protocols/openai/bodies.py": "the fields of another API, by their names",
     "frontend_svc/protocols/openai/requests.py": "which of its fields are fields of requests",
-    "frontend_svc/options/prompt_embeddings.py": "positions without a token have no log probability: refused",
+    "frontend_svc/protocols/openai/responses.py": "the fields of another API, by their names",
+}
+DEFAULTS = {
+    "frontend_svc/text/model.py": "defaults of the model, from its generation_config.json",
+    "frontend_svc/engines/artifacts.py": "the same of a model whose engine announces them",
+    "frontend_svc/api/model.py": "the same in ListModels",
+    "frontend_svc/generation/tracing.py": "attributes of spans, by the names of a convention",
+}
+LIMITS = {
+    "frontend_svc/text/limits.py": "limits that clients may ask for",
+    "frontend_svc/api/model.py": "the answer with these limits",
+}
+ALLOWED = {
+    "logprobs": {"frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt"},
+    "penalties": DEFAULTS,
+    "prompt_logprobs": {
+        "frontend_svc/options/prompt_embeddings.py": "positions without a token have none: refused",
+    },
+    "sampling_limits": DEFAULTS,
+    "token_rules": LIMITS,
 }
 
 
@@ -42,17 +67,23 @@ def names_in(tree: ast.Module) -> Iterator[str]:
 
 def files_that_name(pattern: str) -> dict[str, str]:
     """The files of the frontend with a name that matches, and one such name of each."""
-    found = {}
+    naming = {}
     for file in sorted((ROOT / "frontend_svc").rglob("*.py")):
         for name in names_in(ast.parse(file.read_text())):
             if re.search(pattern, name, re.IGNORECASE):
-                found[file.relative_to(ROOT).as_posix()] = name
-    return found
+                naming[file.relative_to(ROOT).as_posix()] = name
+    return naming
 
 
-@pytest.mark.parametrize("option", OWN_FILES)
+@pytest.mark.parametrize("option", NAMES)
 def test_only_its_own_file_names_it(option: str) -> None:
-    own_file, pattern = OWN_FILES[option]
-    found = files_that_name(pattern)
-    assert own_file in found
-    assert {file: name for file, name in found.items() if file not in (own_file, *ALLOWED)} == {}
+    own_file = f"frontend_svc/options/{option}.py"
+    naming = files_that_name(NAMES[option])
+    assert own_file in naming
+    allowed = (own_file, *FOR_ALL, *ALLOWED.get(option, ()))
+    assert {file: name for file, name in naming.items() if file not in allowed} == {}
+
+
+def test_every_option_is_in_the_list() -> None:
+    files = {path.stem for path in (ROOT / "frontend_svc/options").glob("*.py")}
+    assert files - {"__init__", "option"} == NAMES.keys() | {"structured_output"}
