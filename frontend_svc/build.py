@@ -256,7 +256,7 @@ def _public_api(
     return PublicAPI(
         InferenceServicer(requests.generation, requests.resumable),
         ChatServicer(requests.generation, takes_templates=takes_templates),
-        EmbeddingServicer(requests.pooling, limits),
+        EmbeddingServicer(requests.pooling),
         TokenizerServicer(directory, takes_templates=takes_templates),
         ModelServicer(
             directory, limits, engines.identity, clock, max_queued_requests=config.max_queued_requests

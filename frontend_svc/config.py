@@ -10,16 +10,19 @@ from urllib.parse import urlsplit
 
 from frontend_svc.engines.routing.policies import DEFAULT_POLICY, find_policy
 from frontend_svc.parsers.registry import ParserNames
+from triptych.common.v1 import sampling_pb2
 from triptych_kit.addresses import is_loopback
 from triptych_kit.channel import parse_target
 from triptych_kit.config import option
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.process.setup import api_key_in_environment
+from triptych_kit.rules import rules_of
 from triptych_kit.security.credentials import Entry, digest_of
 from triptych_kit.security.identity import Identity, Role
 from triptych_kit.security.options import SecurityOptions
 
 _MAX_WORKERS = 64
+_SAMPLING = sampling_pb2.SamplingParams
 _MAX_TEXT_WORKERS = 1024
 _MAX_TEXT_TIME_S = 600
 # gRPC counts milliseconds in 31 bits.
@@ -83,9 +86,10 @@ class FrontendConfig(SecurityOptions):
         None, help="file of a Jinja chat template, instead of the model's own; of all models that are served"
     )
     request_templates: bool = option(False, help="accept chat templates in requests")
-    max_n: int = option(64, help="most outputs a request may ask for")
+    max_n: int = option(int(rules_of(_SAMPLING, "n").maximum), help="most outputs a request may ask for")
     max_logprobs: int = option(
-        20, help="most log probabilities a token a request may ask for; -1 is the vocabulary"
+        int(rules_of(_SAMPLING, "logprobs").maximum),
+        help="most log probabilities a token a request may ask for; -1 is the vocabulary",
     )
     stream_interval: int = option(1, help="fewest tokens in a delta but the first and the last")
     slow_reader_s: float = option(

@@ -12,7 +12,7 @@ import grpc.aio
 from frontend_svc.api.calls import caller_of
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.pooling import (
     check_inputs,
@@ -29,6 +29,7 @@ from frontend_svc.text.tokenize.id_column import id_column
 from triptych.api.v1 import embedding_pb2, embedding_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych_kit.errors import Internal
+from triptych_kit.rules import MessageRules
 
 EmbedContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.EmbedRequest, embedding_pb2.EmbedResponse]"
 ScoreContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.ScoreRequest, embedding_pb2.ScoreResponse]"
@@ -42,6 +43,26 @@ Inputs: TypeAlias = Sequence[embedding_pb2.PoolingInput]
 
 T = TypeVar("T")
 
+PoolingRequest: TypeAlias = (
+    "embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest"
+    " | embedding_pb2.RerankRequest"
+)
+# How long they may be depends on the model.
+_INPUTS = tuple(
+    f"{name}.{kind}"
+    for name in ("inputs", "queries", "documents", "query")
+    for kind in ("prompt", "token_ids")
+)
+_RULES: dict[type[PoolingRequest], MessageRules] = {
+    message: MessageRules(message, apart=_INPUTS)
+    for message in (
+        embedding_pb2.EmbedRequest,
+        embedding_pb2.ClassifyRequest,
+        embedding_pb2.ScoreRequest,
+        embedding_pb2.RerankRequest,
+    )
+}
+
 _EMBED = sampling_pb2.POOLING_TASK_EMBED
 _SCORE = sampling_pb2.POOLING_TASK_SCORE
 
@@ -53,9 +74,8 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
     similarity of their embeddings.
     """
 
-    def __init__(self, pooling: Pooling, limits: RequestLimits) -> None:
+    def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
-        self._limits = limits
 
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: EmbedContext | None = None
@@ -69,8 +89,8 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         params.task = params.task or _EMBED
         tasks = (_EMBED, sampling_pb2.POOLING_TASK_TOKEN_EMBED)
         violations = Violations()
-        check_pooling(request.pooling, tasks, self._limits, violations)
-        model = self._checked_model(request.model, {"inputs": request.inputs}, request.request_id, violations)
+        check_pooling(request.pooling, tasks, violations)
+        model = self._checked_model(request, {"inputs": request.inputs}, violations)
         refuse_unserved_pooling(params)
         refuse_unsupported(model, [params.task])
         pooled = await self._run(model, params, request.inputs, request.request_id, caller)
@@ -91,9 +111,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         task = sampling_pb2.POOLING_TASK_CLASSIFY
         if request.per_token:
             task = sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY
-        model = self._checked_model(
-            request.model, {"inputs": request.inputs}, request.request_id, Violations()
-        )
+        model = self._checked_model(request, {"inputs": request.inputs}, Violations())
         refuse_unsupported(model, [task])
         params = sampling_pb2.PoolingParams(task=task)
         pooled = await self._run(model, params, request.inputs, request.request_id, caller_of(context))
@@ -116,7 +134,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         num_queries, num_documents = len(request.queries), len(request.documents)
         rule = f"must be 1 or as many as documents, {num_documents}"
         violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
-        model = self._checked_model(request.model, inputs, request.request_id, violations)
+        model = self._checked_model(request, inputs, violations)
         scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
         return embedding_pb2.ScoreResponse(scores=scores, usage=_usage(pooled), request_id=pooled.request_id)
 
@@ -131,8 +149,7 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         """The most relevant documents, best first; documents of equal score stay in order."""
         violations = Violations()
         inputs = {"query": [request.query], "documents": request.documents}
-        violations.need(request.top_n >= 0, "top_n", request.top_n, "must be 0 (all) or more")
-        model = self._checked_model(request.model, inputs, request.request_id, violations)
+        model = self._checked_model(request, inputs, violations)
         scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
         return embedding_pb2.RerankResponse(
@@ -145,12 +162,12 @@ class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
         )
 
     def _checked_model(
-        self, name: str, inputs: Mapping[str, Inputs], request_id: str, violations: Violations
+        self, request: PoolingRequest, inputs: Mapping[str, Inputs], violations: Violations
     ) -> ServedModel:
-        model = self._pooling.model(name)
+        model = self._pooling.model(request.model)
+        violations.extend(_RULES[type(request)].violations(request, {}))
         for field, given in inputs.items():
-            check_inputs(field, given, model, self._limits, violations)
-        violations.need_id("request_id", request_id)
+            check_inputs(field, given, model, violations)
         violations.raise_if_any()
         return model
 

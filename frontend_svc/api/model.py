@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -14,6 +14,7 @@ from frontend_svc.text.model import GenerationDefaults, ServedModel
 from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.clock import Clock
+from triptych_kit.rules import rules_of
 from triptych_kit.server import PUBLIC
 from triptych_kit.version import installed_version
 
@@ -22,6 +23,13 @@ GetContext: TypeAlias = "grpc.aio.ServicerContext[model_pb2.GetModelRequest, mod
 InfoContext: TypeAlias = (
     "grpc.aio.ServicerContext[model_pb2.GetServerInfoRequest, model_pb2.GetServerInfoResponse]"
 )
+
+
+def _rules(name: str) -> Any:
+    return rules_of(sampling_pb2.SamplingParams, name)
+
+
+_STOP = _rules("stop")
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -67,11 +75,11 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             limits=model_pb2.Limits(
                 max_n=limits.max_n,
                 max_logprobs=limits.max_logprobs,
-                max_stop_strings=limits.max_stop_strings,
-                max_stop_string_length=limits.max_stop_string_chars,
+                max_stop_strings=_STOP.max_items,
+                max_stop_string_length=_STOP.max_chars,
                 max_request_bytes=PUBLIC.max_receive_bytes,
-                max_logit_bias=limits.max_logit_bias,
-                max_bad_words=limits.max_bad_words,
+                max_logit_bias=_rules("logit_bias").max_items,
+                max_bad_words=_rules("bad_words").max_items,
                 max_queued_requests=self._max_queued_requests,
             ),
             engines=[

@@ -10,7 +10,7 @@ from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
 from frontend_svc.text.limits import Violations
 from triptych.api.v1 import request_pb2, request_pb2_grpc
 from triptych.common.v1 import output_pb2
-from triptych_kit.errors import InvalidArgument
+from triptych_kit.rules import MessageRules
 from triptych_kit.security.identity import current_identity
 
 _STATES = {
@@ -24,6 +24,10 @@ GetContext: TypeAlias = (
     "grpc.aio.ServicerContext[request_pb2.GetRequestRequest, request_pb2.GetRequestResponse]"
 )
 
+_RULES = {
+    message: MessageRules(message) for message in (request_pb2.AbortRequest, request_pb2.GetRequestRequest)
+}
+
 
 class RequestServicer(request_pb2_grpc.RequestServiceServicer):
     """Knows the open requests of this process only; those of another frontend or tenant are NOT_FOUND."""
@@ -35,14 +39,14 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
         self, request: request_pb2.AbortRequest, context: AbortContext | None = None
     ) -> request_pb2.AbortResponse:
         """End every request of the id; their streams end with finish reason ABORT and status OK."""
-        phase = self._requests.abort(_id_of(request.request_id), tenant=current_identity().tenant)
+        phase = self._requests.abort(_id_of(request), tenant=current_identity().tenant)
         return request_pb2.AbortResponse(state=_STATES[phase])
 
     async def GetRequest(
         self, request: request_pb2.GetRequestRequest, context: GetContext
     ) -> request_pb2.GetRequestResponse:
         """The state of a request; of several with the same id, the one that arrived first."""
-        facts = self._requests.facts(_id_of(request.request_id), tenant=current_identity().tenant)
+        facts = self._requests.facts(_id_of(request), tenant=current_identity().tenant)
         return request_pb2.GetRequestResponse(
             request_id=facts.request_id,
             state=_STATES[facts.phase],
@@ -57,10 +61,8 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
         )
 
 
-def _id_of(request_id: str) -> str:
-    if not request_id:
-        raise InvalidArgument("request_id is '', must name a request", field="request_id")
+def _id_of(request: request_pb2.AbortRequest | request_pb2.GetRequestRequest) -> str:
     violations = Violations()
-    violations.need_id("request_id", request_id)
+    violations.extend(_RULES[type(request)].violations(request, {}))
     violations.raise_if_any()
-    return request_id
+    return request.request_id

@@ -21,9 +21,11 @@ from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt
 from frontend_svc.text.tokenize.id_column import id_column
+from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import Unimplemented
+from triptych_kit.rules import MessageRules
 
 # What the frontend itself reads of requests. Every other field is of an option, or refused.
 CORE_FIELDS = frozenset((
@@ -33,6 +35,15 @@ CORE_FIELDS = frozenset((
     "messages", "tools", "tool_choice", "parallel_tool_calls", "template_options", "stop_in_all_text",
 ))  # fmt: skip
 _SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
+
+# Prompts check their inputs in slices. An option checks tensors and constraints.
+_CHECKED_APART = (
+    "token_ids", "messages", "tools", "template_options", "sampling.structured_output",
+)  # fmt: skip
+_RULES: dict[type[AnyRequest], MessageRules] = {
+    message: MessageRules(message, apart=_CHECKED_APART)
+    for message in (generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +66,11 @@ async def check_request(
 
     Lengths in tokens are checked by `prepare`.
     """
-    violations = Violations(limits)
+    violations = Violations()
     await prompt.check(model, violations)
+    violations.extend(_RULES[type(request)].violations(request, limits.named(model)))
     for option in OPTIONS:
         option.check(request, model, violations)
-    _check_placement(request, violations)
     violations.raise_if_any()
     for field in _set_unserved_fields(request):
         raise Unimplemented(
@@ -163,22 +174,3 @@ def child_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(4, "little"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
-
-
-def _check_placement(request: AnyRequest, violations: Violations) -> None:
-    top = violations.limits.max_priority
-    violations.need(abs(request.priority) <= top, "priority", request.priority, f"must be in -{top}..{top}")
-    for name, value in (
-        ("request_id", request.request_id),
-        ("session_id", request.session_id),
-        ("cache_salt", request.cache_salt),
-    ):
-        violations.need_id(name, value)
-    if request.HasField("data_parallel_rank"):
-        rank = request.data_parallel_rank
-        violations.need(0 <= rank < 2**32, "data_parallel_rank", rank, f"must be in 0..{2**32 - 1}")
-    if request.HasField("truncate_prompt_tokens"):
-        num_kept = request.truncate_prompt_tokens
-        violations.need(
-            num_kept == -1 or num_kept >= 1, "truncate_prompt_tokens", num_kept, "must be -1 or at least 1"
-        )

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
-from frontend_svc.output.logprobs import LogprobReader, check_num_logprobs
-from frontend_svc.text.limits import Violations
-from frontend_svc.text.model import ServedModel
+from frontend_svc.output.logprobs import LogprobReader
 from triptych.engine.v1 import add_pb2
-
-_TOKEN_IDS = "sampling.logprob_token_ids"
-_MAX_TOKEN_IDS = 128
 
 
 class SampledLogprobs(RequestOption):
-    fields = ("sampling.logprobs", _TOKEN_IDS)
-
-    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
-        sampling = request.sampling
-        check_num_logprobs(sampling, "logprobs", model.vocab_size, violations)
-        ids = sampling.logprob_token_ids
-        if violations.need_count(_TOKEN_IDS, len(ids), "ids", 0, _MAX_TOKEN_IDS):
-            violations.need_ids(_TOKEN_IDS, ids, model.vocab_size)
+    fields = ("sampling.logprobs", "sampling.logprob_token_ids")
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         sampling = request.sampling

@@ -15,7 +15,6 @@ from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.token_text import TokenTexts
 from triptych.api.v1 import chat_message_pb2, generate_pb2
-from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import Unimplemented
 
@@ -55,7 +54,8 @@ class RequestOption(Protocol):
 
     fields: of the public request, each of exactly one option. A set field that neither the core nor an
     option has is refused.
-    check: adds violations. Raises Unimplemented for what the model's engines do not serve.
+    check: adds violations of rules over several fields, as those of one field are in the contract. Raises
+    Unimplemented for what the model's engines do not serve.
     prepare: completes the prompt and the ADD that all outputs have in common, once per request. Raises
     InvalidArgument or Unimplemented.
     need: what an engine must have for the request.
@@ -78,14 +78,6 @@ class RequestOption(Protocol):
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
         return None
-
-
-def check_set(
-    sampling: sampling_pb2.SamplingParams, name: str, is_fine: bool, rule: str, violations: Violations
-) -> None:
-    """Add a violation for a parameter that is set, unless `is_fine`."""
-    if sampling.HasField(name):
-        violations.need(is_fine, f"sampling.{name}", getattr(sampling, name), rule)
 
 
 async def add_reasoning_markers(field: str, model: ServedModel, entry: add_pb2.AddEntry) -> None:

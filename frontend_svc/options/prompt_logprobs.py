@@ -8,10 +8,9 @@ from google.protobuf.message import Message
 
 from frontend_svc.engines.connection.columns import read_logprobs
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
-from frontend_svc.output.logprobs import LogprobReader, Logprobs, check_num_logprobs, fill_logprobs
+from frontend_svc.output.logprobs import LogprobReader, Logprobs, fill_logprobs
 from frontend_svc.output.request_state import OutputReader
 from frontend_svc.text.limits import Violations
-from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import generate_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
 
@@ -20,9 +19,6 @@ _MAX_ENTRIES = 200_000
 
 class PromptLogprobs(RequestOption):
     fields = ("sampling.prompt_logprobs",)
-
-    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
-        check_num_logprobs(request.sampling, "prompt_logprobs", model.vocab_size, violations)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         sampling, vocab_size = request.sampling, prompt.model.vocab_size

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, check_set
+from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from frontend_svc.text.prompt import too_long
@@ -15,12 +13,6 @@ from triptych_kit.errors import InvalidArgument
 # A temperature below the first is greedy; dividing logits by one below the second could overflow.
 _GREEDY_TEMPERATURE = 1e-5
 _MIN_TEMPERATURE = 0.01
-_MAX_TEMPERATURE = 2.0
-_MAX_STOP_TOKEN_IDS = 4096
-_MAX_STREAM_INTERVAL = 4096
-_MAX_PATTERN_SIZE = 256
-_MAX_PATTERN_COUNT = 64
-_MAX_DRAFT_TOKENS = 64
 
 
 class SamplingLimits(RequestOption):
@@ -34,17 +26,8 @@ class SamplingLimits(RequestOption):
     )  # fmt: skip
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
-        sampling = request.sampling
-        _check_draw(sampling, violations)
-        _check_counts(sampling, violations)
-        _check_group(sampling, model.defaults, violations)
-        if sampling.stop:
-            _check_stop(sampling, violations)
-        if sampling.HasField("repetition_detection"):
-            _check_repetition(sampling.repetition_detection, violations)
-        field, ids = "sampling.stop_token_ids", sampling.stop_token_ids
-        if ids and violations.need_count(field, len(ids), "ids", 0, _MAX_STOP_TOKEN_IDS):
-            violations.need_ids(field, ids, model.vocab_size)
+        _check_counts(request.sampling, violations)
+        _check_group(request.sampling, model.defaults, violations)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         """Check that prompt and output fit the model, and fill in the defaults.
@@ -123,62 +106,22 @@ def _complete_draw(
     complete.top_k = top_k if 0 < top_k < model.vocab_size else 0
 
 
-def _check_draw(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
-    temperature, top_p, min_p = sampling.temperature, sampling.top_p, sampling.min_p
-    is_fine = math.isfinite(temperature) and 0 <= temperature <= _MAX_TEMPERATURE
-    check_set(sampling, "temperature", is_fine, f"must be finite and in 0..{_MAX_TEMPERATURE:g}", violations)
-    check_set(sampling, "top_p", 0 < top_p <= 1, "must be above 0 and at most 1", violations)
-    rule = "must be -1, 0 (both: all tokens) or more"
-    check_set(sampling, "top_k", sampling.top_k >= -1, rule, violations)
-    check_set(sampling, "min_p", 0 <= min_p <= 1, "must be in 0..1", violations)
-
-
 def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
-    most, least, interval = sampling.max_tokens, sampling.min_tokens, sampling.stream_interval
-    check_set(sampling, "max_tokens", most >= 1, "must be at least 1", violations)
-    check_set(sampling, "min_tokens", least >= 0, "must be at least 0", violations)
-    if sampling.HasField("max_tokens") and most >= 1:
-        rule = f"must be at most max_tokens, {most}"
-        check_set(sampling, "min_tokens", least <= most, rule, violations)
-    is_fine = 1 <= interval <= _MAX_STREAM_INTERVAL
-    check_set(sampling, "stream_interval", is_fine, f"must be in 1..{_MAX_STREAM_INTERVAL}", violations)
-    is_fine = 0 <= sampling.max_draft_tokens <= _MAX_DRAFT_TOKENS
-    check_set(sampling, "max_draft_tokens", is_fine, f"must be in 0..{_MAX_DRAFT_TOKENS}", violations)
-    kinds = sampling_pb2.OutputKind
-    violations.need_enum("sampling.output_kind", sampling.output_kind, kinds, kinds.values())
+    most, least = sampling.max_tokens, sampling.min_tokens
+    if most >= 1:
+        violations.need(least <= most, "sampling.min_tokens", least, f"must be at most max_tokens, {most}")
+    if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
+        violations.add("sampling.detokenize", False, "must be true where stop strings are given")
+    detection = sampling.repetition_detection
+    longest, shortest = detection.max_pattern_size, detection.min_pattern_size
+    field, rule = "sampling.repetition_detection.min_pattern_size", f"must be in 0..{max(0, longest)}"
+    violations.need(shortest <= max(0, longest), field, shortest, rule)
 
 
 def _check_group(
-    sampling: sampling_pb2.SamplingParams,
-    defaults: GenerationDefaults,
-    violations: Violations,
+    sampling: sampling_pb2.SamplingParams, defaults: GenerationDefaults, violations: Violations
 ) -> None:
-    if not sampling.HasField("n"):
-        return
-    most = violations.limits.max_n
-    check_set(sampling, "n", 1 <= sampling.n <= most, f"must be in 1..{most}", violations)
     temperature = defaults.chosen(sampling, "temperature", 1.0)
     if sampling.n > 1 and 0 <= temperature < _GREEDY_TEMPERATURE:
         rule = f"must be 1 where temperature is {temperature:g}: greedy outputs are all the same"
         violations.add("sampling.n", sampling.n, rule)
-
-
-def _check_stop(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
-    limits = violations.limits
-    most, most_chars = limits.max_stop_strings, limits.max_stop_string_chars
-    violations.need_texts("sampling.stop", sampling.stop, "strings", most, max_chars=most_chars)
-    if sampling.HasField("detokenize") and not sampling.detokenize:
-        violations.add("sampling.detokenize", False, "must be true where stop strings are given")
-
-
-def _check_repetition(detection: sampling_pb2.RepetitionDetection, violations: Violations) -> None:
-    def check(name: str, value: int, least: int, most: int) -> None:
-        field = f"sampling.repetition_detection.{name}"
-        violations.need(least <= value <= most, field, value, f"must be in {least}..{most}")
-
-    longest = detection.max_pattern_size
-    check("max_pattern_size", longest, 0, _MAX_PATTERN_SIZE)
-    check("min_pattern_size", detection.min_pattern_size, 0, max(0, min(longest, _MAX_PATTERN_SIZE)))
-    # Without max_pattern_size, detection is off and min_count has no effect.
-    if longest:
-        check("min_count", detection.min_count, 2, _MAX_PATTERN_COUNT)

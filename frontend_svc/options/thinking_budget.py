@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from frontend_svc.options.option import (
-    AnyRequest,
-    PreparedPrompt,
-    RequestOption,
-    add_reasoning_markers,
-    check_set,
-)
-from frontend_svc.text.limits import Violations
-from frontend_svc.text.model import ServedModel
+from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, add_reasoning_markers
 from triptych.engine.v1 import add_pb2
 
 
 class ThinkingBudget(RequestOption):
     fields = ("sampling.thinking_token_budget",)
-
-    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
-        is_fine = request.sampling.thinking_token_budget >= -1
-        rule = "must be -1 (no budget), 0 or more"
-        check_set(request.sampling, "thinking_token_budget", is_fine, rule, violations)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         sampling, model = request.sampling, prompt.model

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption
 from frontend_svc.text.limits import Violations
-from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.id_column import id_column
 from triptych.engine.v1 import add_pb2
+from triptych_kit.rules import rules_of
 
-_BAD_WORDS, _BIAS, _ALLOWED = "sampling.bad_words", "sampling.logit_bias", "sampling.allowed_token_ids"
-_MAX_WORD_CHARS = 1024
-_MAX_ABS_BIAS = 100.0
-_MAX_SEQUENCES = 1024
-_MAX_SEQUENCE_IDS = 64
+_BAD_WORDS = "sampling.bad_words"
+_MAX_SEQUENCES = rules_of(add_pb2.AddEntry, "bad_words").max_items
+_MAX_SEQUENCE_IDS = rules_of(add_pb2.TokenSequence, "token_ids").max_items
 _BEFORE = "a"
 
 
 class TokenRules(RequestOption):
-    fields = (_BAD_WORDS, _BIAS, _ALLOWED)
-
-    def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
-        sampling, limits = request.sampling, violations.limits
-        if sampling.bad_words:
-            most = limits.max_bad_words
-            violations.need_texts(_BAD_WORDS, sampling.bad_words, "words", most, max_chars=_MAX_WORD_CHARS)
-        if sampling.logit_bias and violations.need_count(
-            _BIAS, len(sampling.logit_bias), "entries", 0, limits.max_logit_bias
-        ):
-            rule = f"must be in -{_MAX_ABS_BIAS:g}..{_MAX_ABS_BIAS:g}"
-            for index, entry in enumerate(sampling.logit_bias):
-                is_fine = math.isfinite(entry.bias) and abs(entry.bias) <= _MAX_ABS_BIAS
-                violations.need(is_fine, _BIAS, entry.bias, rule, index=index)
-            biased = [entry.token_id for entry in sampling.logit_bias]
-            violations.need_ids(_BIAS, biased, model.vocab_size)
-        allowed = sampling.allowed_token_ids
-        if allowed and violations.need_count(_ALLOWED, len(allowed), "ids", 0, model.vocab_size):
-            violations.need_ids(_ALLOWED, allowed, model.vocab_size)
+    fields = (_BAD_WORDS, "sampling.logit_bias", "sampling.allowed_token_ids")
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         sampling = request.sampling

@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from frontend_svc.text.limits import Violations
 from frontend_svc.text.tokenize.token_text import MAX_CONTEXT_TOKENS, TokenTexts
-from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.common.v1 import output_pb2
 
 
 @dataclass(slots=True)
@@ -120,19 +119,6 @@ def _add_top(read: Logprobs, columns: LogprobColumns) -> None:
             values.pop()
         read.top_ids.append(columns.top_ids[start : start + len(values)])
         read.top_logprobs.append(values)
-
-
-def check_num_logprobs(
-    sampling: sampling_pb2.SamplingParams, name: str, vocab_size: int, violations: Violations
-) -> None:
-    """Add a violation for too many alternatives; -1 is the vocabulary, as a value and as a limit."""
-    if not sampling.HasField(name):
-        return
-    value, least, most, note = getattr(sampling, name), 0, violations.limits.max_logprobs, ""
-    if most == -1:
-        least, most, note = -1, vocab_size, " (-1: the vocabulary)"
-    rule = f"must be in {least}..{most}{note}"
-    violations.need(least <= value <= most, f"sampling.{name}", value, rule)
 
 
 def fill_logprobs(message: output_pb2.Logprobs, logprobs: Logprobs) -> None:

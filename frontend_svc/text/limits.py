@@ -7,42 +7,51 @@ from dataclasses import dataclass
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
+from frontend_svc.text.model import ServedModel
+from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import InvalidArgument
+from triptych_kit.rules import (
+    MAX_LOGPROBS,
+    MAX_N,
+    MODEL_LENGTH,
+    VOCABULARY,
+    Limits,
+    Violation,
+    rules_of,
+    shown,
+)
 
-_MAX_SHOWN_CHARS = 60
 # More than a status can carry. One request can have millions of violations.
 _MAX_FOUND = 64
+_SAMPLING = sampling_pb2.SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits that are configured, reported to clients or used in several files. Ranges are inclusive.
+    """The limits that an operator configures; all others are rules of the contract.
 
     max_logprobs: -1 is the vocabulary size.  stream_interval: a minimum, smaller requested values are raised
     to it instead of refused.
     """
 
-    max_n: int = 64
-    max_logprobs: int = 20
-    max_priority: int = 100
-    max_stop_strings: int = 16
-    max_stop_string_chars: int = 256
-    max_bad_words: int = 128
-    max_logit_bias: int = 300
-    max_id_chars: int = 128
+    max_n: int = int(rules_of(_SAMPLING, "n").maximum)
+    max_logprobs: int = int(rules_of(_SAMPLING, "logprobs").maximum)
     stream_interval: int = 1
-    max_pooling_inputs: int = 2048
-    max_dimensions: int = 65_536
 
-
-_DEFAULTS = RequestLimits()
+    def named(self, model: ServedModel) -> Limits:
+        """The limits that rules of the contract name."""
+        return {
+            VOCABULARY: model.vocab_size,
+            MODEL_LENGTH: model.max_model_len,
+            MAX_N: self.max_n,
+            MAX_LOGPROBS: self.max_logprobs,
+        }
 
 
 class Violations:
-    """Violations of `limits` in one request, reported together. Only the first 64 are kept."""
+    """Violations of limits in one request, reported together. Only the first 64 are kept."""
 
-    def __init__(self, limits: RequestLimits = _DEFAULTS) -> None:
-        self.limits = limits
+    def __init__(self) -> None:
         self._found: list[tuple[str, str]] = []
 
     @property
@@ -56,7 +65,13 @@ class Violations:
         A value of None means that the field is not set.
         """
         if len(self._found) < _MAX_FOUND:
-            self._found.append((field, f"{_field_path(field, index)} is {_shown(value)}, {rule}"))
+            self._found.append((field, f"{_field_path(field, index)} is {shown(value)}, {rule}"))
+
+    def extend(self, violations: Iterable[Violation]) -> None:
+        """Record violations of rules of the contract."""
+        for violation in violations:
+            if len(self._found) < _MAX_FOUND:
+                self._found.append((violation.field, violation.message))
 
     def need_count(
         self, field: str, num: int, unit: str, least: int, most: int, *, index: int | None = None
@@ -76,11 +91,6 @@ class Violations:
         self.need_count(field, len(texts), unit, 0, most)
         for index, text in enumerate(texts[:most]):
             self.need_count(field, len(text), "characters", 1, max_chars, index=index)
-
-    def need_id(self, field: str, text: str) -> None:
-        """Record a violation unless `text` is short and can be printed."""
-        if self.need_count(field, len(text), "characters", 0, self.limits.max_id_chars):
-            self.need_printable(field, text)
 
     def need_printable(self, field: str, text: str) -> None:
         """Record a violation for control characters and the like: names get into logs and other processes."""
@@ -120,13 +130,3 @@ class Violations:
 
 def _field_path(field: str, index: int | None) -> str:
     return field if index is None else f"{field}[{index}]"
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return str(value).lower()
-    # A proto float has seven significant digits; more would show digits the client did not send.
-    text = repr(float(f"{value:.7g}") if isinstance(value, float) else value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

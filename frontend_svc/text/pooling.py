@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import check_fits, check_text
 from triptych.api.v1 import embedding_pb2
@@ -59,15 +59,11 @@ def is_per_token(task: sampling_pb2.PoolingTask) -> bool:
 def check_pooling(
     pooling: sampling_pb2.PoolingParams,
     tasks: Sequence[sampling_pb2.PoolingTask],
-    limits: RequestLimits,
     violations: Violations,
 ) -> None:
-    """Add violations for a task that is none of `tasks`, and for dimensions out of range."""
+    """Add a violation for a task that is none of `tasks`."""
     if pooling.task != sampling_pb2.POOLING_TASK_UNSPECIFIED:
         violations.need_enum("pooling.task", pooling.task, sampling_pb2.PoolingTask, tasks)
-    if pooling.HasField("dimensions"):
-        most, given = limits.max_dimensions, pooling.dimensions
-        violations.need(1 <= given <= most, "pooling.dimensions", given, f"must be in 1..{most}")
 
 
 def refuse_unserved_pooling(pooling: sampling_pb2.PoolingParams) -> None:
@@ -83,12 +79,10 @@ def check_inputs(
     field: str,
     inputs: Sequence[embedding_pb2.PoolingInput],
     model: ServedModel,
-    limits: RequestLimits,
     violations: Violations,
 ) -> None:
-    """Add violations for inputs that are missing, too many or empty, or have ids outside the vocabulary."""
-    violations.need_count(field, len(inputs), "entries", 1, limits.max_pooling_inputs)
-    for index, entry in enumerate(inputs[: limits.max_pooling_inputs]):
+    """Add violations for inputs that are missing, empty or too long, or have ids outside the vocabulary."""
+    for index, entry in enumerate(inputs):
         entry_field = f"{field}[{index}]"
         kind = entry.WhichOneof("input")
         if kind is None:

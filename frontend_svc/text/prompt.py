@@ -10,8 +10,9 @@ from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import generate_pb2
 from triptych_kit.errors import InvalidArgument
+from triptych_kit.rules import rules_of
 
-MAX_ORPHAN_GRACE_MS = 5000
+MAX_ORPHAN_GRACE_MS = int(rules_of(generate_pb2.GenerateRequest, "orphan_grace_ms").maximum)
 _IDS_AT_ONCE = 1 << 16
 _INPUTS = [field.name for field in generate_pb2.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields]
 
@@ -62,15 +63,10 @@ class RequestPrompt:
         return self._kind or "input"
 
     async def check(self, model: ServedModel, violations: Violations) -> None:
-        """Add violations for an input that is missing or empty, or has ids outside the vocabulary."""
+        """Add violations for an input that is missing, or for token ids that break their rules."""
         request = self._request
-        grace_ms = request.orphan_grace_ms
-        rule = f"must be in 0..{MAX_ORPHAN_GRACE_MS}"
-        violations.need(0 <= grace_ms <= MAX_ORPHAN_GRACE_MS, "orphan_grace_ms", grace_ms, rule)
         if self._kind is None:
             violations.add("input", None, f"must be one of {', '.join(_INPUTS)}")
-        elif self._kind == "prompt":
-            violations.need(self._text != "", "prompt", self._text, "must not be empty")
         elif self._kind == "token_ids":
             ids = request.token_ids.ids
             violations.need(len(ids) > 0, "token_ids", [], "must not be empty")

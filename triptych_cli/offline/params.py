@@ -10,15 +10,16 @@ from typing import Any, cast
 from google.protobuf.descriptor import FieldDescriptor
 
 from frontend_svc.options import OPTIONS
-from frontend_svc.text.limits import RequestLimits, Violations
+from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.vllm_names import with_checked_arguments
 from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.rules import MAX_LOGPROBS, MAX_N, MessageRules
 
 # What a server may be configured to accept, and a model of every size.
-_WIDEST_LIMITS = RequestLimits(max_n=2**31, max_logprobs=-1)
+_WIDEST_LIMITS = {MAX_N: 2**31, MAX_LOGPROBS: -1}
 _ANY_MODEL = ServedModel(
     name="",
     text_key="",
@@ -29,6 +30,7 @@ _ANY_MODEL = ServedModel(
     vocab_size=2**32,
     eos_token_ids=(),
 )
+_RULES = MessageRules(generate_pb2.GenerateRequest, apart=("sampling.structured_output",))
 _PREFIX = "sampling."
 _FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _WITH_TRUTH_VALUES = frozenset({"structured_output"})
@@ -124,8 +126,9 @@ def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
 
 
 def _check_ranges(sampling: sampling_pb2.SamplingParams) -> None:
-    violations = Violations(_WIDEST_LIMITS)
+    violations = Violations()
     request = generate_pb2.GenerateRequest(sampling=sampling)
+    violations.extend(_RULES.violations(request, _WIDEST_LIMITS))
     for option in OPTIONS:
         # Whether a model serves a parameter is found when it is asked.
         with contextlib.suppress(Unimplemented):

@@ -15,17 +15,18 @@ from typing import TypeAlias
 from frontend_svc.text.limits import Violations
 from triptych.api.v1 import chat_message_pb2, tokenizer_pb2
 from triptych_kit.errors import Unimplemented
+from triptych_kit.rules import rules_of
 
 # The two requests with a conversation.
 ConversationRequest: TypeAlias = "chat_message_pb2.ChatRequest | tokenizer_pb2.ApplyChatTemplateRequest"
 
-MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_MESSAGES = rules_of(chat_message_pb2.ChatRequest, "messages").max_items
+MAX_TOOLS = rules_of(chat_message_pb2.ChatRequest, "tools").max_items
 MAX_PARTS = 16_384
 MAX_CALLS = 16_384
 MAX_CHARS = 4 * 1024 * 1024
 # JSON is parsed on the event loop, where a character may take 25 ns, twice that for tools and options.
-MAX_JSON_CHARS = 512 * 1024
+MAX_JSON_CHARS = rules_of(chat_message_pb2.ChatTemplateOptions, "arguments_json").max_chars
 MAX_CALL_CHARS = 1024 * 1024
 # For so long a large conversation holds the event loop at once.
 _SLICE_S = 0.005
@@ -90,8 +91,6 @@ def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violati
         is_known = any(tool.name == choice.name for tool in request.tools)
         violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
     if kind == "mode":
-        modes = chat_message_pb2.ToolChoiceMode
-        violations.need_enum("tool_choice.mode", choice.mode, modes, modes.values())
         needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
         violations.need(
             not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"

@@ -265,7 +265,7 @@ async def test_every_violation_is_reported_at_once_with_its_index():
     assert empty.details() == "inputs has 0 entries, must have 1..2048"
     assert too_many.details() == "inputs has 2049 entries, must have 1..2048"
     assert uneven.details() == "queries is 2, must be 1 or as many as documents, 3"
-    assert top_n.details() == "top_n is -1, must be 0 (all) or more"
+    assert top_n.details() == "top_n is -1, must be at least 0"
     assert not engine.requests
 
 

@@ -54,7 +54,7 @@ def test_the_ends_of_each_range_are_taken(fields):
         ({"temperature": math.inf}, "temperature", "is inf, must be finite and in 0..2"),
         ({"top_p": 0.0}, "top_p", "is 0.0, must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p", "is 1.5, must be above 0 and at most 1"),
-        ({"top_k": -2}, "top_k", "is -2, must be -1, 0 (both: all tokens) or more"),
+        ({"top_k": -2}, "top_k", "is -2, must be -1 or at least 0"),
         ({"min_p": -0.5}, "min_p", "is -0.5, must be in 0..1"),
         ({"min_p": math.nan}, "min_p", "is nan, must be in 0..1"),
         ({"max_tokens": 0}, "max_tokens", "is 0, must be at least 1"),

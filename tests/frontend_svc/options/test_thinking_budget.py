@@ -24,7 +24,7 @@ def test_the_ends_of_each_range_are_taken(fields):
 @pytest.mark.parametrize(
     ("fields", "name", "words"),
     [
-        ({"thinking_token_budget": -2}, "thinking_token_budget", "is -2, must be -1 (no budget), 0 or more"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "is -2, must be -1 or at least 0"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -126,7 +126,12 @@ async def test_parameters_of_pooling_reach_the_engine():
         ("score", {"queries": "a", "documents": [""]}, "documents[0]", "documents[0] has 0 characters"),
         ("rerank", {"query": "", "documents": ["a"]}, "query", "query has 0 characters"),
         ("rerank", {"query": "a", "documents": []}, "documents", "documents has 0 entries"),
-        ("rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n is -1, must be 0"),
+        (
+            "rerank",
+            {"query": "a", "documents": ["a"], "top_n": -1},
+            "top_n",
+            "top_n is -1, must be at least 0",
+        ),
     ],
 )
 async def test_a_wrong_body_is_an_error_with_its_own_field(path, body, param, says):
