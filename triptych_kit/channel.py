@@ -59,7 +59,7 @@ _UNIX = "unix:"
 
 @dataclass(frozen=True, slots=True)
 class ChannelCredentials:
-    """What a caller proves itself with, and verifies the other side with.
+    """The files by which a caller proves its identity and verifies the server's.
 
     The files are read when a channel is opened, so that the next one uses what has replaced them.
     """

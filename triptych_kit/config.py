@@ -134,8 +134,8 @@ def typed_values(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of options of `cls` by name, as a YAML file would have them. Raises ConfigError."""
     options = _options_of(cls)
     typed = {}
-    for name, given in values.items():
-        value = list(given) if isinstance(given, tuple) else given
+    for name, option in values.items():
+        value = list(option) if isinstance(option, tuple) else option
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         try:
             typed[name] = parse_yaml(value, options[name].kind)
@@ -150,9 +150,9 @@ def _in_flags(text: str, options: Mapping[str, _Option]) -> str:
     A name that is an ordinary word, such as `rate`, is a field only where the error begins with it.
     """
 
-    def shown(found: re.Match[str]) -> str:
-        one = options.get(found[0])
-        return found[0] if one is None or one.is_positional else one.flag
+    def shown(match: re.Match[str]) -> str:
+        one = options.get(match[0])
+        return match[0] if one is None or one.is_positional else one.flag
 
     return re.sub(r"^[a-z0-9]+\b|\b[a-z0-9]+(?:_[a-z0-9]+)+\b", shown, text)
 

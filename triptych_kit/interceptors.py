@@ -321,5 +321,5 @@ def _descriptor_of(deserialize: Callable[[bytes], Any] | None) -> Descriptor | N
 
 
 def _request_id(metadata: dict[str, str]) -> str:
-    given = metadata.get(REQUEST_ID_KEY, "")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    request_id = metadata.get(REQUEST_ID_KEY, "")
+    return request_id if _REQUEST_ID.fullmatch(request_id) else secrets.token_hex(16)

@@ -12,7 +12,7 @@ _UNCOMPRESSED = 1
 
 @dataclass(frozen=True, slots=True)
 class LimitProfile:
-    """What a listener accepts, and how it detects dead peers."""
+    """Limits of a listener, and its detection of dead peers."""
 
     max_receive_bytes: int
     max_send_bytes: int

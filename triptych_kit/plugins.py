@@ -50,8 +50,8 @@ def find_offered(name: str, own: Mapping[str, _Offered], *, group: str, option: 
     check_offered(name, own, group=group, option=option)
     if name in own:
         return own[name]
-    found: _Offered = metadata.entry_points(group=group)[name].load()
-    return found
+    implementation: _Offered = metadata.entry_points(group=group)[name].load()
+    return implementation
 
 
 def check_offered(name: str, own: Collection[str], *, group: str, option: str) -> None:

@@ -209,10 +209,10 @@ class StreamReceiver(Generic[NumberedT]):
         self._is_closed = False
 
     def begin(self, *, is_resumed: bool, max_messages: int, max_bytes: int, max_delay_s: float) -> None:
-        """Receive what comes after `last_seq`, or a new stream if the other end does not resume this one.
+        """Receive the messages after `last_seq`, or a new stream if the other end does not resume this one.
 
-        Acknowledge after so many messages or bytes, or so long after a message, whichever is first; with 0
-        messages nothing is acknowledged.
+        Acknowledges after `max_messages`, `max_bytes` or `max_delay_s`, whichever comes first;
+        `max_messages=0` disables it.
         """
         if not is_resumed:
             self.last_seq = self._acknowledged_seq = 0

@@ -154,7 +154,7 @@ class Registration:
 
 
 class Listener(Protocol):
-    """What `run_server` serves."""
+    """A listening server that `run_server` starts, drains and stops."""
 
     async def start(self) -> str:
         """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""

@@ -105,7 +105,7 @@ class _Walk:
         if len(path) > _MAX_DEPTH:
             raise IndexError("too deep for a parser")
         data, fields = self._data, _fields_of(descriptor)
-        given: dict[str, str] = {}
+        members: dict[str, str] = {}
         counts: dict[str, int] = {}
         while offset < end:
             tag, offset = _read_varint(data, offset)
@@ -145,9 +145,9 @@ class _Walk:
             elif wire_type == _BYTES and field.slot is None and field.wire_type != _BYTES:
                 self._check_packed(start, offset, field, path)
             if field.slot is not None and wire_type == field.wire_type:
-                if field.slot in given:
-                    raise _set_twice(path, field, given[field.slot])
-                given[field.slot] = name
+                if field.slot in members:
+                    raise _set_twice(path, field, members[field.slot])
+                members[field.slot] = name
 
     def _check_packed(self, start: int, end: int, field: _Field, path: _Path) -> None:
         size = _SIZES.get(field.wire_type)
@@ -183,11 +183,11 @@ def _field(field: FieldDescriptor) -> _Field:
 
 
 def _check_range(value: int, allowed: tuple[int, int], path: _Path) -> None:
-    least, most = allowed
-    if least < 0 and _I64[1] < value <= _U64[1]:
+    minimum, maximum = allowed
+    if minimum < 0 and _I64[1] < value <= _U64[1]:
         value -= 2**64
-    if not least <= value <= most:
-        message = f"{_exact(path)} is {value}, it takes {least} to {most}"
+    if not minimum <= value <= maximum:
+        message = f"{_exact(path)} is {value}, it takes {minimum} to {maximum}"
         raise WireError(message, "INVALID_REQUEST", _fields_named(path))
 
 
@@ -200,13 +200,13 @@ def _set_twice(path: _Path, field: _Field, earlier: str) -> WireError:
     )
 
 
-def _too_many(path: _Path, most: int, what: str) -> WireError:
+def _too_many(path: _Path, limit: int, what: str) -> WireError:
     field = _container(path)
-    return WireError(f"the request has more than {most} {what}, at {field}", "TOO_MANY_FIELDS", (field,))
+    return WireError(f"the request has more than {limit} {what}, at {field}", "TOO_MANY_FIELDS", (field,))
 
 
 def _fields_named(path: _Path) -> tuple[str, ...]:
-    """For clients that show errors beside a field, the outermost repeated one; and the field itself."""
+    """The outermost repeated field, for clients that show errors next to a field, and the field itself."""
     return tuple(dict.fromkeys((_container(path), _exact(path))))
 
 

@@ -1,4 +1,4 @@
-"""What one forward reads and writes besides its tokens and their hidden states."""
+"""The inputs and outputs of one forward besides its tokens and their hidden states."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class HiddenStates:
     """
 
     layers: tuple[int, ...]
-    found: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
 
     def joined(self) -> Tensor:
         """[T, all together]."""
-        return self.found[0] if len(self.found) == 1 else torch.cat(self.found, dim=-1)
+        return self.tensors[0] if len(self.tensors) == 1 else torch.cat(self.tensors, dim=-1)
 
 
 @dataclass(slots=True)

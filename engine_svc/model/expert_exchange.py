@@ -30,7 +30,7 @@ class Mesh(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise PeersLost if the GPU exchanges launched so far may not have completed."""
+        """Raise PeersLost if the GPU exchanges launched before may not have completed."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the rest of the engine must know about a loaded model. Plain data."""
+"""Facts of a loaded model for the rest of the engine. Plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one attention layer caches per token."""
+    """The shape of one attention layer's cache, per token."""
 
     num_kv_heads: int
     key_dim: int

@@ -37,7 +37,7 @@ class UnknownCall(RuntimeError):
 
 
 class AfterStep(Protocol):
-    """What a rank does before and after a step, depending on its position."""
+    """The work of a rank before and after a step, depending on its position."""
 
     def before(self, plan: StepPlan) -> None: ...
 

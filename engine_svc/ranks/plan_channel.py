@@ -52,7 +52,7 @@ class ReaderEnd:
 
 @dataclass(frozen=True, slots=True)
 class WriterEnd:
-    """What the writing process needs: the memory, and for each reader (written, read)."""
+    """Descriptors of the writing process: the memory, and for each reader (written, read)."""
 
     memory_fd: int
     reader_fds: tuple[tuple[int, int], ...]
@@ -110,11 +110,11 @@ class ChannelWriter:
         Raises ChannelTimeout if a reader makes no room for a piece within timeout_s, ChannelInterrupted if
         the wait is interrupted.
         """
-        most = self._ring.capacity // _PIECES_IN_RING - _PIECE.size
+        max_piece = self._ring.capacity // _PIECES_IN_RING - _PIECE.size
         # An empty message is one piece, too.
-        for start in range(0, len(message) or 1, most):
-            piece = message[start : start + most]
-            self._send_piece(piece, has_more=start + most < len(message), timeout_s=timeout_s)
+        for start in range(0, len(message) or 1, max_piece):
+            piece = message[start : start + max_piece]
+            self._send_piece(piece, has_more=start + max_piece < len(message), timeout_s=timeout_s)
 
     def close(self) -> None:
         self._ring.close()
@@ -163,7 +163,7 @@ class ChannelReader:
         return self._read(None if timeout_s is None else time.monotonic() + timeout_s)
 
     def keep(self) -> None:
-        """Read what was written so far, for `receive` to return later."""
+        """Read all written messages, for `receive` to return later."""
         while (message := self._read(0.0)) is not None:
             self._kept.append(message)
 

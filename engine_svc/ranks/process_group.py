@@ -48,7 +48,7 @@ class GroupLimits:
 
 @dataclass(frozen=True, slots=True)
 class RankLaunch:
-    """What ranks run: a module, its settings besides the rank's position, and its environment."""
+    """The program of ranks: a module, its settings besides the rank's position, and its environment."""
 
     module: str
     settings: Mapping[str, object]
@@ -85,7 +85,7 @@ class RanksStarting:
         )
 
     def loaded(self) -> list[RankMessage]:
-        """What each rank reports of its part of the model, in order.
+        """The report of each rank about its part of the model, in order.
 
         Raises ValueError for what an operator can fix, RankLost for other failures, or TimeoutError;
         afterwards no rank is left.
@@ -214,7 +214,7 @@ class ProcessGroup:
         return LaunchedPlan(self)
 
     def call(self, name: str, arguments: Mapping[str, object] | None = None) -> list[RankMessage]:
-        """Have every rank run the call of this name after the plans launched so far; returns their answers.
+        """Have every rank run the call of this name after the plans launched before; returns their answers.
 
         Takes no results: those of steps in flight are still to be taken.
         """

@@ -17,7 +17,7 @@ from engine_svc.runner.sampler import Sampler
 
 
 def batch_digest(decoder: PlanDecoder, batch: InputBatch, num_groups: int) -> str:
-    """Of each request: its handle, its row, its known tokens and its blocks."""
+    """Digest over each request's handle, row, known tokens and blocks."""
     digest = hashlib.sha256()
     for request_id, (handle, num_computed) in sorted(decoder.rows().items()):
         row = batch.row_of[request_id]
@@ -29,7 +29,7 @@ def batch_digest(decoder: PlanDecoder, batch: InputBatch, num_groups: int) -> st
 
 
 def sampler_digest(sampler: Sampler) -> str:
-    """Of all numbers that the sampler and its parts keep of rows."""
+    """Digest over all numbers that the sampler and its parts keep of rows."""
     digest = hashlib.sha256()
     for data in _walk(sampler):
         digest.update(data)

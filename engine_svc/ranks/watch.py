@@ -270,7 +270,7 @@ class Silence:
         self._timers = [StallTimer(_POLL_S) for _ in range(num_ranks)]
 
     def look(self, beats: Sequence[int], now: float, *, may_be_busy: bool) -> tuple[int, float] | None:
-        """The first rank without heartbeats for too long, and the limit. `beats`: heartbeats so far."""
+        """The first rank without a heartbeat within the limit, and the limit. beats: counts by rank."""
         limit_s = self._limits.start_hang_s if may_be_busy else self._limits.hang_s
         silent_s = [
             timer.look((count, may_be_busy), now) for timer, count in zip(self._timers, beats, strict=True)

@@ -38,7 +38,7 @@ class Executor(Protocol):
     """Reaches all ranks of the engine."""
 
     def call(self, name: str, arguments: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
-        """Have each rank run the call after the steps launched so far; returns their answers, in order."""
+        """Have each rank run the call after the steps launched before; returns their answers, in order."""
         ...
 
 

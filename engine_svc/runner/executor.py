@@ -86,7 +86,7 @@ class ThreadExecutor:
         return _QueuedStep(self)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> list[Mapping[str, object]]:
-        """Run the call of this name after the plans launched so far; returns the answer of the only rank.
+        """Run the call of this name after the plans launched before; returns the answer of the only rank.
 
         Takes no results: those of steps in flight are still to be taken.
         """

@@ -30,7 +30,7 @@ PendingPart = Callable[[], Mapping[int, Extra]]
 
 @dataclass(frozen=True, slots=True)
 class RunnerContext:
-    """What features are made with. token_ids: [max_num_seqs, L] int32, of all rows, on the device.
+    """The surroundings of a runner feature. token_ids: [max_num_seqs, L] int32, of all rows, on the device.
 
     model: not to be kept, as that would hold the weights while the engine sleeps.
     eos_token_ids: the ends of sequences that the model knows; none where it has no such token.
@@ -59,9 +59,9 @@ class LogitRows:
 
 @dataclass(frozen=True, slots=True)
 class HostTokens:
-    """What has become known of the rows with one feature since its last `on_tokens`, on the host.
+    """New tokens of the rows with one feature since its last `on_tokens`, on the host.
 
-    rows, token_ids: [K] int64, tokens that were sampled for these rows of the batch; each is given once.
+    rows, token_ids: [K] int64, tokens that were sampled for these rows of the batch, each once.
     sampling_rows, positions: [M] int64, rows that sample in this step, once for each position at which they
     do, which follow each other.  drafts: [M] int64, the draft before each position; -1 at a row's first.
     """
@@ -113,7 +113,7 @@ class RunnerFeature:
     def extra_positions(self, inputs: StepInputs) -> Ints | None:
         """Indices of the step's tokens whose logits it needs besides those of rows that sample, if any.
 
-        Tensor-parallel ranks exchange these logits: where a stage so far has raised in one rank alone, that
+        Tensor-parallel ranks exchange these logits: where an earlier stage has raised in one rank alone, that
         fails, and the engine loses its ranks.
         """
 
@@ -221,7 +221,7 @@ class RunnerFeatures:
         return any(feature.uses(admitted) for feature in self._readers)
 
     def failed(self, rows: Ints) -> dict[int, str]:
-        """Those of `rows` for which a stage raised, by index, with what it raised."""
+        """Messages of the errors that a stage raised for `rows`, by index."""
         if not self._failed:
             return {}
         return {index: self._failed[row] for index, row in enumerate(rows.tolist()) if row in self._failed}
@@ -232,14 +232,14 @@ class RunnerFeatures:
                 self._features[index].before_forward(inputs, context)
 
     def extra_positions(self, inputs: StepInputs) -> list[tuple[int, Ints]]:
-        """By index of the feature, the tokens whose logits it needs."""
-        found = []
+        """The tokens whose logits features need, each with the index of its feature."""
+        positions_of = []
         for index in self._used("extra_positions"):
             with self._errors_end(index, self._rows_of(index, inputs.rows)):
                 positions = self._features[index].extra_positions(inputs)
                 if positions is not None:
-                    found.append((index, positions))
-        return found
+                    positions_of.append((index, positions))
+        return positions_of
 
     def reads_tokens(self, rows: Ints) -> bool:
         """Whether `on_tokens` is to be called in a step in which these rows sample."""
@@ -358,8 +358,8 @@ class RunnerFeatures:
 
 def is_of_device(error: Exception) -> bool:
     """Whether the device or another rank is at fault, and so the whole step has failed."""
-    found = translated(error) if isinstance(error, RuntimeError | MemoryError) else error
-    return isinstance(found, DeviceLost | DeviceFull | PeersLost)
+    cause = translated(error) if isinstance(error, RuntimeError | MemoryError) else error
+    return isinstance(cause, DeviceLost | DeviceFull | PeersLost)
 
 
 def _name(feature: RunnerFeature) -> str:

@@ -121,7 +121,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What steps with the same rows and token counts, and without drafts, have in common.
+    """The part of a step's inputs that depends on its rows and token counts alone, without drafts.
 
     Tensors are on the device.  counts, rows: [R].  row_of_token: [T].  ends: [R], ends of the rows' tokens.
     sampling_tokens: [N], the tokens after which one is sampled; None if that is the last of each row.

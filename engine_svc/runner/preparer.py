@@ -17,14 +17,14 @@ OnPrepared = Callable[[int, RequestFailed | None], object]
 _Prepare = Callable[["_Preparation"], RequestFailed | None]
 
 # Threads of a lane whose call of `prepare` did not return and whose request has ended. With more of them,
-# those that wait behind are only ended by the engine's limit.
+# preparations queued after them are only ended by the engine's limit.
 MAX_ABANDONED = 4
 _END_WAIT_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Preparation:
-    """One request's. prepared: in the place of its extras, once all are; also after that until it ends."""
+    """Preparation of one request. prepared: replaces its extras once complete, and is kept until it ends."""
 
     number: int
     extras: Extras
@@ -105,8 +105,8 @@ class Preparer:
 
     def prepare(self, number: int, request_id: str, extras: Extras) -> None:
         """Prepare the extras of a request; answered through `on_prepared`. Returns at once."""
-        found = [(self._features.get(kind), extra) for kind, extra in extras.items()]
-        is_slow = any(feature is not None and feature.is_slow_to_prepare(extra) for feature, extra in found)
+        pairs = [(self._features.get(kind), extra) for kind, extra in extras.items()]
+        is_slow = any(feature is not None and feature.is_slow_to_prepare(extra) for feature, extra in pairs)
         preparation = _Preparation(number, extras, self._slow if is_slow else self._quick)
         self._preparations[request_id] = preparation
         preparation.lane.add(preparation)

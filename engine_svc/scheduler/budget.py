@@ -33,7 +33,7 @@ class Budget(Protocol):
 
 
 class Restriction:
-    """A budget that lets only some requests run, together on at most so many tokens per step."""
+    """A budget that lets only some requests run, together on at most `max_num_tokens` per step."""
 
     def __init__(self, request_ids: Collection[str], max_num_tokens: int) -> None:
         self._request_ids = request_ids

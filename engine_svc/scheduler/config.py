@@ -9,7 +9,7 @@ from engine_svc.core.step import StepCosts
 
 
 class PauseState(Enum):
-    """What the scheduler holds back."""
+    """The requests that a paused scheduler holds back."""
 
     NONE = "none"
     NEW = "new"  # admits no request, not even preempted ones; running requests continue

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """What features are made with. defer: runs work in another thread.
+    """The surroundings of a scheduler feature. defer: runs work in another thread.
 
     metrics: where a feature registers its own, in a line each; they are read on the asyncio side.
     publish_blocks: takes changes of the prefix cache and how many blocks they concern; None: not wanted.
@@ -43,7 +43,7 @@ class SchedulerFeature:
     cache_observer: CacheObserver | None = None  # follows the prefix cache for the feature
 
     def wrap(self, scheduler: EngineScheduler, kv_cache: KVCache) -> EngineScheduler:
-        """What the loop is to call in place of the scheduler, for a feature that follows every call."""
+        """The object that the loop calls in place of the scheduler, for a feature that follows every call."""
         return scheduler
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Withdrawn:
-    """What steps that were rolled back were to do."""
+    """The rows and blocks of steps that were rolled back, for the next plan to settle."""
 
     rows: dict[Request, None] = field(default_factory=dict)  # as an ordered set
     released: list[str] = field(default_factory=list)  # rows to free

@@ -227,7 +227,7 @@ class Scheduler:
         self._updated_step_number = self._step_number
 
     def restrict(self, only: Collection[str] | None, now: float, max_num_tokens: int | None = None) -> None:
-        """Let only these requests run, with at most so many tokens per step; others wait without blocks.
+        """Let only these requests run, with at most `max_num_tokens` per step; others wait without blocks.
 
         None: no restriction. No step of other requests may be in flight. Rows that cannot be divided may have
         more tokens.
@@ -428,7 +428,7 @@ class Scheduler:
         return new_block_ids
 
     def _limit(self, num_tokens: int) -> int:
-        """So many tokens, clipped to the limit for long prefills."""
+        """`num_tokens`, capped by the limit for long prefills."""
         return min(num_tokens, self._prefill_limit) if self._prefill_limit else num_tokens
 
     def _grow(self, request: Request, num_tokens: int, now: float) -> NewBlocks | None:
@@ -459,7 +459,7 @@ class Scheduler:
         result: StepResult,
         row: int,
     ) -> tuple[FinishReason, int | None] | None:
-        """What ends the request: a verdict, else its tokens. Drops the tokens that do not count."""
+        """The end of the request by a verdict, else by its tokens. Drops the tokens that do not count."""
         if stopped is not None:
             output.finish_reason, output.stop_token_id = stopped
         extras = {kind: of_rows[row] for kind, of_rows in result.extras.items() if row in of_rows}

@@ -1,4 +1,4 @@
-"""What watchers see of the scheduler: its requests, their blocks, and the steps that have ended.
+"""The scheduler's state for watchers: its requests, their blocks, and the steps that have ended.
 
 In the engine thread. Copies plain values; knows no wire.
 """
@@ -95,7 +95,7 @@ class SchedulerWatch(SchedulerFeature):
         self._began_at.clear()
 
     def read(self, *, max_requests: int, max_blocks: int, after_step: int) -> WatchedState:
-        """The state now, with at most so many requests and block ids, and the steps after one."""
+        """The state now, within the limits, and the steps after `after_step`."""
         scheduler, kv_cache = self._scheduler, self._kv_cache
         assert scheduler is not None and kv_cache is not None, "the engine is built"
         self._num_to_record = MAX_STEPS

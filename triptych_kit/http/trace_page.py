@@ -15,7 +15,7 @@ _DEFAULT = "10"
 
 
 async def traces_page(target: str) -> Page:
-    """Of this process, newest end first."""
+    """The page of this process's recent traces, newest end first."""
     try:
         num_traces = number_of_traces(target)
     except ValueError as error:

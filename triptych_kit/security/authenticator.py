@@ -53,9 +53,9 @@ class Authenticator:
 
     def _by_certificate(self, names: list[str]) -> Identity:
         if self._credentials is not None:
-            found = self._credentials.by_certificate(names)
-            if found is not None:
-                return found
+            identity = self._credentials.by_certificate(names)
+            if identity is not None:
+                return identity
         for name in names:
             spiffe = _SPIFFE.fullmatch(name)
             if spiffe is not None and spiffe["role"] in list(Role):

@@ -69,14 +69,14 @@ class Credentials:
     def by_key(self, key: str) -> Identity:
         """The identity of a key. Raises Unauthenticated for one that is unknown or has expired."""
         presented = hashlib.sha256(key.encode()).digest()
-        found: Entry | None = None
+        match: Entry | None = None
         # All are compared, so that the time of an answer is no clue to what a key begins with.
         for entry in self._current():
             if entry.digest is not None and hmac.compare_digest(entry.digest, presented):
-                found = entry
-        if found is None:
+                match = entry
+        if match is None:
             raise Unauthenticated("the API key is not known", reason="UNKNOWN_KEY")
-        return _unless_expired(found, "API key")
+        return _unless_expired(match, "API key")
 
     def by_certificate(self, names: Iterable[str]) -> Identity | None:
         """The identity of a verified certificate that has these names; None if there is no entry for it."""
@@ -119,15 +119,15 @@ def read_entries(path: str) -> tuple[Entry, ...]:
 def parse_entries(content: bytes | str, what: str) -> tuple[Entry, ...]:
     """The entries of the content of a file, which errors call `what`. Raises ConfigError."""
     try:
-        given = yaml.safe_load(content)
+        document = yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         # Its own message would quote the line, which may be a key.
         raise ConfigError(f"{what} is not YAML{_mark_of(error)}") from None
-    if not isinstance(given, list):
+    if not isinstance(document, list):
         raise ConfigError(f"{what} is not a list of entries")
-    if len(given) > _MAX_ENTRIES:
-        raise ConfigError(f"{what} has {len(given)} entries, the limit is {_MAX_ENTRIES}")
-    entries = tuple(_entry(one, f"{what}: entry {index}") for index, one in enumerate(given, 1))
+    if len(document) > _MAX_ENTRIES:
+        raise ConfigError(f"{what} has {len(document)} entries, the limit is {_MAX_ENTRIES}")
+    entries = tuple(_entry(one, f"{what}: entry {index}") for index, one in enumerate(document, 1))
     _check_tenants(entries, what)
     return entries
 
@@ -137,27 +137,27 @@ def _mark_of(error: Exception) -> str:
     return "" if mark is None else f", line {mark.line + 1}"
 
 
-def _entry(given: Any, what: str) -> Entry:
-    if not isinstance(given, dict):
+def _entry(fields: Any, what: str) -> Entry:
+    if not isinstance(fields, dict):
         raise ConfigError(f"{what} is not a mapping")
-    unknown = [str(name)[:32] for name in given if name not in _FIELDS]
+    unknown = [str(name)[:32] for name in fields if name not in _FIELDS]
     if unknown:
         raise ConfigError(f"{what}: {unknown[0]} is no field; these are: {', '.join(_FIELDS)}")
-    name, tenant = given.get("name"), given.get("tenant", "")
+    name, tenant = fields.get("name"), fields.get("tenant", "")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{what}: name has to match {_NAME.pattern}")
     what = f"{what} ({name})"
     if not isinstance(tenant, str) or (tenant and not _NAME.fullmatch(tenant)):
         raise ConfigError(f"{what}: tenant has to match {_NAME.pattern}")
-    proofs = [one for one in ("sha256", "key", "certificate") if given.get(one) is not None]
+    proofs = [one for one in ("sha256", "key", "certificate") if fields.get(one) is not None]
     if len(proofs) != 1:
         raise ConfigError(f"{what} needs one of sha256, key and certificate, and has {len(proofs)}")
-    role = given.get("role")
+    role = fields.get("role")
     if role not in list(Role):
         raise ConfigError(f"{what}: role has to be one of {', '.join(Role)}")
-    identity = Identity(name, frozenset((Role(role),)), tenant, _limits(given, what))
-    expires_at = _time(given.get("expires"), what)
-    proof = given[proofs[0]]
+    identity = Identity(name, frozenset((Role(role),)), tenant, _limits(fields, what))
+    expires_at = _time(fields.get("expires"), what)
+    proof = fields[proofs[0]]
     if not isinstance(proof, str):
         raise ConfigError(f"{what}: {proofs[0]} is not a text")
     if proofs[0] == "certificate":
@@ -183,23 +183,23 @@ def new_key() -> str:
     return _KEY_PREFIX + secrets.token_urlsafe(32)
 
 
-def _limits(given: dict[str, Any], what: str) -> TenantLimits:
+def _limits(fields: dict[str, Any], what: str) -> TenantLimits:
     limits = {}
     for name in _LIMITS:
-        value = given.get(name)
+        value = fields.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{what}: {name} has to be a whole number from 1 on")
         limits[name] = value
     return TenantLimits(**limits)
 
 
-def _time(given: Any, what: str) -> datetime | None:
-    if given is None:
+def _time(value: Any, what: str) -> datetime | None:
+    if value is None:
         return None
-    if isinstance(given, datetime):
-        return given if given.tzinfo else given.replace(tzinfo=UTC)
-    if isinstance(given, date):
-        return datetime(given.year, given.month, given.day, tzinfo=UTC)
+    if isinstance(value, datetime):
+        return value if value.tzinfo else value.replace(tzinfo=UTC)
+    if isinstance(value, date):
+        return datetime(value.year, value.month, value.day, tzinfo=UTC)
     raise ConfigError(f"{what}: expires has to be a date, or a time such as 2030-01-31T12:00:00Z")
 
 

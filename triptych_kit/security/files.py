@@ -19,7 +19,7 @@ def version_of(paths: Sequence[str]) -> Version:
 def _version(path: str) -> tuple[int, int, int, int]:
     try:
         # Follows links: a mounted secret is replaced by another target of its link.
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0, 0, 0, 0
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

@@ -10,7 +10,7 @@ from triptych_kit.errors import PermissionDenied
 
 
 class Role(StrEnum):
-    """What a caller is; `triptych_kit.security.access` has what each may call."""
+    """The role of a caller; `triptych_kit.security.access` has the calls that each may make."""
 
     CLIENT = "client"
     FRONTEND = "frontend"
@@ -21,9 +21,9 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one frontend process serves a tenant at most; None is without a limit.
+    """Limits of a tenant at one frontend process; None is without a limit.
 
-    Tokens are those of prompts and of the longest outputs that were asked for.
+    Tokens are those of prompts and of the longest requested outputs.
     """
 
     max_requests: int | None = None  # open at the same time

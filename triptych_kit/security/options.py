@@ -57,12 +57,12 @@ class SecurityOptions:
             raise ConfigError("ssl_ca_certs needs ssl_certfile: callers show certificates with TLS alone")
         if self.insecure or self.api_keys is not None or self.ssl_ca_certs is not None or has_key:
             return
-        for name, given, uds in (
+        for name, value, uds in (
             ("host", host, self.uds),
             ("admin_http_host", admin_http_host, self.admin_http_uds),
         ):
-            if uds is None and not is_loopback(given):
+            if uds is None and not is_loopback(value):
                 raise ConfigError(
-                    f"{name} {given} can be reached from other machines, and no credentials are needed: give "
+                    f"{name} {value} can be reached from other machines, and no credentials are needed: give "
                     "api_keys or ssl_ca_certs, or accept that anyone may call it with --insecure"
                 )

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def listener_security(options: SecurityOptions, extra_keys: Iterable[Entry] = ()) -> ListenerSecurity:
-    """What the listeners need. Raises ConfigError for files that cannot be used."""
+    """TLS and credentials of the listeners. Raises ConfigError for files that cannot be used."""
     tls = None
     if options.ssl_certfile is not None and options.ssl_keyfile is not None:
         tls = ListenerTLS(CertificateFiles(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs))
@@ -29,7 +29,7 @@ def listener_security(options: SecurityOptions, extra_keys: Iterable[Entry] = ()
 
 
 def peer_credentials(options: SecurityOptions) -> ChannelCredentials:
-    """What connections to other services use. Raises ConfigError for files that cannot be read."""
+    """Credentials for connections to other services. Raises ConfigError for files that cannot be read."""
     credentials = ChannelCredentials(
         ca=options.peer_ca_certs,
         certificate=options.peer_certfile,

@@ -58,18 +58,18 @@ class ListenerTLS:
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Credentials of a gRPC listener."""
 
-        given = self._configuration
+        current = self._configuration
 
         def newest() -> Any:
-            nonlocal given
+            nonlocal current
             with self._lock:
                 self._read_if_changed()
-                if self._configuration is given:
+                if self._configuration is current:
                     # None: unchanged. gRPC replaces what another thread may be shaking hands with, which has
                     # ended processes (grpcio 1.81) where it was done for every connection.
                     return None
-                given = self._configuration
-                return given
+                current = self._configuration
+                return current
 
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self._configuration, newest, require_client_authentication=self.verifies_clients

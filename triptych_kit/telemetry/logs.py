@@ -48,7 +48,7 @@ def is_below_warning(line: str) -> bool:
 
 # The kernel takes as much at once from a process that it has reported a pipe as writable to.
 _MAX_WRITE_BYTES = select.PIPE_BUF
-# A reader that is only slow gets so long; one that does not read holds up one line for it.
+# Time for a slow reader; one that does not read holds up one line for it.
 _PATIENCE_MS = 50
 # A bar may be drawn in the line of the cursor.
 _ERASE_LINE = "\r\x1b[2K"

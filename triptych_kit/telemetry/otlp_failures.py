@@ -14,7 +14,7 @@ _EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 
 
 class FirstFailures(logging.Filter):
-    """Of the exporter of `signal`, which is traces or metrics; from now on until `close`."""
+    """Log filter that passes each kind of OTLP export failure once. signal: traces or metrics."""
 
     def __init__(self, signal: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FirstFailures(logging.Filter):
         return True
 
     def forget(self) -> None:
-        """An export has succeeded: the next failure is news."""
+        """Reset after a successful export: the next failure of each kind passes again."""
         self._logged.clear()
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ _UNKNOWN: Any = None
 
 
 async def run_export(metrics: Metrics, of: Resource, interval_text: str) -> None:
-    """Export `metrics` of the process `of` until cancelled, every so many ms, or every minute."""
+    """Export `metrics` of the process `of` until cancelled, every `interval_text` ms; "": every minute."""
     interval_ms = _interval_ms(interval_text)
     loop, started_at_ns = asyncio.get_running_loop(), time_ns()
     # In a thread of its own, which is never waited for: the exporter waits for its collector.

@@ -65,7 +65,7 @@ _call: ContextVar[tuple[int, str]] = ContextVar("triptych_call", default=(0, "")
 
 
 class _Telemetry:
-    """What this process records and exports of traces."""
+    """The recorder and the exporter of this process's traces."""
 
     def __init__(self, service: str, instance: str) -> None:
         self.process: dict[str, str | int] = {"service": service, "instance": instance, "pid": os.getpid()}
@@ -178,7 +178,7 @@ def recent_traces(num_traces: int) -> list[Sequence[SpanRecord]]:
 
 
 def this_process() -> Mapping[str, str | int]:
-    """What distinguishes the traces of this process: service, instance, pid."""
+    """The identity of this process in its traces: service, instance, pid."""
     return _current().process
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from engine_svc.model.errors import CheckpointError
-from engine_svc.model.loading.folder import some, weight_files
+from engine_svc.model.loading.folder import first_names, weight_files
 from engine_svc.model.loading.safetensors_file import SafetensorsFile, StoredTensor
 
 # Tensors by name, each with its file.
@@ -39,15 +39,15 @@ class Checkpoint:
 
 def replaced_tensors(checkpoint: Checkpoint) -> Tensors:
     """The tensors that are read from other folders. Raises CheckpointError if a folder lacks one."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for folder in set(checkpoint.replaced.values()):
         names = {name for name, source in checkpoint.replaced.items() if source == folder}
         for path in weight_files(folder):
             file = SafetensorsFile(path)
-            found |= {name: (file, stored) for name, stored in file.tensors.items() if name in names}
-        if missing := sorted(names - found.keys()):
-            raise CheckpointError(f"{folder} lacks {some(missing)}")
-    return found
+            tensors |= {name: (file, stored) for name, stored in file.tensors.items() if name in names}
+        if missing := sorted(names - tensors.keys()):
+            raise CheckpointError(f"{folder} lacks {first_names(missing)}")
+    return tensors
 
 
 def weights_digest(
@@ -63,11 +63,11 @@ def weights_digest(
     for file in files:
         digest.update(f"{file.path.name} {file.num_bytes}".encode())
         digest.update(file.header)
-    found = {name: (file, stored) for file in files for name, stored in file.tensors.items()} | replaced
+    tensors = {name: (file, stored) for file in files for name, stored in file.tensors.items()} | replaced
     for name in sorted(replaced):
         digest.update(f"{name} {replaced[name][1].dtype} {replaced[name][1].shape}".encode())
-    for name in sorted(found):
-        file, stored = found[name]
+    for name in sorted(tensors):
+        file, stored = tensors[name]
         digest.update(file.sample(stored, _SAMPLE_BYTES))
     digest.update(str(dtype).encode())
     return digest.hexdigest()

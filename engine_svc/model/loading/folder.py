@@ -1,4 +1,4 @@
-"""What a model folder holds: config.json, weight files, their headers. Reads no weights, imports no torch."""
+"""Files of a model folder: config.json, weight files, their headers. Reads no weights, imports no torch."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def stated_max_position(content: Mapping[str, Any]) -> int | None:
     # The second is the former name. Parameters may be nested, for each type of layer.
     ropes = [part[key] for key in ("rope_parameters", "rope_scaling") if isinstance(part.get(key), Mapping)]
     ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, Mapping)]
-    most: int = limit
+    longest: int = limit
     for scaling in ropes:
         factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", limit)
         is_yarn = "yarn" in (scaling.get("rope_type"), scaling.get("type"))
         if is_yarn and isinstance(factor, int | float) and type(original) is int:
-            most = max(most, int(factor * original))
-    return most
+            longest = max(longest, int(factor * original))
+    return longest
 
 
 def stated_dtype(content: Mapping[str, Any]) -> str | None:
@@ -169,14 +169,14 @@ def weight_files(folder: Path) -> list[Path]:
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             raise CheckpointError(
-                f"{folder} lacks {len(missing)} of {len(shards)} weight files: {some(missing)}"
+                f"{folder} lacks {len(missing)} of {len(shards)} weight files: {first_names(missing)}"
             )
         return shards
     pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"{folder} has weights only as {some(pickles)}; files that run code when read are refused: "
-            f"convert them to safetensors with {_CONVERT.format(str(folder))}"
+            f"{folder} has weights only as {first_names(pickles)}; files that run code when read "
+            f"are refused: convert them to safetensors with {_CONVERT.format(str(folder))}"
         )
     raise CheckpointError(
         _foreign(folder) or f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}: no weights to load"
@@ -206,7 +206,7 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """The first few names, and the number of further ones."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -214,24 +214,24 @@ def some(names: list[str]) -> str:
 def _entries(path: Path, content: bytes) -> tuple[HeaderEntry, ...]:
     try:
         described = json.loads(content)
-        found = [
+        entries = [
             HeaderEntry(name, one["dtype"], tuple(map(int, one["shape"])), *map(int, one["data_offsets"]))
             for name, one in described.items()
             if name != _METADATA
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read") from error
-    for entry in found:
+    for entry in entries:
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{path}: {entry.name} has dtype {entry.dtype}, which is not read")
-    return tuple(found)
+    return tuple(entries)
 
 
 def _foreign(folder: Path) -> str | None:
     for pattern, name in _FOREIGN_FORMATS.items():
-        found = sorted(path.name for path in folder.glob(pattern))
-        if found:
-            return f"{folder} has {some(found)}: {name} is not read; {_READ_FORMATS}"
+        names = sorted(path.name for path in folder.glob(pattern))
+        if names:
+            return f"{folder} has {first_names(names)}: {name} is not read; {_READ_FORMATS}"
     return None
 
 
@@ -245,10 +245,12 @@ def _stated_quantization(content: Mapping[str, Any]) -> str | None:
     part = text_config(content)
     # The second is a former name, the third that of MLX.
     stated = [part.get(key) for key in ("quantization_config", "compression_config", "quantization")]
-    found = next((each for each in stated if each is not None), None)
-    if found is None:
+    section = next((each for each in stated if each is not None), None)
+    if section is None:
         return None
-    names = [found.get(key) for key in ("quant_method", "quant_algo")] if isinstance(found, Mapping) else []
+    names = (
+        [section.get(key) for key in ("quant_method", "quant_algo")] if isinstance(section, Mapping) else []
+    )
     return next((str(name) for name in names if name), "a method that config.json does not name")
 
 

@@ -140,9 +140,9 @@ class _Hub:
         names = [file.rfilename for file in info.siblings or ()]
         if not any(_is_wanted(name) and name.endswith(".safetensors") for name in names):
             others = [name for name in names if any(fnmatch.fnmatch(name, one) for one in _OTHER_WEIGHTS)]
-            found = f"weights only as {', '.join(others[:5])}" if others else "no weights"
+            formats = f"weights only as {', '.join(others[:5])}" if others else "no weights"
             raise CheckpointError(
-                f"{self._name} has {found}; only safetensors are read, nothing was downloaded"
+                f"{self._name} has {formats}; only safetensors are read, nothing was downloaded"
             )
         return info
 
@@ -247,7 +247,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _progress_bar_class(on_bytes: Callable[[int], None]) -> Any:
-    """A progress bar class for the hub's library that draws nothing and reports the bytes done so far."""
+    """A progress bar class for the hub's library that draws nothing and reports the bytes downloaded."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):

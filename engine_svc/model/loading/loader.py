@@ -232,7 +232,7 @@ def has_experts(folder: str | Path) -> bool:
 
 
 def builder_type(spec: DecoderSpec) -> type[DecoderBuilder]:
-    """What builds a decoder of this kind."""
+    """The builder of decoders of this kind."""
     return GemmaBuilder if spec.model_type == "gemma3_text" else DecoderBuilder
 
 

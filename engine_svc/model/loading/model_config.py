@@ -1,4 +1,4 @@
-"""What loading a checkpoint needs from its config.json, read with transformers or without."""
+"""The fields of a config.json for loading its checkpoint, read with transformers or without."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class WeightReader:
         return self._converted(self._counted(name, file.read_slice(stored, dim, start, end)))
 
     def unread(self) -> list[str]:
-        """The tensors that were not read so far."""
+        """Names of the tensors that have not been read."""
         return list(self._unread)
 
     def finish(self) -> None:
@@ -94,10 +94,10 @@ class WeightReader:
         self._progress("weights", self._total, self._total)
 
     def _find(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
-        found = self._stored.get(name)
-        if found is None:
+        stored = self._stored.get(name)
+        if stored is None:
             raise CheckpointError(f"the checkpoint lacks {name}")
-        return found
+        return stored
 
     def _counted(self, name: str, tensor: Tensor) -> Tensor:
         with self._lock:

@@ -343,9 +343,9 @@ class DecoderBuilder:
     ) -> Tensor:
         if name not in self.weights.names:
             raise CheckpointError(f"the checkpoint lacks {name}")
-        found = self.weights.shape(name)
-        if found != shape:
-            raise CheckpointError(f"{name} has shape {found}, config.json says {shape}")
+        stored_shape = self.weights.shape(name)
+        if stored_shape != shape:
+            raise CheckpointError(f"{name} has shape {stored_shape}, config.json says {shape}")
         if count is None or count == shape[dim]:
             tensor = self.weights.read(name)
         else:

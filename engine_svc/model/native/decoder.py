@@ -128,7 +128,7 @@ class NativeDecoder:
         x = self._run_layers(self._enter(token_ids, context), positions, rows, context)
         if hidden is None or not reads_last:
             return x
-        hidden.found.append(x)
+        hidden.tensors.append(x)
         return x[logit_rows]
 
     def _run_layers(
@@ -144,7 +144,7 @@ class NativeDecoder:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if context.hidden is not None and index in kept:
-                context.hidden.found.append(residual.clone())
+                context.hidden.tensors.append(residual.clone())
             x, residual = layer(
                 x, residual, positions, self.cos_sin, context, rows if index == last else None
             )

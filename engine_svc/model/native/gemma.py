@@ -105,7 +105,7 @@ class GemmaDecoder(NativeDecoder):
         last = self.layers[-1]
         for index, layer in enumerate(self.layers):
             if context.hidden is not None and index in kept:
-                context.hidden.found.append(residual.clone())
+                context.hidden.tensors.append(residual.clone())
             x = norm(self.ops, residual, layer.input_norm, layer.eps)
             of_rows = rows if layer is last else None
             x, residual = layer(x, residual, positions, self.cos_sin, context, of_rows)

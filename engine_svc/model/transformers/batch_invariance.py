@@ -65,10 +65,10 @@ def make_elementwise_invariant(model: nn.Module, ops: Ops, run: Callable[[], obj
 
     watch_calls(model, run, note)
     # All modules of a class: which experts the sample reached is chance.
-    found = [module for module in model.modules() if type(module) in kinds]
-    for module in found:
+    modules = [module for module in model.modules() if type(module) in kinds]
+    for module in modules:
         compute_by(module, _compute_elementwise)
-    return len(found)
+    return len(modules)
 
 
 def _is_invariant(arguments: tuple[Any, ...]) -> bool:
@@ -94,14 +94,14 @@ def prepack_calls(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
     """
     if not ops.is_batch_invariant:
         return 0
-    found = _products_of(model, run)
-    for module, products in found.items():
+    products_of = _products_of(model, run)
+    for module, products in products_of.items():
         packed = {
             key: PackedProjection(ops.pack_linear(product.weight, product.bias), product.weight)
             for key, product in products.items()
         }
         compute_by(module, _by_packed(packed))
-    return len(found)
+    return len(products_of)
 
 
 def _products_of(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, dict[_Key, _Product]]:
@@ -115,8 +115,8 @@ def _products_of(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module,
             outer.update(running[:-1])
 
     watch_calls(model, run, note)
-    found = {module: _by_key(module, made) for module, made in products.items() if module not in outer}
-    return {module: made for module, made in found.items() if made}
+    by_key = {module: _by_key(module, made) for module, made in products.items() if module not in outer}
+    return {module: made for module, made in by_key.items() if made}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class _Product:
 
     @property
     def key(self) -> _Key:
-        """What identifies a call's product in a module."""
+        """The key of a call's product among those of its module."""
         return self.weight.shape, self.weight.dtype
 
     def equals(self, other: _Product) -> bool:

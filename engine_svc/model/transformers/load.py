@@ -91,8 +91,8 @@ def _build(
     module, info = built
     if info["mismatched_keys"]:
         lines = [
-            f"{name} has shape {tuple(found)}, config.json says {tuple(wanted)}"
-            for name, found, wanted in info["mismatched_keys"]
+            f"{name} has shape {tuple(stored)}, config.json says {tuple(configured)}"
+            for name, stored, configured in info["mismatched_keys"]
         ]
         raise CheckpointError(f"{folder}: weights do not fit the config: {listed(lines)}")
     if info["missing_keys"]:

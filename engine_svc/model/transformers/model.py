@@ -176,9 +176,9 @@ class TransformersModel:
         owner = weakref.ref(self)
 
         def model() -> TransformersModel:
-            found = owner()
-            assert found is not None, "the model of a running module still exists"
-            return found
+            owned = owner()
+            assert owned is not None, "the model of a running module still exists"
+            return owned
 
         def attend(
             module: nn.Module,

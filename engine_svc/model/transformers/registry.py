@@ -77,9 +77,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise UnsupportedModel(f"{name} tunes the temperature of attention by positions in the batch")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{name} (model type {config.model_type}) does not generate text")
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    assert isinstance(found, type)
-    return found
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert isinstance(model_class, type)
+    return model_class
 
 
 def own_config(config: PreTrainedConfig, chosen_class: type[PreTrainedModel]) -> PreTrainedConfig:

@@ -40,7 +40,7 @@ _FOREIGN_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class WarmModel:
-    """What the first forwards have shown."""
+    """Properties of a model that its first forwards have shown."""
 
     kv_shapes: tuple[KVShape, ...]  # per attention layer, in order
     is_batch_invariant: bool  # as the ops are: samples gave the same bits alone, in chunks and together
@@ -99,7 +99,7 @@ def _sample(model: TransformersModel, config: PreTrainedConfig, length: int) -> 
 
 
 def _learn_shapes(model: TransformersModel, config: PreTrainedConfig) -> tuple[KVShape, ...]:
-    """What each attention layer caches, from a forward in which every call is checked."""
+    """The cache shape of each attention layer, from a forward in which every call is checked."""
     masks = MaskBook()
     shapes: list[KVShape] = []
 

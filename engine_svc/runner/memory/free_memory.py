@@ -52,7 +52,7 @@ def free_device_memory(
     max_model_len: int,
     utilization: float,
 ) -> FreeMemory:
-    """What is left of `utilization` of the GPU's memory after the largest step, which is run to measure it.
+    """The rest of `utilization` of the GPU's memory after the largest step, which is run to measure it.
 
     utilization: the share of the total memory that this process may use.
     """

@@ -40,7 +40,7 @@ def cuda_device_bytes() -> list[int]:
 
 
 def _left_of_container(control_group: Path) -> int | None:
-    """What the container's memory limit leaves, as seen from inside; None without a limit."""
+    """Free bytes below the container's memory limit, as seen from inside; None without a limit."""
     try:
         limit = (control_group / "memory.max").read_text(encoding="ascii").strip()
         used = int((control_group / "memory.current").read_text(encoding="ascii"))

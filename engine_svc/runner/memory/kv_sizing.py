@@ -56,9 +56,9 @@ def size_kv_cache(
             f"one request of max_model_len {max_model_len} needs {needed} blocks of {options.block_size} "
             f"tokens, {needed * size} bytes, but {source}; {shorter}give the cache more memory"
         )
-    most = options.max_num_seqs * needed
+    max_blocks = options.max_num_seqs * needed
     if options.num_kv_blocks is None:
-        num_blocks = min(num_blocks, most)
+        num_blocks = min(num_blocks, max_blocks)
     sizing = KVSizing(num_blocks, options.block_size, size)
     if sizing.total_bytes > free.num_bytes:
         # A CPU's memory is allocated on first use, so this fails only when most blocks have been used.

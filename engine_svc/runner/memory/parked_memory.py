@@ -73,7 +73,7 @@ def tensors_of(root: object, device_type: str) -> list[Tensor]:
     Native models, transformers' models and packed projections have no common list of their tensors. The
     garbage collector knows the references of all of them.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -82,9 +82,9 @@ def tensors_of(root: object, device_type: str) -> list[Tensor]:
             continue
         seen.add(id(each))
         if isinstance(each, Tensor) and each.device.type == device_type and each.layout is torch.strided:
-            found.append(each)
+            tensors.append(each)
         waiting += gc.get_referents(each)
-    return found
+    return tensors
 
 
 def return_free_memory(device: torch.device) -> None:

@@ -41,15 +41,15 @@ class Prefault:
         self._submit = submit
         self._at_once = at_once
         self._num_blocks = stacks[0].shape[1]
-        self._most = max(-(-LARGE_PAGE_BYTES // stack[0, 0].nbytes) for stack in stacks)
+        self._large_page_blocks = max(-(-LARGE_PAGE_BYTES // stack[0, 0].nbytes) for stack in stacks)
         self._part = self._end = 0
 
     def restart(self) -> None:
         """Start from the first block, because the memory is new."""
         self._part = self._end = 0
         # A single request should neither wait for a large page per layer nor use it.
-        self._advise(prefer_small_pages, 0, min(self._most, self._num_blocks))
-        self._advise(prefer_large_pages, self._most, self._num_blocks)
+        self._advise(prefer_small_pages, 0, min(self._large_page_blocks, self._num_blocks))
+        self._advise(prefer_large_pages, self._large_page_blocks, self._num_blocks)
         if all(populate(address, 1) for address, _ in self._ranges(0, 1)):
             self.reach(self._num_blocks - 1 if self._at_once else 0)
         else:
@@ -62,7 +62,7 @@ class Prefault:
         """Prepare memory for `block_id`, and for more if it is in the second half of the prepared blocks."""
         ends = [self._end]
         while self._end < self._num_blocks and block_id >= self._end - self._part // 2:
-            self._part = min(max(self._end, _FIRST_BLOCKS), self._most)
+            self._part = min(max(self._end, _FIRST_BLOCKS), self._large_page_blocks)
             self._end = min(self._end + self._part, self._num_blocks)
             ends.append(self._end)
         if len(ends) > 1:

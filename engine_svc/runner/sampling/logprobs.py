@@ -117,7 +117,7 @@ def look_up(scores: Tensor, tokens: Tensor, spec: LogprobSpec) -> PositionLogpro
     ranks = (scores >= own).sum(-1)
     top_logprobs, top_ids = scores.topk(spec.num_top, dim=-1)
     if spec.token_ids:
-        asked = to_device(np.array(spec.token_ids, dtype=np.int64), scores.device)
-        top_ids = torch.cat([top_ids, asked.expand(len(scores), -1)], dim=1)
-        top_logprobs = torch.cat([top_logprobs, scores.index_select(1, asked)], dim=1)
+        requested = to_device(np.array(spec.token_ids, dtype=np.int64), scores.device)
+        top_ids = torch.cat([top_ids, requested.expand(len(scores), -1)], dim=1)
+        top_logprobs = torch.cat([top_logprobs, scores.index_select(1, requested)], dim=1)
     return PositionLogprobs(to_host(own.squeeze(1)), to_host(ranks), to_host(top_ids), to_host(top_logprobs))

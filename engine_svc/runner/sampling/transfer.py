@@ -27,7 +27,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """`tensor` on the host, to be read once the device has done its work so far."""
+    """`tensor` on the host, to be read once the device has done all work launched before."""
     if tensor.device.type == "cpu":
         return tensor
     # torch copies to pinned memory in this case.

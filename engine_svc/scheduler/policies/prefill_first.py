@@ -54,11 +54,11 @@ class _PrefillShare:
     """The tokens of a step, divided between prompts and decodes."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        most = config.max_num_batched_tokens
+        budget = config.max_num_batched_tokens
         # A new request that is padded with drafts has to fit, and one token is left for decodes.
-        least = 1 + config.num_speculative_tokens
-        self._prefill_tokens = min(max(int(most * config.prefill_share), least), most - 1)
-        self.num_decode_tokens = most - self._prefill_tokens
+        min_prefill = 1 + config.num_speculative_tokens
+        self._prefill_tokens = min(max(int(budget * config.prefill_share), min_prefill), budget - 1)
+        self.num_decode_tokens = budget - self._prefill_tokens
         self._decodes: set[Request] = set()
         self._is_shared = False
         self._left = {True: 0, False: 0}  # by whether it is for decodes
