@@ -189,7 +189,7 @@ def usage(cls: type[Any], program: str) -> str:
 
 
 def option_help(cls: type[Any]) -> dict[str, tuple[str, str]]:
-    """By flag: how an option is spelled, and its help. Without options that are positional."""
+    """Spelling and help of the options by flag, positional ones left out."""
     return {one.flag: _entry(one) for one in _options_of(cls).values() if not one.is_positional}
 
 

@@ -271,7 +271,7 @@ def _wrong_dp_rank(message: member_pb2.EngineRegistration) -> str:
 
 
 def _wrong_host(host: str) -> str:
-    """Other ranks connect to it, so it must be a name or an address; empty means the endpoint's host."""
+    """Why a host cannot be one that other ranks connect to; it may be empty, for the endpoint's host."""
     address = _address(f"[{host}]" if ":" in host else host)
     if not host or (address is None and _is_name(host)):
         return ""

@@ -190,7 +190,7 @@ def _describe(rank: _Rank, loaded: LoadedModel, reserved: int) -> dict[str, obje
 
 
 def _with_groups(loaded: LoadedModel, sizes: Mapping[str, Any]) -> LoadedModel:
-    """With the layer groups of the whole model, of which a stage has some layers."""
+    """The model with the layer groups of all stages, of which this stage has some layers."""
     shapes = tuple(KVShape(**shape) for shape in sizes["kv_shapes"])
     first = sizes["first_layer"]
     groups = groups_of_stage(shapes, first, first + loaded.facts.num_layers)

@@ -78,7 +78,7 @@ class FullAttention:
     def longest_hit(
         self, find: Callable[[int], CachedBlock | None], num_blocks: int, alignment: int, *, drop_last: bool
     ) -> list[CachedBlock | None]:
-        """From the first block to the first miss."""
+        """The blocks up to the first miss."""
         hit: list[CachedBlock | None] = []
         for index in range(num_blocks):
             cached = find(index)
@@ -103,7 +103,7 @@ class SlidingWindow:
             raise ValueError(f"window is {self.window}, must be at least 1")
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """One per token; those of unread tokens are released as the window moves on."""
+        """A slot per token; slots of unread tokens are released as the window moves on."""
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:
@@ -160,7 +160,7 @@ class ChunkedLocal:
             raise ValueError(f"chunk is {self.chunk}, must be at least 1")
 
     def num_slots(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """One per token; those of earlier chunks are released."""
+        """A slot per token; slots of earlier chunks are released."""
         return num_tokens
 
     def num_unread_tokens(self, num_computed_tokens: int) -> int:

@@ -34,14 +34,14 @@ class FreeList:
         return self._num_blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """From the next block to be reused to the last."""
+        """Iterate in the order of reuse, the next block first."""
         block = self._head.next
         while block is not None and block is not self._tail:
             yield block
             block = block.next
 
     def __reversed__(self) -> Iterator[Block]:
-        """From the block to be reused last to the next."""
+        """Iterate against the order of reuse, the block to be reused last first."""
         block = self._tail.previous
         while block is not None and block is not self._head:
             yield block

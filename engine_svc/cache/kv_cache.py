@@ -32,7 +32,7 @@ class HitRate:
 
     @property
     def value(self) -> float:
-        """From 0 to 1; 0 if nothing was looked up."""
+        """The hit rate from 0 to 1; 0 if nothing was looked up."""
         return self._num_hits / self._num_queries if self._num_queries else 0.0
 
     def add(self, num_requests: int, num_queries: int, num_hits: int) -> None:
@@ -397,5 +397,5 @@ class KVCache:
 
 
 def _held(block_ids: Iterable[int]) -> list[int]:
-    """Without placeholders."""
+    """The block ids of a table, without placeholders."""
     return [block_id for block_id in block_ids if block_id != PLACEHOLDER_BLOCK_ID]

@@ -46,7 +46,7 @@ class OutputExtra(Extra, ABC):
 
     @abstractmethod
     def merged(self, later: Self) -> Self:
-        """This and what a later step adds; changes neither."""
+        """This extra with that of a later step added; changes neither."""
 
     @abstractmethod
     def split(self, max_bytes: int) -> Sequence[Self]:

@@ -7,7 +7,7 @@ types that reach the ranks; `options.py` has the feature's own flags.
 
 from importlib.metadata import entry_points
 
-# The order is the order of application: what forces a token comes behind the rules that it overrides, and
+# The order is the order of application: what forces a token comes after the rules that it overrides, and
 # before the language that the output has to keep.
 FEATURES = (
     "request_events",

@@ -387,4 +387,4 @@ class KVEventLog:
 
 
 def _skip_wake() -> None:
-    """In place of the wake function of a reader that has left."""
+    """The wake function of a reader that has left: does nothing."""

@@ -340,7 +340,7 @@ def _group_counts(counts: Iterable[int], max_tokens: int) -> Iterator[list[int]]
 
 
 def _packed(parts: Iterable[StepOutput], max_bytes: int) -> Iterator[StepOutput]:
-    """As many parts per message as fit, but never two of one row."""
+    """The parts in messages, filled as far as they fit, but never with two of one row."""
     packed, size, handles = StepOutput(0), _WireSize(), set[int]()
     for part in parts:
         part_size = _WireSize.of(part)

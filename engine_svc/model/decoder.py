@@ -53,5 +53,5 @@ class GreedyModel(Protocol):
         context: ForwardContext,
         kept: Tensor,
     ) -> Largest:
-        """As `forward`, but of the N rows of logits only those at `kept`, [K] int64, are written."""
+        """Run `forward`, but write only the rows of logits at `kept`, [K] int64, of N."""
         ...

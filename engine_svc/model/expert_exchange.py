@@ -62,7 +62,7 @@ class GroupExchange:
         self._listeners.append(listener)
 
     def enter(self, mesh: Mesh) -> None:
-        """From the next step on, exchange over this mesh."""
+        """Exchange over this mesh from the next step on."""
         self._mesh, self._num_steps = mesh, 0
 
     def leave(self, mesh: Mesh) -> None:

@@ -40,7 +40,7 @@ class RankConnection:
         self._socket.close()
 
     def send(self, message: Mapping[str, object]) -> None:
-        """For any thread. Raises EOFError if the other end has closed the connection."""
+        """Send a message, from any thread. Raises EOFError if the other end has closed the connection."""
         data = json.dumps(message).encode() + b"\n"
         try:
             with self._writing:
@@ -67,7 +67,7 @@ class RankConnection:
         return [json.loads(line) for line in lines]
 
     def end_with_it(self) -> None:
-        """From now on this process exits at once when the engine closes the connection, even in a step."""
+        """Exit this process at once when the engine closes the connection, even in a step."""
 
         def wait() -> None:
             try:

@@ -106,7 +106,7 @@ class RankLoop:
 
 
 class Silent:
-    """For a rank that samples what another rank reports: it has the tokens itself."""
+    """A rank that samples the same tokens as the rank that reports: it reports nothing."""
 
     def before(self, plan: StepPlan) -> None: ...
 
@@ -116,7 +116,7 @@ class Silent:
 
 
 class Reporter:
-    """For the rank that reports sampled tokens.
+    """The rank that reports sampled tokens.
 
     end_rank: set if the device works asynchronously. Results are then reported by a thread, so that the next
     plan is launched meanwhile. The thread calls end_rank with the error of a step, and ends.
@@ -187,7 +187,7 @@ class _Expected:
 
 
 class EarlyStage:
-    """For a stage that does not sample: receives tokens before the first step that needs them."""
+    """A stage that does not sample: receives tokens before the first step that needs them."""
 
     def __init__(self, tokens: ChannelReader, batch: InputBatch) -> None:
         self._tokens = tokens

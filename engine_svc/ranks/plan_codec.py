@@ -154,7 +154,7 @@ class PlanDecoder:
         self._extras = ExtraCodec(extras)
 
     def rows(self) -> dict[str, tuple[int, int]]:
-        """For each request in the batch, its handle and its number of computed tokens."""
+        """The handle and the number of computed tokens of each request in the batch."""
         return {
             request_id: (handle, int(self._rows.next_computed[handle]))
             for request_id, handle in self._rows.handle_of.items()

@@ -117,7 +117,7 @@ class RankWatch:
             logger.debug("a rank cannot be sent a message", extra={"rank": rank, "error": str(error)})
 
     def all_are_ready(self) -> None:
-        """From now on the shorter limit holds for ranks without heartbeats."""
+        """Apply the shorter limit to ranks without heartbeats from now on."""
         self.may_be_busy = False
 
     def blame(self, rank: int, why: str) -> RankLost:

@@ -82,11 +82,11 @@ class RunnerFeature:
     prepares: type[Extra] | None = None  # the extra that `prepare` takes, one with a `blocker`
 
     def prepare(self, extra: Any) -> Any:
-        """Slow work for a request that is blocked meanwhile, in a thread beside the steps.
+        """Do slow work for a request that is blocked meanwhile, in a thread beside the steps.
 
-        What is returned stands in the place of the extra in what `uses` and `add_row` get. It is kept until
-        the request ends. RequestFailed ends the request with its status; other errors as internal ones. It
-        must be safe beside the stages and beside other calls.
+        The result replaces the extra for `uses` and `add_row`, and is kept until the request ends.
+        RequestFailed ends the request with its status; other errors as internal ones. The call must be
+        thread-safe with the stages and with other calls.
         """
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class RunnerFeature:
         raise NotImplementedError
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
-        """From now on `row` belongs to the request, which may have output tokens already."""
+        """Assign `row` to the request, which may have output tokens already."""
 
     def remove_row(self, row: int) -> None: ...
 

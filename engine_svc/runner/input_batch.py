@@ -36,7 +36,7 @@ class DraftEntries:
         return np.concatenate((_NO_DRAFT, self.following[:-1]))
 
     def find_valid(self, token_ids: Ints, is_finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which of the sampled tokens [N] count, [N]: those after drafts that were sampled as well.
+        """Mask [N] of the sampled tokens that count: those after drafts that were sampled as well.
 
         A token without a finite logit counts only as a row's first: the next step repeats it there.
         """

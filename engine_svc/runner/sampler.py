@@ -25,7 +25,7 @@ from triptych_kernels.reference.sampling import MIN_TEMPERATURE, kept_weights
 
 
 class LogprobsMode(Enum):
-    """Which logprobs are returned: from the logits before all changes or after, normalized or not.
+    """The source of returned logprobs: from the logits before all changes or after, normalized or not.
 
     After all changes, excluded tokens have -inf; finding them waits for a GPU.
     """
@@ -110,7 +110,7 @@ class Sampler:
         self._latest: tuple[Ints, Ints, Ints] | None = None
 
     def enter(self, row: int, admitted: AdmittedRequest) -> None:
-        """From now on `row` belongs to the request, which may have output tokens. Its features know it."""
+        """Assign `row` to the request, which may have output tokens. Its features know it."""
         sampling = admitted.sampling
         self._parameters.enter(row, sampling)
         self._logprob_specs.enter(row, sampling)
@@ -134,7 +134,7 @@ class Sampler:
         return self._latest[1:]
 
     def choose_most(self, largest: Largest, rows: Ints, positions: Ints, token_ids: Tensor) -> Sampled:
-        """As `choose`, if the largest logit of each of N rows is known, and `readers` have their logits.
+        """Run `choose` where the largest logit of each of N rows is known, and `readers` have their logits.
 
         The readers' choices are written into `largest`.
         """

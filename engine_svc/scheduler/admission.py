@@ -1,4 +1,4 @@
-"""Which requests and input segments an engine of these sizes can never serve. Pure; knows no queue."""
+"""Refuses requests and input segments that an engine can never serve. Pure; knows no queue."""
 
 from __future__ import annotations
 

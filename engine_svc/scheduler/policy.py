@@ -38,7 +38,7 @@ class Policy(Protocol):
         ...
 
     def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
-        """Which of the running requests, in order of admission and not empty, is preempted next.
+        """The running request to preempt next. running: in order of admission, not empty.
 
         Some request must be spared until it ends, so that the engine always makes progress.
         """

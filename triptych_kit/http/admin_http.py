@@ -126,7 +126,7 @@ class AdminHTTP:
         return f"{host}:{listening.getsockname()[1]}"
 
     def drain(self) -> None:
-        """Without effect: pages are served until the end."""
+        """Do nothing: pages are served until the end."""
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections, and end the open ones."""

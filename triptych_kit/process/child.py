@@ -156,7 +156,7 @@ class Child:
 
     @property
     def how_it_ended(self) -> str:
-        """For messages, without its process id."""
+        """The end of the process for messages, without its process id."""
         code = self.exit_code
         return "is running" if code is None else describe_exit(code)
 
@@ -197,7 +197,7 @@ class Child:
         return os.pidfd_open(self.pid)
 
     def hold(self) -> None:
-        """From now on hold back the lines that are to be copied, the last of them if there are many."""
+        """Hold back the lines that are to be copied from now on, the last of them if there are many."""
         self._held = deque(maxlen=_MAX_HELD_LINES)
 
     def release(self) -> None:

@@ -87,7 +87,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def end_at_once_on_signals(exit_code: int) -> None:
-    """From now on the signals that stop a process end it without delay, with `exit_code`.
+    """Let the signals that stop a process end it without delay, with `exit_code`.
 
     For the time before and after the work, when nothing can be lost and a second signal should not have to
     wait.

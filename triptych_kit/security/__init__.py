@@ -1,1 +1,1 @@
-"""Who may call a service: identities, the credentials that prove them, TLS, and the rules of access."""
+"""Access control of services: identities, the credentials that prove them, TLS, and the rules of access."""

@@ -1,4 +1,4 @@
-"""Which role may call which RPC. A method without a rule is refused wherever credentials are needed."""
+"""The RPCs that each role may call. A method without a rule is refused wherever credentials are needed."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SPIFFE = re.compile(r"spiffe://[a-z0-9._-]{1,255}/(?P<role>[a-z]+)/[A-Za-z0-9._
 
 
 class Authenticator:
-    """Who a caller is, on a listener that needs credentials.
+    """Identifies the callers of a listener that needs credentials.
 
     With `verifies_certificates` the listener accepts only connections with a certificate of its CA. Without
     `credentials` as well, everyone is unrestricted.

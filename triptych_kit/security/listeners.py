@@ -1,4 +1,4 @@
-"""Who may call the listeners of a process, and their TLS."""
+"""Access control and TLS of a process's listeners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triptych_kit.security.tls import ListenerTLS
 
 @dataclass(frozen=True, slots=True)
 class ListenerSecurity:
-    """Who may call the listeners of a process, and their certificates; None: no TLS."""
+    """Credentials and certificates of a process's listeners; None: no TLS."""
 
     authenticator: Authenticator
     tls: ListenerTLS | None = None

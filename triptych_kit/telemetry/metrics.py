@@ -142,7 +142,7 @@ class Metrics:
         labels: LabelValues = (),
         aliases: LabelValues = (),
     ) -> None:
-        """As `gauge`, of a value that only grows."""
+        """Register a value that only grows, with the arguments of `gauge`."""
         self._add(Family(name, "counter", help, labels, aliases, (), read))
 
     def counts(

@@ -85,7 +85,7 @@ def _converted(metric: metrics_core.Metric, started_at_ns: int, now_ns: int) -> 
 def _histogram_points(
     metric: metrics_core.Metric, started_at_ns: int, now_ns: int
 ) -> Iterator[HistogramDataPoint]:
-    """One for each series, whose samples follow each other: its buckets, the count, the sum."""
+    """A data point per series, whose samples follow each other: buckets, count, sum."""
     bounds: list[float] = []
     counts: list[int] = []
     for sample in metric.samples:

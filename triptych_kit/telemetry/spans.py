@@ -52,7 +52,7 @@ class SpanRecord:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Which trace a root span and its children belong to. parent_id: of the caller's span; 0: none."""
+    """The trace of a root span and its children. parent_id: of the caller's span; 0: none."""
 
     trace_id: int
     span_id: int

@@ -27,7 +27,7 @@ class Checkpoint:
     replaced: Mapping[str, Path] = field(default_factory=dict)  # by the tensor's name
 
     def replacing(self, names: Collection[str], folder: Path | None) -> Checkpoint:
-        """With these tensors from `folder`; no names: all of it, and nothing from elsewhere.
+        """This checkpoint with these tensors read from `folder`; no names: all of its tensors, and no others.
 
         None: from the folder of all others.
         """

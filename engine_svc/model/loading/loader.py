@@ -82,7 +82,7 @@ class LoadOptions:
 
 
 def ignore_progress(phase: str, done: int, total: int) -> None:
-    """For callers that do not report progress."""
+    """A progress callback for callers that do not report progress."""
 
 
 def load_model(

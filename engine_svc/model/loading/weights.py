@@ -63,7 +63,7 @@ class WeightReader:
         return next((dtype for dtype in stored if dtype.is_floating_point), None)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """From now on floating point tensors come in this dtype. It may depend on what the files hold."""
+        """Read floating point tensors in this dtype from now on. It may depend on the files."""
         self._dtype = dtype
 
     def read(self, name: str) -> Tensor:

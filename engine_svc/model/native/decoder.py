@@ -85,7 +85,7 @@ class NativeDecoder:
         context: ForwardContext,
         kept: Tensor,
     ) -> Largest:
-        """As `forward`, but of the N rows of logits only those at `kept`, [K] int64, are written."""
+        """Run `forward`, but write only the rows of logits at `kept`, [K] int64, of N."""
         x = self._last_hidden(token_ids, positions, logit_rows, context)
         if self.head is None:
             nothing = x.new_empty(0, dtype=torch.float32)

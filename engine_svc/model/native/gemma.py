@@ -37,7 +37,7 @@ class GemmaAttention(Attention):
     def __call__(
         self, x: Tensor, positions: Tensor, cos_sin: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """As of Attention."""
+        """Compute attention; arguments are those of `Attention`."""
         qkv = self.qkv(x)
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = qkv.view(x.shape[0], num_heads + 2 * num_kv_heads, self.head_dim)
@@ -83,7 +83,10 @@ class GemmaLayer(DecoderLayer):
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """As of DecoderLayer. cos_sin: [2, positions, head_dim], without a window and with one."""
+        """Compute the layer; arguments are those of `DecoderLayer`.
+
+        cos_sin: [2, positions, head_dim], without a window and with one.
+        """
         table = cos_sin[0 if self.attention.window is None else 1]
         attended = self.parallel.all_reduce(self.attention(x, positions, table, context, rows))
         if rows is not None:

@@ -57,7 +57,7 @@ class Attention:
         query_norm: Tensor | None = None,
         key_norm: Tensor | None = None,
     ) -> Tensor:
-        """As the call, of projected tokens: qkv is [T, (heads + 2 kv heads) * head_dim], written."""
+        """Attend with projected tokens: qkv is [T, (heads + 2 kv heads) * head_dim], written."""
         cache = context.layers[self.layer]
         self.ops.rotary_kv_write(
             qkv,
@@ -144,7 +144,7 @@ class DecoderLayer:
     eps: float
 
     def as_dense(self) -> DenseLayer | None:
-        """This layer for ops that compute whole layers; None if it has experts."""
+        """The weights of this layer for ops that compute whole layers; None if it has experts."""
         attention, network = self.attention, self.feed_forward
         if not isinstance(network, GatedFeedForward):
             return None

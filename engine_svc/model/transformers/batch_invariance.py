@@ -105,7 +105,7 @@ def prepack_calls(model: nn.Module, ops: Ops, run: Callable[[], object]) -> int:
 
 
 def _products_of(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, dict[_Key, _Product]]:
-    """For each module without such calls in its submodules, the products that it computes in every call."""
+    """The products that a module computes in every call, of modules without such calls in submodules."""
     products: dict[nn.Module, list[_Product]] = defaultdict(list)
     outer: set[nn.Module] = set()
 
@@ -208,7 +208,7 @@ def watch_calls(model: nn.Module, run: Callable[[], object], note: Note) -> None
 
 
 def compute_by(module: nn.Module, compute: Compute) -> None:
-    """From now on `compute` computes the calls of functions of torch while `module` runs."""
+    """Let `compute` compute the calls of functions of torch while `module` runs, from now on."""
     mode = _Mode(compute)
 
     def enter(_module: nn.Module, _arguments: object) -> None:

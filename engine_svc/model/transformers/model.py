@@ -92,11 +92,11 @@ class TransformersModel:
         self._last_position = last_position
 
     def use_paged_attention(self) -> None:
-        """From now on the module's attention layers call this object."""
+        """Let the module's attention layers call this object."""
         self.module.set_attn_implementation(self._interface)
 
     def use_eager_attention(self) -> None:
-        """From now on the module computes attention itself."""
+        """Let the module compute attention itself."""
         self.module.set_attn_implementation("eager")
 
     def pack_projections(self, token_ids: Tensor) -> None:

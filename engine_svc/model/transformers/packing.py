@@ -163,7 +163,7 @@ class SingleExperts(nn.Module):
         self._up, self._gate, self._down = up, gate, down
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As PackedExperts.forward: ids of no expert add nothing."""
+        """Run the experts like PackedExperts.forward: ids of no expert add nothing."""
         parts = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1], dtype=torch.float32)
         for index in top_k_index.unique().tolist():
             if index < len(self._up):

@@ -16,7 +16,7 @@ from engine_svc.runner.sampling.transfer import Ints, to_device, to_host
 
 @dataclass(frozen=True, slots=True)
 class LogprobSpec:
-    """Which logprobs a request wants per position: `num_top` most likely tokens, then `token_ids`."""
+    """The logprobs of a request per position: of the `num_top` most likely tokens, then of `token_ids`."""
 
     num_top: int
     token_ids: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """As `to_device`, for types that numpy does not have."""
+    """Copy to the device like `to_device`, for types that numpy does not have."""
     if device.type == "cpu":
         return tensor
     # Only a copy from pinned memory is ordered on the stream without the host waiting for it. The allocator

@@ -148,7 +148,7 @@ def kv_write(
 
 
 def one_a_token(numbers: Tensor, count: int, name: str) -> Tensor:
-    """As contiguous int64. ValueError if there are not `count` of them."""
+    """The ids as contiguous int64. Raises ValueError if there are not `count` of them."""
     if numbers.dtype is not _INT64 or not numbers.is_contiguous():
         numbers = numbers.to(_INT64).contiguous()
     if numbers.numel() != count:

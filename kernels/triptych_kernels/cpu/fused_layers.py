@@ -240,7 +240,7 @@ class _NativeLayers:
         )  # fmt: skip
 
     def _add_qkv(self, program: Program, index: int, group: int) -> None:
-        """From normed rows to qkv, of all tokens: rotated, and written to the cache."""
+        """Compute qkv of all tokens from normed rows, rotate it and write it to the cache."""
         named, layer, width = program.register, self._layers[index], self._layers[index].qkv.out_features
         qkv, tokens = named("qkv").by_row(width * self._dtype.itemsize), named("num_tokens")
         positions, slots = (named(name).by_row(_NUMBER_BYTES) for name in ("positions", f"slots {group}"))
@@ -265,7 +265,7 @@ class _NativeLayers:
     def _add_mlp(
         self, program: Program, layer: DenseLayer, attended: Register, residual: Register, count: Register
     ) -> None:
-        """From attention's results to their projection, and the residual before it."""
+        """Project attention's results, add the residual and compute the feed-forward network."""
         normed, projected, gated = map(program.register, _AT_HAND)
         _add_linear(program, layer.out, attended, projected, count)
         self._add_norm(program, projected, residual, layer.post_attention_norm, normed, count, layer.eps)
