@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from triptych.api.v1 import model_pb2, request_pb2, tokenizer_pb2
 from triptych_client.aio_stream import Stream
+from triptych_client.aio_waiting import channel_ready, sleep
 from triptych_client.authorized import AuthorizedChannel
 from triptych_client.call_options import CallOptions, ModelOptions, build_message, metadata_pairs
 from triptych_client.channel_options import PUBLIC_SERVICE, ChannelOptions, address_of
@@ -112,7 +112,7 @@ class Client:
     async def connect(self, *, timeout_s: float = 10.0) -> None:
         """Wait until the frontend is connected; raises UNAVAILABLE after `timeout_s`."""
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), timeout=timeout_s)
+            await channel_ready(self._channel, timeout_s)
         except TimeoutError as error:
             raise not_reached(self._address, timeout_s) from error
 
@@ -196,8 +196,8 @@ class Client:
 
     async def detokenize(self, token_ids: Sequence[int], **options: Unpack[DetokenizeOptions]) -> str:
         request = build_detokenize_request(token_ids, options)
-        text: str = (await self._call(self._stubs.tokenizer.Detokenize, request, options)).text
-        return text
+        response = await self._call(self._stubs.tokenizer.Detokenize, request, options)
+        return str(response.text)
 
     async def apply_chat_template(
         self, messages: Sequence[ChatMessage], **options: Unpack[ApplyTemplateOptions]
@@ -233,8 +233,8 @@ class Client:
 
     async def get_model(self, **options: Unpack[ModelOptions]) -> model_pb2.Model:
         request = build_message(model_pb2.GetModelRequest, {}, options)
-        model: model_pb2.Model = (await self._call(self._stubs.models.GetModel, request, options)).model
-        return model
+        response: model_pb2.GetModelResponse = await self._call(self._stubs.models.GetModel, request, options)
+        return response.model
 
     async def server_info(self, **options: Unpack[CallOptions]) -> model_pb2.GetServerInfoResponse:
         """The frontend's version, its limits, and the engines it knows."""
@@ -281,7 +281,7 @@ class Client:
                 return await rpc(request, timeout=attempts.remaining_s(), metadata=metadata_pairs(options))
             except grpc.RpcError as error:
                 delay_s = attempts.next_after_s(from_rpc_error(error))
-            await asyncio.sleep(delay_s)
+            await sleep(delay_s)
 
     def _stream(
         self,

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Generic, Protocol, Self
+from typing import Generic, Self
 
 import grpc
 from google.protobuf.message import Message
 
+from triptych_client.aio_waiting import Closing, StreamCall
 from triptych_client.chat_events import ChatDelta
 from triptych_client.errors import TriptychError, from_rpc_error
 from triptych_client.events import Delta
 from triptych_client.stream_plan import EventT, NextCall, StreamPlan
-
-
-class StreamCall(Protocol):
-    """The part of an asyncio streaming call that is used here."""
-
-    async def read(self) -> Message | object:
-        """Wait for the next answer; `grpc.aio.EOF` is the end."""
-
-    def cancel(self) -> bool:
-        """Cancel the call at the server."""
 
 
 class Stream(Generic[EventT]):
@@ -42,7 +32,7 @@ class Stream(Generic[EventT]):
         self._start = start
         self._plan = plan
         self._abort = abort
-        self._closing = asyncio.Event()
+        self._closing = Closing()
         self._call = start(plan.first_call())
 
     def __aiter__(self) -> AsyncIterator[EventT]:
@@ -73,22 +63,16 @@ class Stream(Generic[EventT]):
     async def _read(self) -> Message | None:
         while not self._closing.is_set():
             try:
-                message = await self._call.read()
+                message = await self._closing.read(self._call)
             except grpc.RpcError as error:
                 if not self._closing.is_set():
                     await self._go_on(from_rpc_error(error))
                 continue
-            except asyncio.CancelledError:
-                # gRPC raises this for a closed call and for a cancelled task; only the latter must propagate.
-                task = asyncio.current_task()
-                if self._closing.is_set() and not (task and task.cancelling()):
-                    return None
-                self._closing.set()
-                raise
-            if isinstance(message, Message):
+            if message is not None:
                 return message
-            self._plan.end()
-            self._closing.set()
+            if not self._closing.is_set():
+                self._plan.end()
+                self._closing.set()
         return None
 
     async def _go_on(self, error: TriptychError) -> None:
@@ -97,11 +81,12 @@ class Stream(Generic[EventT]):
         except TriptychError:
             self._closing.set()
             raise
-        try:
-            async with asyncio.timeout(next_call.after_s):
-                await self._closing.wait()
-        except TimeoutError:
-            self._call = self._start(next_call)
+        if await self._closing.is_set_within(next_call.after_s):
+            return
+        self._call = self._start(next_call)
+        # Another thread may have closed the stream meanwhile, and cancelled only the call before.
+        if self._closing.is_set():
+            self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self

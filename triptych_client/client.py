@@ -1,10 +1,11 @@
 """The blocking client: one channel to a frontend, shared by any number of threads."""
 
+# Written by tools/blocking_client.py from aio.py.
+
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -75,6 +76,7 @@ from triptych_client.tokens import (
     read_tokens,
     to_chunk,
 )
+from triptych_client.waiting import channel_ready, sleep
 
 # An abandoned request ends by itself soon, so its abort is not worth a longer wait.
 _ABORT_LIMIT_S = 1.0
@@ -112,8 +114,8 @@ class Client:
     def connect(self, *, timeout_s: float = 10.0) -> None:
         """Wait until the frontend is connected; raises UNAVAILABLE after `timeout_s`."""
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
-        except grpc.FutureTimeoutError as error:
+            channel_ready(self._channel, timeout_s)
+        except TimeoutError as error:
             raise not_reached(self._address, timeout_s) from error
 
     def generate(self, prompt: Prompt, **options: Unpack[StreamOptions]) -> Stream[Event]:
@@ -194,8 +196,8 @@ class Client:
 
     def detokenize(self, token_ids: Sequence[int], **options: Unpack[DetokenizeOptions]) -> str:
         request = build_detokenize_request(token_ids, options)
-        text: str = self._call(self._stubs.tokenizer.Detokenize, request, options).text
-        return text
+        response = self._call(self._stubs.tokenizer.Detokenize, request, options)
+        return str(response.text)
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], **options: Unpack[ApplyTemplateOptions]
@@ -231,8 +233,8 @@ class Client:
 
     def get_model(self, **options: Unpack[ModelOptions]) -> model_pb2.Model:
         request = build_message(model_pb2.GetModelRequest, {}, options)
-        model: model_pb2.Model = self._call(self._stubs.models.GetModel, request, options).model
-        return model
+        response: model_pb2.GetModelResponse = self._call(self._stubs.models.GetModel, request, options)
+        return response.model
 
     def server_info(self, **options: Unpack[CallOptions]) -> model_pb2.GetServerInfoResponse:
         """The frontend's version, its limits, and the engines it knows."""
@@ -279,7 +281,7 @@ class Client:
                 return rpc(request, timeout=attempts.remaining_s(), metadata=metadata_pairs(options))
             except grpc.RpcError as error:
                 delay_s = attempts.next_after_s(from_rpc_error(error))
-            time.sleep(delay_s)
+            sleep(delay_s)
 
     def _stream(
         self,

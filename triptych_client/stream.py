@@ -1,11 +1,12 @@
-"""A stream of events that is read by iterating and cancelled by closing. Knows no channel."""
+"""A stream of events that is read by `for` and cancelled by closing. Knows no channel."""
+
+# Written by tools/blocking_client.py from aio_stream.py.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Generic, Protocol, Self
+from typing import Generic, Self
 
 import grpc
 from google.protobuf.message import Message
@@ -14,16 +15,7 @@ from triptych_client.chat_events import ChatDelta
 from triptych_client.errors import TriptychError, from_rpc_error
 from triptych_client.events import Delta
 from triptych_client.stream_plan import EventT, NextCall, StreamPlan
-
-
-class StreamCall(Protocol):
-    """The part of a blocking streaming call that is used here."""
-
-    def __next__(self) -> Message:
-        """Wait for the next answer."""
-
-    def cancel(self) -> bool:
-        """Cancel the call at the server."""
+from triptych_client.waiting import Closing, StreamCall
 
 
 class Stream(Generic[EventT]):
@@ -42,7 +34,7 @@ class Stream(Generic[EventT]):
         self._start = start
         self._plan = plan
         self._abort = abort
-        self._closing = threading.Event()
+        self._closing = Closing()
         self._call = start(plan.first_call())
 
     def __iter__(self) -> Iterator[EventT]:
@@ -51,16 +43,7 @@ class Stream(Generic[EventT]):
 
     def __next__(self) -> EventT:
         """The next event. Raises TriptychError if the stream ends with a status other than OK."""
-        while not self._closing.is_set():
-            try:
-                message = next(self._call)
-            except StopIteration:
-                self._plan.end()
-                raise
-            except grpc.RpcError as error:
-                if not self._closing.is_set():
-                    self._go_on(from_rpc_error(error))
-                continue
+        while message := self._read():
             event = self._plan.take(message)
             if event is not None:
                 return event
@@ -79,16 +62,31 @@ class Stream(Generic[EventT]):
         if request_id := self._plan.take_abandoned():
             self._abort(request_id)
 
+    def _read(self) -> Message | None:
+        while not self._closing.is_set():
+            try:
+                message = self._closing.read(self._call)
+            except grpc.RpcError as error:
+                if not self._closing.is_set():
+                    self._go_on(from_rpc_error(error))
+                continue
+            if message is not None:
+                return message
+            if not self._closing.is_set():
+                self._plan.end()
+                self._closing.set()
+        return None
+
     def _go_on(self, error: TriptychError) -> None:
         try:
             next_call = self._plan.after_error(error)
         except TriptychError:
             self._closing.set()
             raise
-        if self._closing.wait(next_call.after_s):
+        if self._closing.is_set_within(next_call.after_s):
             return
         self._call = self._start(next_call)
-        # Another thread has closed the stream meanwhile and cancelled only the call before.
+        # Another thread may have closed the stream meanwhile, and cancelled only the call before.
         if self._closing.is_set():
             self._call.cancel()
 
