@@ -12,11 +12,9 @@ from typing import TypeAlias
 
 from frontend_svc.api.chat import ChatServicer
 from frontend_svc.api.embedding import EmbeddingServicer
-from frontend_svc.api.generate_stream import stream_generate, stream_rest
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
 from frontend_svc.api.request import RequestServicer
-from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.adoption.takeover import Adoption
@@ -28,6 +26,12 @@ from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.policies import find_policy, first_turn
 from frontend_svc.generation.admission import Admission
+from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.generate import GenerateAnswers, stream_generate, stream_rest
+from frontend_svc.generation.answers.models import ModelAnswers
+from frontend_svc.generation.answers.pooling import PoolingAnswers
+from frontend_svc.generation.answers.resumable import ResumableStreams
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
 from frontend_svc.generation.generation import Generation
@@ -40,7 +44,7 @@ from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
-from frontend_svc.parts import EngineParts, PublicAPI, RequestParts, Servers
+from frontend_svc.parts import Answers, EngineParts, PublicAPI, RequestParts, Servers
 from frontend_svc.process.frontend import Frontend
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.browsers import for_browsers
@@ -124,17 +128,20 @@ def build_frontend(
     requests = _requests(
         config, clock, engines, limits, text_workers, loop_lag, draining, RequestMetrics(metrics)
     )
-    api = _public_api(config, clock, engines, requests, limits)
+    answers = _answers(config, clock, engines, requests, limits)
+    api = _public_api(answers, requests)
     lifecycle = Lifecycle(lambda: draining.num_open)
     state_page = StatePage(engines, requests, clock)
     http = None
     if config.http_port is not None:
-        http = _http_listener(config, api, engines.directory, lifecycle, security, text_workers)
+        http = _http_listener(
+            config, answers, requests.open, engines.directory, lifecycle, security, text_workers
+        )
     servers = Servers(
         lifecycle,
         _public_server(config, api, security, text_workers),
         _admin_server(config, lambda: frontend.status(), lifecycle, security),
-        _admin_http(config, api, metrics, state_page, lambda: frontend.address, security),
+        _admin_http(config, answers, metrics, state_page, lambda: frontend.address, security),
         http,
     )
     register_frontend(metrics, engines, requests)
@@ -249,18 +256,28 @@ def _requests(
     )
 
 
-def _public_api(
+def _answers(
     config: FrontendConfig, clock: Clock, engines: EngineParts, requests: RequestParts, limits: RequestLimits
-) -> PublicAPI:
+) -> Answers:
     directory, takes_templates = engines.directory, config.request_templates
-    return PublicAPI(
-        InferenceServicer(requests.generation, requests.resumable),
-        ChatServicer(requests.generation, takes_templates=takes_templates),
-        EmbeddingServicer(requests.pooling),
-        TokenizerServicer(directory, takes_templates=takes_templates),
-        ModelServicer(
+    return Answers(
+        GenerateAnswers(requests.generation, requests.resumable),
+        ChatAnswers(requests.generation, takes_templates=takes_templates),
+        PoolingAnswers(requests.pooling),
+        TokenizerAnswers(directory, takes_templates=takes_templates),
+        ModelAnswers(
             directory, limits, engines.identity, clock, max_queued_requests=config.max_queued_requests
         ),
+    )
+
+
+def _public_api(answers: Answers, requests: RequestParts) -> PublicAPI:
+    return PublicAPI(
+        InferenceServicer(answers.generate),
+        ChatServicer(answers.chat),
+        EmbeddingServicer(answers.pooling),
+        TokenizerServicer(answers.tokenizer),
+        ModelServicer(answers.models),
         RequestServicer(requests.open),
     )
 
@@ -325,7 +342,7 @@ def _admin_server(
 
 def _admin_http(
     config: FrontendConfig,
-    api: PublicAPI,
+    answers: Answers,
     metrics: Metrics,
     state_page: StatePage,
     address_of: Callable[[], str],
@@ -335,7 +352,7 @@ def _admin_http(
     posts: dict[str, TakeBody] = {}
     if config.serves_ui:
         pages |= {"/ui/state": state_page.make, **ui_pages(address_of)}
-        posts = ui_posts(api.inference, api.chat)
+        posts = ui_posts(answers.generate, answers.chat)
     return AdminHTTP(
         listen_at(config.admin_http_uds, config.admin_http_host, config.admin_http_port),
         pages,
@@ -346,19 +363,20 @@ def _admin_http(
 
 def _http_listener(
     config: FrontendConfig,
-    api: PublicAPI,
+    answers: Answers,
+    open_requests: OpenRequests,
     directory: Directory,
     lifecycle: Lifecycle,
     security: ListenerSecurity,
     text_workers: TextWorkers,
 ) -> HTTPListener:
     routes = OpenAIRoutes(
-        api.inference,
-        api.chat,
-        api.model,
-        api.tokenizer,
-        api.embedding,
-        api.request,
+        answers.generate,
+        answers.chat,
+        answers.models,
+        answers.tokenizer,
+        answers.pooling,
+        open_requests,
         ResponseStore(max_responses=config.max_stored_responses, max_bytes=config.max_stored_response_bytes),
         # Requests are served for the drain lag, in which proxies that ask for it leave this frontend out.
         is_ready=lambda: directory.is_ready and lifecycle.state is not ServiceState.DRAINING,

@@ -9,12 +9,17 @@ from frontend_svc.api.embedding import EmbeddingServicer
 from frontend_svc.api.inference import InferenceServicer
 from frontend_svc.api.model import ModelServicer
 from frontend_svc.api.request import RequestServicer
-from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.api.tokenizer import TokenizerServicer
 from frontend_svc.engines.connection.connection import FrontendIdentity
 from frontend_svc.engines.coordinator import CoordinatorSession
 from frontend_svc.engines.directory import Directory
 from frontend_svc.generation.admission import Admission
+from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.generate import GenerateAnswers
+from frontend_svc.generation.answers.models import ModelAnswers
+from frontend_svc.generation.answers.pooling import PoolingAnswers
+from frontend_svc.generation.answers.resumable import ResumableStreams
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import Failover
 from frontend_svc.generation.generation import Generation
@@ -64,6 +69,17 @@ class RequestParts:
     generation: Generation
     pooling: Pooling
     resumable: ResumableStreams
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Answers to public requests, of which every protocol is a translation."""
+
+    generate: GenerateAnswers
+    chat: ChatAnswers
+    pooling: PoolingAnswers
+    tokenizer: TokenizerAnswers
+    models: ModelAnswers
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import operator
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import grpc.aio
 
 from frontend_svc.api.calls import caller_of
-from frontend_svc.generation.caller import Caller
-from frontend_svc.generation.pooling import PooledPrompts, Pooling, PoolingPrompt, PoolingWork
-from frontend_svc.text.limits import Violations
-from frontend_svc.text.model import ServedModel
-from frontend_svc.text.pooling import (
-    check_inputs,
-    check_pooling,
-    check_prompts,
-    check_result,
-    is_per_token,
-    read_floats,
-    refuse_unserved_pooling,
-    refuse_unsupported,
-    tokenize_inputs,
-)
-from frontend_svc.text.tokenize.id_column import id_column
+from frontend_svc.generation.answers.pooling import PoolingAnswers
 from triptych.api.v1 import embedding_pb2, embedding_pb2_grpc
-from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych_kit.errors import Internal
-from triptych_kit.rules import MessageRules
 
 EmbedContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.EmbedRequest, embedding_pb2.EmbedResponse]"
 ScoreContext: TypeAlias = "grpc.aio.ServicerContext[embedding_pb2.ScoreRequest, embedding_pb2.ScoreResponse]"
@@ -39,218 +18,28 @@ RerankContext: TypeAlias = (
 ClassifyContext: TypeAlias = (
     "grpc.aio.ServicerContext[embedding_pb2.ClassifyRequest, embedding_pb2.ClassifyResponse]"
 )
-Inputs: TypeAlias = Sequence[embedding_pb2.PoolingInput]
-
-T = TypeVar("T")
-
-PoolingRequest: TypeAlias = (
-    "embedding_pb2.EmbedRequest | embedding_pb2.ClassifyRequest | embedding_pb2.ScoreRequest"
-    " | embedding_pb2.RerankRequest"
-)
-# How long they may be depends on the model.
-_INPUTS = tuple(
-    f"{name}.{kind}"
-    for name in ("inputs", "queries", "documents", "query")
-    for kind in ("prompt", "token_ids")
-)
-_RULES: dict[type[PoolingRequest], MessageRules] = {
-    message: MessageRules(message, apart=_INPUTS)
-    for message in (
-        embedding_pb2.EmbedRequest,
-        embedding_pb2.ClassifyRequest,
-        embedding_pb2.ScoreRequest,
-        embedding_pb2.RerankRequest,
-    )
-}
-
-_EMBED = sampling_pb2.POOLING_TASK_EMBED
-_SCORE = sampling_pb2.POOLING_TASK_SCORE
 
 
 class EmbeddingServicer(embedding_pb2_grpc.EmbeddingServiceServicer):
-    """Checks pooling requests, runs them and assembles their results.
-
-    Pairs of texts are scored by the model if it supports that. Otherwise the score of a pair is the cosine
-    similarity of their embeddings.
-    """
-
-    def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
+    def __init__(self, answers: PoolingAnswers) -> None:
+        self._answers = answers
 
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: EmbedContext | None = None
     ) -> embedding_pb2.EmbedResponse:
-        return await self.embed(request, caller_of(context))
-
-    async def embed(self, request: embedding_pb2.EmbedRequest, caller: Caller) -> embedding_pb2.EmbedResponse:
-        """One embedding for each input, or one for each of its tokens."""
-        params = sampling_pb2.PoolingParams()
-        params.CopyFrom(request.pooling)
-        params.task = params.task or _EMBED
-        tasks = (_EMBED, sampling_pb2.POOLING_TASK_TOKEN_EMBED)
-        violations = Violations()
-        check_pooling(request.pooling, tasks, violations)
-        model = self._checked_model(request, {"inputs": request.inputs}, violations)
-        refuse_unserved_pooling(params)
-        refuse_unsupported(model, [params.task])
-        pooled = await self._run(model, params, request.inputs, request.request_id, caller)
-        for result in pooled.results:
-            if params.HasField("dimensions") and result.tensor.shape[-1] != params.dimensions:
-                given = result.tensor.shape[-1]
-                raise Internal(f"the engine gave {given} dimensions where {params.dimensions} were asked for")
-        return embedding_pb2.EmbedResponse(
-            embeddings=[result.tensor for result in pooled.results],
-            usage=_usage(pooled),
-            request_id=pooled.request_id,
-        )
+        return await self._answers.embed(request, caller_of(context))
 
     async def Classify(
         self, request: embedding_pb2.ClassifyRequest, context: ClassifyContext | None = None
     ) -> embedding_pb2.ClassifyResponse:
-        """Class probabilities for each input, or for each of its tokens."""
-        task = sampling_pb2.POOLING_TASK_CLASSIFY
-        if request.per_token:
-            task = sampling_pb2.POOLING_TASK_TOKEN_CLASSIFY
-        model = self._checked_model(request, {"inputs": request.inputs}, Violations())
-        refuse_unsupported(model, [task])
-        params = sampling_pb2.PoolingParams(task=task)
-        pooled = await self._run(model, params, request.inputs, request.request_id, caller_of(context))
-        return embedding_pb2.ClassifyResponse(
-            results=[result.tensor for result in pooled.results],
-            labels=model.class_labels,
-            usage=_usage(pooled),
-            request_id=pooled.request_id,
-        )
+        return await self._answers.classify(request, caller_of(context))
 
     async def Score(
         self, request: embedding_pb2.ScoreRequest, context: ScoreContext | None = None
     ) -> embedding_pb2.ScoreResponse:
-        return await self.score(request, caller_of(context))
-
-    async def score(self, request: embedding_pb2.ScoreRequest, caller: Caller) -> embedding_pb2.ScoreResponse:
-        """The relevance of each document to the query of the same index, or to the only query."""
-        violations = Violations()
-        inputs = {"queries": request.queries, "documents": request.documents}
-        num_queries, num_documents = len(request.queries), len(request.documents)
-        rule = f"must be 1 or as many as documents, {num_documents}"
-        violations.need(num_queries in (1, num_documents), "queries", num_queries, rule)
-        model = self._checked_model(request, inputs, violations)
-        scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
-        return embedding_pb2.ScoreResponse(scores=scores, usage=_usage(pooled), request_id=pooled.request_id)
+        return await self._answers.score(request, caller_of(context))
 
     async def Rerank(
         self, request: embedding_pb2.RerankRequest, context: RerankContext
     ) -> embedding_pb2.RerankResponse:
-        return await self.rerank(request, caller_of(context))
-
-    async def rerank(
-        self, request: embedding_pb2.RerankRequest, caller: Caller
-    ) -> embedding_pb2.RerankResponse:
-        """The most relevant documents, best first; documents of equal score stay in order."""
-        violations = Violations()
-        inputs = {"query": [request.query], "documents": request.documents}
-        model = self._checked_model(request, inputs, violations)
-        scores, pooled = await self._scores_of(model, inputs, request.request_id, caller)
-        best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
-        return embedding_pb2.RerankResponse(
-            results=[
-                embedding_pb2.RerankResult(document_index=index, score=scores[index])
-                for index in best_first[: request.top_n or None]
-            ],
-            usage=_usage(pooled),
-            request_id=pooled.request_id,
-        )
-
-    def _checked_model(
-        self, request: PoolingRequest, inputs: Mapping[str, Inputs], violations: Violations
-    ) -> ServedModel:
-        model = self._pooling.model(request.model)
-        violations.extend(_RULES[type(request)].violations(request, {}))
-        for field, given in inputs.items():
-            check_inputs(field, given, model, violations)
-        violations.raise_if_any()
-        return model
-
-    async def _run(
-        self,
-        model: ServedModel,
-        params: sampling_pb2.PoolingParams,
-        inputs: Inputs,
-        request_id: str,
-        caller: Caller,
-    ) -> PooledPrompts:
-        async def tokenize() -> list[PoolingPrompt]:
-            prompts = await tokenize_inputs("inputs", inputs, model)
-            check_prompts("inputs", prompts, model)
-            return list(map(PoolingPrompt, prompts))
-
-        pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
-        for result in pooled.results:
-            check_result(result.tensor, 2 if is_per_token(params.task) else 1)
-        return pooled
-
-    async def _scores_of(
-        self, model: ServedModel, inputs: Mapping[str, Inputs], request_id: str, caller: Caller
-    ) -> tuple[list[float], PooledPrompts]:
-        """A score for each document. `inputs`: queries (one, or as many as documents), then documents."""
-        refuse_unsupported(model, [_SCORE, _EMBED])
-        is_by_pairs = "score" in model.supported_tasks
-        (query_field, queries), (document_field, documents) = inputs.items()
-
-        async def tokenize() -> list[PoolingPrompt]:
-            has_special = not is_by_pairs
-            firsts = await tokenize_inputs(query_field, queries, model, add_special_tokens=has_special)
-            seconds = await tokenize_inputs(document_field, documents, model, add_special_tokens=has_special)
-            if not is_by_pairs:
-                check_prompts(query_field, firsts, model)
-                check_prompts(document_field, seconds, model)
-                return list(map(PoolingPrompt, firsts + seconds))
-            join = model.tokenizer.pair_template.join
-            firsts = list(_spread(firsts, seconds))
-            pairs = [join(first, second) for first, second in zip(firsts, seconds, strict=True)]
-            check_prompts(document_field, pairs, model)
-            # With one key per query, all of its pairs go to one engine, whose prefix cache computes it once.
-            keys = [hashlib.sha256(id_column(first)).hexdigest() for first in firsts]
-            return [PoolingPrompt(pair, key) for pair, key in zip(pairs, keys, strict=True)]
-
-        params = sampling_pb2.PoolingParams(task=_SCORE)
-        if not is_by_pairs:
-            params = sampling_pb2.PoolingParams(task=_EMBED, normalize=True)
-        pooled = await self._pooling.run(PoolingWork(request_id, model, params, tokenize), caller)
-        return (_pair_scores(pooled) if is_by_pairs else _cosines(pooled, len(queries))), pooled
-
-
-def _pair_scores(pooled: PooledPrompts) -> list[float]:
-    scores = []
-    for result in pooled.results:
-        check_result(result.tensor, len(result.tensor.shape))
-        values = read_floats(result.tensor)
-        if len(values) != 1:
-            raise Internal(f"the engine gave {len(values)} scores for a pair")
-        scores.append(values[0])
-    return scores
-
-
-def _cosines(pooled: PooledPrompts, num_queries: int) -> list[float]:
-    for result in pooled.results:
-        check_result(result.tensor, 1)
-    # The vectors are normalized, so that the dot product is the cosine.
-    vectors = [read_floats(result.tensor) for result in pooled.results]
-    if len({len(vector) for vector in vectors}) != 1:
-        raise Internal("the engine gave vectors of different lengths")
-    queries, documents = vectors[:num_queries], vectors[num_queries:]
-    return [
-        sum(map(operator.mul, query, document))
-        for query, document in zip(_spread(queries, documents), documents, strict=True)
-    ]
-
-
-def _spread(firsts: Sequence[T], seconds: Sequence[object]) -> Sequence[T]:
-    return firsts if len(firsts) == len(seconds) else [firsts[0]] * len(seconds)
-
-
-def _usage(pooled: PooledPrompts) -> output_pb2.Usage:
-    return output_pb2.Usage(
-        num_prompt_tokens=pooled.num_prompt_tokens,
-        num_cached_tokens=sum(result.num_cached_tokens for result in pooled.results),
-    )
+        return await self._answers.rerank(request, caller_of(context))

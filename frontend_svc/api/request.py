@@ -36,7 +36,7 @@ class RequestServicer(request_pb2_grpc.RequestServiceServicer):
         self._requests = requests
 
     async def Abort(
-        self, request: request_pb2.AbortRequest, context: AbortContext | None = None
+        self, request: request_pb2.AbortRequest, context: AbortContext
     ) -> request_pb2.AbortResponse:
         """End every request of the id; their streams end with finish reason ABORT and status OK."""
         phase = self._requests.abort(_id_of(request), tenant=current_identity().tenant)

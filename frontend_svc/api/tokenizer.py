@@ -7,10 +7,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from frontend_svc.engines.directory import Directory
-from frontend_svc.text.chat.conversation import check_conversation, conversation_of
-from frontend_svc.text.limits import Violations
-from frontend_svc.text.prompt import check_text
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 TokenizeContext: TypeAlias = (
@@ -27,77 +24,27 @@ FilesContext: TypeAlias = (
     "grpc.aio.ServicerContext[tokenizer_pb2.GetTokenizerRequest, tokenizer_pb2.GetTokenizerResponse]"
 )
 
-_CHUNK_BYTES = 1024 * 1024
-
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Tokenizes, detokenizes and renders chats for clients, and sends them the files to do so themselves.
-
-    `takes_templates`: whether a request may contain a chat template.
-    """
-
-    def __init__(self, directory: Directory, *, takes_templates: bool) -> None:
-        self._directory = directory
-        self._takes_templates = takes_templates
+    def __init__(self, answers: TokenizerAnswers) -> None:
+        self._answers = answers
 
     async def Tokenize(
         self, request: tokenize_pb2.TokenizeRequest, context: TokenizeContext | None = None
     ) -> tokenize_pb2.TokenizeResponse:
-        model = self._directory.model(request.model)
-        has_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        check_text("text", request.text, model)
-        response = tokenize_pb2.TokenizeResponse(max_model_len=model.max_model_len)
-        if not request.return_tokens:
-            response.token_ids[:] = await model.tokenizer.encode(request.text, add_special_tokens=has_special)
-            return response
-        encoded = await model.tokenizer.encode_with_offsets(request.text, add_special_tokens=has_special)
-        response.token_ids[:] = encoded.ids
-        response.tokens.extend(encoded.tokens)
-        response.start_offsets.extend(encoded.starts)
-        response.end_offsets.extend(encoded.ends)
-        return response
+        return await self._answers.tokenize(request)
 
     async def Detokenize(
         self, request: tokenize_pb2.DetokenizeRequest, context: DetokenizeContext | None = None
     ) -> tokenize_pb2.DetokenizeResponse:
-        model = self._directory.model(request.model)
-        violations = Violations()
-        num_ids = len(request.token_ids)
-        if violations.need_count("token_ids", num_ids, "ids", 0, model.max_model_len):
-            violations.need_ids("token_ids", request.token_ids, model.vocab_size)
-        violations.raise_if_any()
-        text = await model.tokenizer.decode(
-            request.token_ids, skip_special_tokens=request.skip_special_tokens
-        )
-        return tokenize_pb2.DetokenizeResponse(text=text)
+        return await self._answers.detokenize(request)
 
     async def ApplyChatTemplate(
-        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: TemplateContext | None = None
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: TemplateContext
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """The prompt of a conversation, as Chat makes it, and its tokens if requested."""
-        model = self._directory.model(request.model)
-        violations = Violations()
-        await check_conversation(request, violations, takes_templates=self._takes_templates)
-        violations.raise_if_any()
-        conversation = await conversation_of(request, shows_tools=True)
-        max_chars = model.max_text_chars
-        if not request.tokenize:
-            text = await model.tokenizer.render(conversation, max_chars=max_chars)
-            return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text)
-        text, token_ids = await model.tokenizer.render_and_encode(conversation, max_chars=max_chars)
-        return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text, token_ids=token_ids)
+        return await self._answers.apply_chat_template(request)
 
-    async def GetTokenizer(
+    def GetTokenizer(
         self, request: tokenizer_pb2.GetTokenizerRequest, context: FilesContext
     ) -> AsyncGenerator[tokenizer_pb2.GetTokenizerResponse, None]:
-        files = self._directory.model(request.model).tokenizer.files
-        for file_name, content in files.by_name():
-            digest = files.digests[file_name]
-            for offset in range(0, len(content), _CHUNK_BYTES):
-                yield tokenizer_pb2.GetTokenizerResponse(
-                    file_name=file_name,
-                    sha256=digest,
-                    size_bytes=len(content),
-                    offset=offset,
-                    chunk=content[offset : offset + _CHUNK_BYTES],
-                )
+        return self._answers.files(request)

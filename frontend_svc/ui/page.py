@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from google.protobuf import json_format
 
-from frontend_svc.api.chat import ChatServicer
-from frontend_svc.api.inference import InferenceServicer
+from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.generate import GenerateAnswers
+from frontend_svc.generation.caller import LOCAL_CALLER, Caller
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych_kit.errors import InvalidArgument, ServiceError
 from triptych_kit.http.admin_http import MakePage, Page, TakeBody
@@ -39,19 +40,19 @@ def ui_pages(address_of: Callable[[], str]) -> dict[str, MakePage]:
     return pages
 
 
-def ui_posts(inference: InferenceServicer, chat: ChatServicer) -> dict[str, TakeBody]:
+def ui_posts(generate: GenerateAnswers, chat: ChatAnswers) -> dict[str, TakeBody]:
     """The playground. A body is the JSON of a request; an answer is a line of JSON for each response.
 
     A line has `at_ms` since the request arrived, and `response` or, as the last one, `error`.
     """
 
-    async def generate(body: bytes) -> Page:
-        return Page(_lines(body, generate_pb2.GenerateRequest, inference.Generate), "application/x-ndjson")
+    async def generate_(body: bytes) -> Page:
+        return Page(_lines(body, generate_pb2.GenerateRequest, generate.stream), "application/x-ndjson")
 
     async def chat_(body: bytes) -> Page:
-        return Page(_lines(body, chat_message_pb2.ChatRequest, chat.Chat), "application/x-ndjson")
+        return Page(_lines(body, chat_message_pb2.ChatRequest, chat.stream), "application/x-ndjson")
 
-    return {"/ui/generate": generate, "/ui/chat": chat_}
+    return {"/ui/generate": generate_, "/ui/chat": chat_}
 
 
 def _static(page: Page) -> MakePage:
@@ -62,12 +63,12 @@ def _static(page: Page) -> MakePage:
 
 
 async def _lines(
-    body: bytes, kind: type[RequestT], stream_of: Callable[[RequestT], AsyncGenerator[Any, None]]
+    body: bytes, kind: type[RequestT], stream_of: Callable[[RequestT, Caller], AsyncGenerator[Any, None]]
 ) -> AsyncGenerator[bytes, None]:
     line = functools.partial(_line, time.monotonic())
     try:
         request = _parsed(body, kind)
-        async with contextlib.aclosing(stream_of(request)) as responses:
+        async with contextlib.aclosing(stream_of(request, LOCAL_CALLER)) as responses:
             async for response in responses:
                 yield line(response=json_format.MessageToDict(response, preserving_proto_field_name=True))
     except ServiceError as error:

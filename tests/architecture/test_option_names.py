@@ -29,12 +29,12 @@ FOR_ALL = {
 DEFAULTS = {
     "frontend_svc/text/model.py": "defaults of the model, from its generation_config.json",
     "frontend_svc/engines/artifacts.py": "the same of a model whose engine announces them",
-    "frontend_svc/api/model.py": "the same in ListModels",
+    "frontend_svc/generation/answers/models.py": "the same in ListModels",
     "frontend_svc/generation/tracing.py": "attributes of spans, by the names of a convention",
 }
 LIMITS = {
     "frontend_svc/text/limits.py": "limits that clients may ask for",
-    "frontend_svc/api/model.py": "the answer with these limits",
+    "frontend_svc/generation/answers/models.py": "the answer with these limits",
 }
 ALLOWED = {
     "logprobs": {"frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt"},

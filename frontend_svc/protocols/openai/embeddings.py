@@ -14,14 +14,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend_svc.api.embedding import EmbeddingServicer
-from frontend_svc.api.model import ModelServicer
+from frontend_svc.generation.answers.models import ModelAnswers
+from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.protocols.openai.bodies import Base
 from frontend_svc.protocols.openai.call import Handler, body_of, caller_of, json_response, unless_disconnected
 from frontend_svc.protocols.openai.errors import fields_named
 from frontend_svc.protocols.openai.requests import set_field
 from frontend_svc.text.pooling import read_floats
-from triptych.api.v1 import embedding_pb2, model_pb2
+from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, tensor_pb2
 from triptych_kit.errors import InvalidArgument
 
@@ -71,8 +71,8 @@ class RerankBody(PoolingBody, kw_only=True):
 
 
 class EmbeddingRoutes:
-    def __init__(self, embedding: EmbeddingServicer, model: ModelServicer) -> None:
-        self._embedding, self._model = embedding, model
+    def __init__(self, pooling: PoolingAnswers, models: ModelAnswers) -> None:
+        self._pooling, self._models = pooling, models
         self.posts: dict[str, Handler] = {
             "/v1/embeddings": self._embeddings,
             **dict.fromkeys(("/score", "/v1/score"), self._score),
@@ -81,14 +81,14 @@ class EmbeddingRoutes:
 
     async def _embeddings(self, request: Request) -> Response:
         body, ignored = await body_of(request, EmbeddingBody)
-        model, inputs = await self._name_of(body.model), _inputs(body.input)
+        model, inputs = self._name_of(body.model), _inputs(body.input)
         asked = embedding_pb2.EmbedRequest(model=model, inputs=inputs.values())
         set_field(asked, "request_id", body.request_id)
         set_field(asked.pooling, "dimensions", body.dimensions)
         set_field(asked.pooling, "normalize", body.normalize)
         names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
         with fields_named(_names_of(names | {"inputs": "input"})):
-            answer = await unless_disconnected(request, self._embedding.embed(asked, caller_of(request)))
+            answer = await unless_disconnected(request, self._pooling.embed(asked, caller_of(request)))
         write = _base64_of if body.encoding_format == "base64" else _floats_of
         data = []
         for index, tensor in enumerate(answer.embeddings):
@@ -109,12 +109,12 @@ class EmbeddingRoutes:
     async def _score(self, request: Request) -> Response:
         body, ignored = await body_of(request, ScoreBody)
         (query_field, queries), (document_field, documents) = _pair_of(body)
-        model = await self._name_of(body.model)
+        model = self._name_of(body.model)
         asked = embedding_pb2.ScoreRequest(model=model, queries=_texts(queries), documents=_texts(documents))
         set_field(asked, "request_id", body.request_id)
         names = {"queries": query_field, "documents": document_field}
         with fields_named(_names_of(names)):
-            answer = await unless_disconnected(request, self._embedding.score(asked, caller_of(request)))
+            answer = await unless_disconnected(request, self._pooling.score(asked, caller_of(request)))
         content = {
             "id": f"score-{answer.request_id}",
             "object": "list",
@@ -131,14 +131,14 @@ class EmbeddingRoutes:
     async def _rerank(self, request: Request) -> Response:
         body, ignored = await body_of(request, RerankBody)
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
-        model = await self._name_of(body.model)
+        model = self._name_of(body.model)
         asked = embedding_pb2.RerankRequest(
             model=model, query={"prompt": body.query}, documents=_texts(texts)
         )
         set_field(asked, "request_id", body.request_id)
         set_field(asked, "top_n", body.top_n)
         with fields_named(_names_of({"query[0]": "query"})):
-            answer = await unless_disconnected(request, self._embedding.rerank(asked, caller_of(request)))
+            answer = await unless_disconnected(request, self._pooling.rerank(asked, caller_of(request)))
         results = []
         for result in answer.results:
             shown: dict[str, Any] = {"index": result.document_index}
@@ -153,11 +153,9 @@ class EmbeddingRoutes:
         }
         return json_response(content, ignored)
 
-    async def _name_of(self, model: str) -> str:
+    def _name_of(self, model: str) -> str:
         """The name of the only model where the body has none: answers have it."""
-        if model:
-            return model
-        return (await self._model.GetModel(model_pb2.GetModelRequest())).model.name
+        return model or self._models.one("").name
 
 
 def _inputs(given: str | list[Any]) -> dict[str, embedding_pb2.PoolingInput]:

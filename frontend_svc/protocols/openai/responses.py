@@ -14,8 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend_svc.api.chat import ChatServicer
-from frontend_svc.api.request import RequestServicer
+from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.protocols.openai.bodies import (
     Base,
     ChatBody,
@@ -48,7 +48,7 @@ from frontend_svc.protocols.openai.response_events import (
 )
 from frontend_svc.protocols.openai.response_items import messages_of
 from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
-from triptych.api.v1 import chat_message_pb2, request_pb2
+from triptych.api.v1 import chat_message_pb2
 from triptych_kit.errors import FailedPrecondition, NotFound, ServiceError, Unimplemented
 from triptych_kit.security.identity import current_identity
 
@@ -183,7 +183,7 @@ class _Turn:
 class ResponseRoutes:
     """Serves the Responses API over chats. What is stored is in the memory of this process."""
 
-    def __init__(self, chat: ChatServicer, requests: RequestServicer, store: ResponseStore) -> None:
+    def __init__(self, chat: ChatAnswers, requests: OpenRequests, store: ResponseStore) -> None:
         self._chat, self._requests, self._store = chat, requests, store
         self._streaming: dict[tuple[str, str], _Turn] = {}
         one = "/v1/responses/{response_id}"
@@ -261,7 +261,7 @@ class ResponseRoutes:
             # It has ended: there is nothing to cancel.
             return _json(self._store.get(*key).body)
         with contextlib.suppress(NotFound):
-            await self._requests.Abort(request_pb2.AbortRequest(request_id=turn.response.id))
+            self._requests.abort(turn.response.id, tenant=key[0])
         with contextlib.suppress(TimeoutError):
             # A client that does not read its stream may delay this.
             await asyncio.wait_for(turn.ended.wait(), _CANCEL_LIMIT_S)

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: each reads a body, calls a servicer, and writes its answer."""
+"""The routes of OpenAI's API: each reads a body, asks for an answer, and writes it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend_svc.api.chat import ChatServicer
-from frontend_svc.api.embedding import EmbeddingServicer
-from frontend_svc.api.inference import InferenceServicer
-from frontend_svc.api.model import ModelServicer
-from frontend_svc.api.request import RequestServicer
-from frontend_svc.api.tokenizer import TokenizerServicer
+from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.generate import GenerateAnswers
+from frontend_svc.generation.answers.models import ModelAnswers
+from frontend_svc.generation.answers.pooling import PoolingAnswers
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
+from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.protocols.openai.answers import (
     Answer,
     add_usage,
@@ -58,7 +58,7 @@ from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
-from triptych.api.v1 import generate_pb2, model_pb2, tokenize_pb2, tokenizer_pb2
+from triptych.api.v1 import generate_pb2, tokenize_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2
 from triptych_kit.errors import (
     InvalidArgument,
@@ -70,16 +70,16 @@ _T = TypeVar("_T")
 
 
 class OpenAIRoutes:
-    """Serves OpenAI's API over the servicers of a frontend in this process."""
+    """Serves OpenAI's API over the answers of this frontend."""
 
     def __init__(
         self,
-        inference: InferenceServicer,
-        chat: ChatServicer,
-        model: ModelServicer,
-        tokenizer: TokenizerServicer,
-        embedding: EmbeddingServicer,
-        requests: RequestServicer,
+        generate: GenerateAnswers,
+        chat: ChatAnswers,
+        models: ModelAnswers,
+        tokenizer: TokenizerAnswers,
+        pooling: PoolingAnswers,
+        requests: OpenRequests,
         responses: ResponseStore,
         *,
         is_ready: Callable[[], bool],
@@ -87,7 +87,7 @@ class OpenAIRoutes:
         bodies: BodyReader,
         heartbeat_s: float = 15.0,
     ) -> None:
-        self._inference, self._chat, self._model, self._tokenizer = inference, chat, model, tokenizer
+        self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
         self._is_ready = is_ready
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, requests, responses)
@@ -105,7 +105,7 @@ class OpenAIRoutes:
             "/v1/chat/completions": self._chat_completions,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
-            **EmbeddingRoutes(embedding, model).posts,
+            **EmbeddingRoutes(pooling, models).posts,
             **response_routes.posts,
         }
         routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
@@ -135,14 +135,13 @@ class OpenAIRoutes:
         return json_response({"version": installed_version()})
 
     async def _models(self, request: Request) -> Response:
-        listed = await self._model.ListModels(model_pb2.ListModelsRequest())
-        cards = {model.name: model_card(model, self._created) for model in listed.models}
+        models = self._served.all().models
+        cards = {model.name: model_card(model, self._created) for model in models}
         return json_response({"object": "list", "data": list(cards.values())})
 
     async def _one_model(self, request: Request) -> Response:
-        asked = model_pb2.GetModelRequest(model=request.path_params["model"])
-        found = await self._model.GetModel(asked)
-        return json_response(model_card(found.model, self._created))
+        model = self._served.one(request.path_params["model"])
+        return json_response(model_card(model, self._created))
 
     async def _tokenize(self, request: Request) -> Response:
         body, ignored = await body_of(request, TokenizeBody)
@@ -155,7 +154,7 @@ class OpenAIRoutes:
                 add_special_tokens=body.add_special_tokens,
                 return_tokens=bool(body.return_token_strs),
             )
-            found = await unless_disconnected(request, self._tokenizer.Tokenize(asked))
+            found = await unless_disconnected(request, self._tokenizer.tokenize(asked))
             answer: dict[str, Any] = {
                 "count": len(found.token_ids),
                 "max_model_len": found.max_model_len,
@@ -172,13 +171,12 @@ class OpenAIRoutes:
             tokenize=True,
         )
         template.template_options.add_generation_prompt = body.add_generation_prompt
-        rendered = await unless_disconnected(request, self._tokenizer.ApplyChatTemplate(template))
+        rendered = await unless_disconnected(request, self._tokenizer.apply_chat_template(template))
         ids = list(rendered.token_ids)
-        model = await self._model.GetModel(model_pb2.GetModelRequest(model=body.model))
         return json_response(
             {
                 "count": len(ids),
-                "max_model_len": model.model.max_model_len,
+                "max_model_len": self._served.one(body.model).max_model_len,
                 "tokens": ids,
                 "token_strs": None,
             },
@@ -192,7 +190,7 @@ class OpenAIRoutes:
             asked.token_ids.extend(body.tokens)
         except ValueError as error:
             raise InvalidArgument("tokens has an id that is out of range", field="tokens") from error
-        found = await unless_disconnected(request, self._tokenizer.Detokenize(asked))
+        found = await unless_disconnected(request, self._tokenizer.detokenize(asked))
         return json_response({"prompt": found.text}, ignored)
 
     async def _chat_completions(self, request: Request) -> Response:
@@ -211,14 +209,14 @@ class OpenAIRoutes:
         asked, caller = generate_requests(body), caller_of(request)
         if body.stream:
             if len(asked) == 1:
-                responses = _numbered(self._inference.stream(asked[0], caller))
+                responses = _numbered(self._generate.stream(asked[0], caller))
             else:
-                responses = self._inference.stream_all(asked, caller)
+                responses = self._generate.stream_all(asked, caller)
             return await streamed(request, self._completion_chunks(body, responses), ignored)
 
         async def answer_all() -> list[Any]:
             async with asyncio.TaskGroup() as tasks:
-                answers = [tasks.create_task(self._inference.whole(one, caller)) for one in asked]
+                answers = [tasks.create_task(self._generate.whole(one, caller)) for one in asked]
             return [answer.result() for answer in answers]
 
         answers = await unless_disconnected(request, answer_all())
@@ -238,7 +236,7 @@ class OpenAIRoutes:
         if progress.is_finished:
             responses = _nothing()
         else:
-            responses = self._inference.resume(progress.resume_request(), caller_of(request))
+            responses = self._generate.resume(progress.resume_request(), caller_of(request))
         chunks = self._completion_chunks(progress.body(), _numbered(responses), progress)
         return await streamed(request, chunks, [])
 

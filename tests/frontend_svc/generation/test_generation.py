@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from frontend_svc.api.generate_stream import stream_generate
+from frontend_svc.generation.answers.generate import stream_generate
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import OpenRequest
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase

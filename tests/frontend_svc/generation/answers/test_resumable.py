@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 import grpc
 import pytest
 
-from frontend_svc.api.resumable import ResumableStreams
 from frontend_svc.engines.adoption.takeover import not_kept
+from frontend_svc.generation.answers.resumable import ResumableStreams
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.drain import Drain
 from frontend_svc.output.collector import ReaderLimit

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from frontend_svc.api.batch import MAX_BATCH_ITEMS, stream_batch
-from frontend_svc.api.inference import InferenceServicer
+from frontend_svc.generation.answers.batch import MAX_BATCH_ITEMS, stream_batch
+from frontend_svc.generation.answers.generate import GenerateAnswers
 from frontend_svc.generation.caller import Caller
 from tests.frontend_svc.fakes import (
     TOKENIZER,
@@ -29,16 +29,6 @@ from triptych_kit.errors import InvalidArgument, ResourceExhausted
 
 CALLER = Caller("call", "", "", lambda: None)
 Responses = dict[int, list[generate_pb2.GenerateResponse]]
-
-
-class NoContext:
-    """Of a call that came over no wire."""
-
-    def invocation_metadata(self) -> None:
-        """Nothing was sent beside the request."""
-
-    def time_remaining(self) -> None:
-        """It may take as long as it likes."""
 
 
 async def read_batch(messages) -> tuple[Responses, dict[int, error_pb2.ErrorStatus]]:
@@ -142,8 +132,8 @@ async def test_cancel_aborts_every_item():
 async def test_a_drain_waits_for_readers_of_items_that_have_ended():
     async with serving(FakeEngine(echo)) as (client, frontend):
         await client.until_engines_are_ready(1)
-        servicer = InferenceServicer(frontend.requests.generation, frontend.requests.resumable)
-        messages = servicer.GenerateBatch(batch(make_request([5, 6, 7])), NoContext())
+        answers = GenerateAnswers(frontend.requests.generation, frontend.requests.resumable)
+        messages = answers.batch([make_request([5, 6, 7])], CALLER)
         read = [await anext(messages)]
         draining = asyncio.ensure_future(frontend.drain())
         async with asyncio.timeout(WAIT_S):

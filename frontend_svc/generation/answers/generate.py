@@ -1,36 +1,95 @@
-"""Messages of one Generate stream, for a call, a batch item or a resumable stream.
-
-`stream_rest` produces the remaining messages of a stream that began at another frontend.
-"""
+"""Answers to GenerateRequest: as a stream, as one message, several in one stream, and resumed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 
-from frontend_svc.api.messages import finished_message, started_message
 from frontend_svc.engines.adoption.takeover import Adoption
+from frontend_svc.generation.answers.batch import stream_batch
+from frontend_svc.generation.answers.messages import (
+    finished_message,
+    kind_of,
+    logprobs_message,
+    reason_value,
+    started_message,
+    stats_message,
+    stop_match_message,
+    usage_message,
+)
+from frontend_svc.generation.answers.resumable import ResumableStreams
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.generation import Generation, OpenRequest
 from frontend_svc.output.collector import EndReason, Output, OutputKind, OutputPiece
 from frontend_svc.output.logprobs import fill_logprobs
 from frontend_svc.text.prompt import RequestPrompt
 from triptych.api.v1 import generate_pb2, inference_pb2
-from triptych.common.v1 import sampling_pb2
-from triptych_kit.errors import InvalidArgument
+from triptych_kit.errors import InvalidArgument, from_status
 
 Response = generate_pb2.GenerateResponse
 
 # An output with one of these finish reasons may be shorter than what the client has received of it.
 _CUT_SHORT = frozenset({EndReason.ABORT, EndReason.ERROR})
 
-_KINDS = {
-    sampling_pb2.OUTPUT_KIND_CUMULATIVE: OutputKind.CUMULATIVE,
-    sampling_pb2.OUTPUT_KIND_FINAL_ONLY: OutputKind.FINAL_ONLY,
-}
 
+class GenerateAnswers:
+    """Answers to requests of any protocol. Closing a stream aborts its request."""
 
-def kind_of(sampling: sampling_pb2.SamplingParams) -> OutputKind:
-    return _KINDS.get(sampling.output_kind, OutputKind.DELTA)
+    def __init__(self, generation: Generation, resumable: ResumableStreams) -> None:
+        self._generation = generation
+        self._resumable = resumable
+        self._stream_of = functools.partial(stream_generate, generation)
+
+    def stream(self, request: generate_pb2.GenerateRequest, caller: Caller) -> AsyncGenerator[Response, None]:
+        """The answer as it is generated; with an orphan grace period it outlives its call."""
+        start = self._resumable.start if request.orphan_grace_ms > 0 else self._stream_of
+        return start(request, caller)
+
+    def resume(self, request: inference_pb2.ResumeRequest, caller: Caller) -> AsyncGenerator[Response, None]:
+        """The rest of a stream."""
+        return self._resumable.resume(request, caller)
+
+    async def batch(
+        self, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
+    ) -> AsyncGenerator[inference_pb2.GenerateBatchResponse, None]:
+        """The answers to several requests, each with its own error. A drain waits for the reader."""
+        with self._generation.awaited():
+            async with contextlib.aclosing(stream_batch(self._stream_of, requests, caller)) as messages:
+                async for message in messages:
+                    yield message
+
+    async def stream_all(
+        self, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
+    ) -> AsyncGenerator[tuple[int, Response], None]:
+        """The answers to several requests as they are generated, each with its index.
+
+        Raises the first error of any; the others are aborted.
+        """
+        async with contextlib.aclosing(stream_batch(self._stream_of, requests, caller)) as messages:
+            async for message in messages:
+                if message.HasField("error"):
+                    error = message.error
+                    raise from_status(error.code, error.message, error.details)
+                yield message.item_index, message.response
+
+    async def whole(
+        self, request: generate_pb2.GenerateRequest, caller: Caller
+    ) -> inference_pb2.GenerateUnaryResponse:
+        """The whole answer."""
+        if request.orphan_grace_ms:
+            raise InvalidArgument(
+                f"orphan_grace_ms is {request.orphan_grace_ms}, must be 0 here: one answer cannot be resumed",
+                field="orphan_grace_ms",
+            )
+        prompt = RequestPrompt(request)
+        async with self._generation.open(request, prompt, caller, OutputKind.FINAL_ONLY) as opened:
+            output = await opened.next()
+            return inference_pb2.GenerateUnaryResponse(
+                started=started_message(opened, output, returns_ids=request.return_prompt_token_ids),
+                outputs=[_output(opened, piece) for piece in output.pieces],
+                usage=usage_message(opened, output, output.pieces),
+            )
 
 
 async def stream_generate(
@@ -145,3 +204,20 @@ def _delta_response(position: int, piece: OutputPiece) -> Response:
     if piece.logprobs is not None:
         fill_logprobs(delta.logprobs, piece.logprobs)
     return response
+
+
+def _output(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
+    assert piece.ending is not None, "a final output has ended"
+    whole = generate_pb2.Output(
+        output_index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=logprobs_message(piece.logprobs),
+        reason=reason_value(piece.ending),
+        stop_match=stop_match_message(piece.ending),
+        cumulative_logprob=piece.cumulative_logprob,
+        error_message=piece.ending.message,
+        stats=stats_message(opened, piece.index),
+    )
+    opened.fill(whole, piece.index)
+    return whole

@@ -1,14 +1,14 @@
-"""Converts outputs to messages of the public API, for the parts that its services share."""
+"""Converts outputs to messages of the public API, for the parts that its answers share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from frontend_svc.generation.generation import OpenRequest
-from frontend_svc.output.collector import Ending, EndReason, Output, OutputPiece
+from frontend_svc.output.collector import Ending, EndReason, Output, OutputKind, OutputPiece
 from frontend_svc.output.logprobs import Logprobs, fill_logprobs
 from triptych.api.v1 import generate_pb2
-from triptych.common.v1 import output_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
 
 _REASONS = {
     EndReason.STOP: output_pb2.FINISH_REASON_STOP,
@@ -17,6 +17,16 @@ _REASONS = {
     EndReason.ERROR: output_pb2.FINISH_REASON_ERROR,
     EndReason.REPETITION: output_pb2.FINISH_REASON_REPETITION,
 }
+
+_KINDS = {
+    sampling_pb2.OUTPUT_KIND_CUMULATIVE: OutputKind.CUMULATIVE,
+    sampling_pb2.OUTPUT_KIND_FINAL_ONLY: OutputKind.FINAL_ONLY,
+}
+
+
+def kind_of(sampling: sampling_pb2.SamplingParams) -> OutputKind:
+    """How a stream with these parameters delivers its outputs."""
+    return _KINDS.get(sampling.output_kind, OutputKind.DELTA)
 
 
 def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -> generate_pb2.Started:

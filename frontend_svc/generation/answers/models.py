@@ -1,0 +1,119 @@
+"""Descriptions of the served models, and of this frontend with its engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend_svc.engines.connection.client import SCHEMA_REVISION, EngineState, FrontendIdentity
+from frontend_svc.engines.directory import Directory
+from frontend_svc.text.json_schema.keywords import ENFORCED_KEYWORDS
+from frontend_svc.text.limits import RequestLimits
+from frontend_svc.text.model import GenerationDefaults, ServedModel
+from triptych.api.v1 import model_pb2
+from triptych.common.v1 import sampling_pb2
+from triptych_kit.clock import Clock
+from triptych_kit.rules import rules_of
+from triptych_kit.server import PUBLIC
+from triptych_kit.version import installed_version
+
+
+def _rules(name: str) -> Any:
+    return rules_of(sampling_pb2.SamplingParams, name)
+
+
+_STOP = _rules("stop")
+
+
+class ModelAnswers:
+    """Describes the served models and the limits of requests."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        limits: RequestLimits,
+        identity: FrontendIdentity,
+        clock: Clock,
+        *,
+        max_queued_requests: int,
+    ) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._identity = identity
+        self._clock = clock
+        self._started_at = clock.now()
+        self._max_queued_requests = max_queued_requests
+
+    def all(self) -> model_pb2.ListModelsResponse:
+        # Each is described as by the engine that was listed first.
+        models = {(model.name, model.fingerprint): model for model in reversed(self._ready_models())}
+        return model_pb2.ListModelsResponse(models=[self._described(models[key]) for key in sorted(models)])
+
+    def one(self, name: str) -> model_pb2.Model:
+        """The model `name`, or the only one if that is empty. Raises NotFound."""
+        return self._described(self._directory.model(name))
+
+    def server_info(self) -> model_pb2.GetServerInfoResponse:
+        limits = self._limits
+        return model_pb2.GetServerInfoResponse(
+            version=installed_version(),
+            schema_revision=SCHEMA_REVISION,
+            frontend_id=self._identity.frontend_id,
+            uptime_ms=int((self._clock.now() - self._started_at) * 1000),
+            limits=model_pb2.Limits(
+                max_n=limits.max_n,
+                max_logprobs=limits.max_logprobs,
+                max_stop_strings=_STOP.max_items,
+                max_stop_string_length=_STOP.max_chars,
+                max_request_bytes=PUBLIC.max_receive_bytes,
+                max_logit_bias=_rules("logit_bias").max_items,
+                max_bad_words=_rules("bad_words").max_items,
+                max_queued_requests=self._max_queued_requests,
+            ),
+            engines=[
+                model_pb2.EngineSummary(
+                    engine_id=client.engine_id,
+                    endpoint=client.address,
+                    state=client.state.value,
+                    model="" if client.model is None else client.model.name,
+                    num_in_flight=client.requests.num_in_flight,
+                )
+                for client in self._directory.clients()
+            ],
+        )
+
+    def _ready_models(self) -> list[ServedModel]:
+        """The model of each ready engine."""
+        return [
+            client.model
+            for client in self._directory.clients()
+            if client.state is EngineState.READY and client.model is not None
+        ]
+
+    def _described(self, model: ServedModel) -> model_pb2.Model:
+        served = [(one.name, one.fingerprint) for one in self._ready_models()]
+        return model_pb2.Model(
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            supported_tasks=model.supported_tasks,
+            num_engines=served.count((model.name, model.fingerprint)),
+            fingerprint=model.fingerprint,
+            has_chat_template=model.has_chat_template,
+            default_sampling=_default_sampling(model.defaults),
+            structured_output_keywords=(ENFORCED_KEYWORDS if model.ready.structured_output_backends else ()),
+        )
+
+
+def _default_sampling(defaults: GenerationDefaults) -> sampling_pb2.SamplingParams | None:
+    chosen = sampling_pb2.SamplingParams(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        presence_penalty=defaults.presence_penalty,
+        frequency_penalty=defaults.frequency_penalty,
+        repetition_penalty=defaults.repetition_penalty,
+        max_tokens=defaults.max_new_tokens,
+    )
+    return chosen if chosen.ByteSize() else None
