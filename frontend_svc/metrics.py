@@ -7,7 +7,6 @@ from collections.abc import Callable
 from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.engines.directory import Directory
 from frontend_svc.parts import EngineParts, RequestParts
-from frontend_svc.text.workers.verdicts import CHECK_BUCKETS, Verdicts
 from triptych_kit.telemetry.loop_lag import LAG_BUCKETS
 from triptych_kit.telemetry.metrics import Metrics, Reading, Row
 
@@ -26,18 +25,6 @@ _REQUESTS: tuple[Row[RequestParts], ...] = (
         lambda requests: {(): requests.loop_lag.distribution},
         "How late the event loop runs what is due, sampled every 10 ms while requests are open.",
         buckets=LAG_BUCKETS),
-)  # fmt: skip
-
-_CONSTRAINTS: tuple[Row[Verdicts], ...] = (
-    Row("counter", "triptych_frontend_constraint_checks_total", lambda verdicts: verdicts.outcomes.values,
-        "Checks of constraints in text workers, by outcome: too_complex exceeded a limit, failed says "
-        "nothing of the constraint.",
-        labels=("outcome",)),
-    Row("counter", "triptych_frontend_constraint_cache_hits_total", lambda verdicts: verdicts.num_known,
-        "Constraints of requests that had been checked before, or were being checked."),
-    Row("histogram", "triptych_frontend_constraint_check_seconds", lambda verdicts: {(): verdicts.check_s},
-        "Time to check a constraint in a text worker, with the wait for one.",
-        buckets=CHECK_BUCKETS),
 )  # fmt: skip
 
 _ENGINES: tuple[Row[EngineParts], ...] = (
@@ -101,6 +88,5 @@ _CONNECTIONS: tuple[Row[Directory], ...] = (
 def register_frontend(metrics: Metrics, engines: EngineParts, requests: RequestParts) -> None:
     """Register what every frontend has."""
     metrics.table(_REQUESTS, lambda: requests)
-    metrics.table(_CONSTRAINTS, lambda: requests.text_workers.verdicts)
     metrics.table(_ENGINES, lambda: engines)
     metrics.table(_CONNECTIONS, lambda: engines.directory)

@@ -204,6 +204,15 @@ def to_parts(error: ServiceError) -> tuple[int, str, bytes]:
     return error.code.value[0], status.details, next(details, b"")
 
 
+def to_details(code: str, message: str, reason: str, field: str) -> bytes:
+    """A serialized google.rpc.Status. code: the name of a status code. field: empty if none is refused."""
+    kind = _BY_NUMBER[to_number(code)]
+    error = kind(message, reason=reason)
+    if isinstance(error, InvalidArgument) and field:
+        error.violations.append((field, error.message))
+    return to_parts(error)[2]
+
+
 def to_status(error: ServiceError) -> grpc.Status:
     """The status of `error` with google.rpc details: always ErrorInfo, others as they apply."""
     details: list[Any] = [

@@ -22,10 +22,9 @@ from jsonschema.exceptions import SchemaError
 from tokenizers import Tokenizer
 
 from engine_svc.features.structured_output.backends.backend import Matcher, Vocabulary
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.grammars import Grammars
-from frontend_svc.text.constraint import AskedConstraint, check
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind
 
 # Of public schemas: what is no longer is taken, and how long their strings, arrays and numbers may get.
 _MAX_SCHEMA_CHARS, _MAX_PROPERTIES = 1500, 12
@@ -346,9 +345,7 @@ class Completions:
 
     def is_viable(self, language: Language, token_ids: Sequence[int], text: str) -> bool:
         """Whether one of some completions is accepted. text: of the tokens."""
-        checked = check(AskedConstraint(language.constraint, BACKENDS))
-        constraint = Constraint(language.constraint.kind, checked.text)
-        compiled = self._grammars.compile(StructuredOutput(constraint, checked.backend)).compiled
+        compiled = self._grammars.compile(StructuredOutput(language.constraint, BACKENDS)).compiled
         for seed in range(_NUM_COMPLETIONS):
             matcher = compiled.matcher()
             if matcher.accept(token_ids) < len(token_ids):

@@ -39,8 +39,8 @@ from engine_svc.features.structured_output.backends.backend import (
 )
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
 from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
-from frontend_svc.text.json_schema.keywords import serve
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
+from engine_svc.features.structured_output.json_schema.keywords import serve
 
 MAX_WALK = 20  # tokens of one walk
 _NAMES = ("llguidance", "xgrammar")

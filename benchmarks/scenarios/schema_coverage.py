@@ -49,9 +49,9 @@ from engine_svc.features.structured_output.backends.backend import (
 )
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
 from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
-from frontend_svc.text.constraint import AskedConstraint, ConstraintRefused, check
-from frontend_svc.text.json_schema.rewrite import FORMATS
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind, GrammarError
+from engine_svc.features.structured_output.check import ConstraintRefused, check
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, GrammarError
+from engine_svc.features.structured_output.json_schema.rewrite import FORMATS
 
 TIME_LIMIT_S = 20  # of one judgement, in CPU time
 NUM_SAMPLES = 4
@@ -170,9 +170,15 @@ def _verdicts(case: dict[str, Any]) -> dict[str, str]:
 
 
 def _auto(text: str) -> CompiledGrammar:
-    asked = Constraint(ConstraintKind.JSON_SCHEMA, text)
-    served = check(AskedConstraint(asked, tuple(_BACKENDS)))
-    return _BACKENDS[served.backend].compile(Constraint(ConstraintKind.JSON_SCHEMA, served.text))
+    served = check(Constraint(ConstraintKind.JSON_SCHEMA, text), tuple(_BACKENDS), _written)
+    return _BACKENDS[served.backend].compile(served.constraint, served.grammar)
+
+
+def _written(backend: str, constraint: Constraint, is_last: bool) -> str:
+    """Whether llguidance can compile it decides what follows, as in an engine."""
+    if backend == "llguidance":
+        _BACKENDS[backend].compile(constraint)
+    return ""
 
 
 def _alone(backend: str) -> Callable[[str], CompiledGrammar]:

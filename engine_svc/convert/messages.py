@@ -20,7 +20,7 @@ from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
-from triptych_kit.errors import InvalidArgument, ServiceError, to_number, to_parts
+from triptych_kit.errors import InvalidArgument, ServiceError, to_details, to_number, to_parts
 from triptych_kit.field_checks import check, check_id, to_token_ids
 
 MAX_RESUME_STATE_BYTES = 64 * 1024
@@ -164,6 +164,10 @@ def to_step(
             end.message = finished.message
             if finished.code:
                 end.code = to_number(finished.code)
+            if finished.error_reason:
+                end.details = to_details(
+                    finished.code, finished.message, finished.error_reason, finished.error_field
+                )
         if finished.drafts is not None:
             _set_drafts(end.drafts, finished.drafts)
     if output.token_logprobs is not None:

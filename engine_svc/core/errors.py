@@ -24,12 +24,17 @@ class PeersLost(RuntimeError):
 
 
 class RequestFailed(Exception):
-    """One request cannot be served and ends alone, with this status. code: name of a gRPC status code."""
+    """One request cannot be served and ends alone, with this status. code: name of a gRPC status code.
 
-    def __init__(self, code: str, message: str) -> None:
+    reason: for programs, "" if the code says all. field: of the ADD, if that is what is refused.
+    """
+
+    def __init__(self, code: str, message: str, reason: str = "", field: str = "") -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.reason = reason
+        self.field = field
 
 
 def describe_failure(feature: str, error: Exception) -> str:

@@ -228,6 +228,8 @@ class RequestOutput:
     first: FirstOutput | None = None  # in the first output of the request only
     message: str = ""  # for people, if it ended by an error
     code: str = ""  # the name of its gRPC status code then, if it has one
+    error_reason: str = ""  # of that status, for programs
+    error_field: str = ""  # of the ADD, if the status refuses one
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
     drafts: DraftUse | None = None  # in the last output of the request only, if any draft was verified

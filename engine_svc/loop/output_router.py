@@ -93,7 +93,16 @@ class OutputRouter:
 
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
-    return FinishedRow(row, reason, output.stop_token_id, output.message, output.code, output.drafts)
+    return FinishedRow(
+        row,
+        reason,
+        output.stop_token_id,
+        output.message,
+        output.code,
+        output.drafts,
+        output.error_reason,
+        output.error_field,
+    )
 
 
 def _aborted(handle: int, step_number: int) -> StepOutput:

@@ -123,6 +123,7 @@ class EngineRequests:
         now = self._clock.now()
         for output in self._scheduler.abort([request_id], now, "unprepared", FinishReason.ERROR):
             output.code, output.message = failure.code, failure.message
+            output.error_reason, output.error_field = failure.reason, failure.field
             self._ended.append(output)
 
     def _publish(

@@ -19,6 +19,7 @@ MAX_PIECE_BYTES = 4 * 1024 * 1024
 _ROW_BYTES = 128
 _TOKEN_BYTES = 5
 _ENTRY_BYTES = 8
+_DETAILS_BYTES = 2048
 # Up to this many unread steps are kept unmerged: a reader that is only busy finds a handful.
 _MAX_UNMERGED_STEPS = 16
 
@@ -27,7 +28,8 @@ _MAX_UNMERGED_STEPS = 16
 class FinishedRow:
     """How the request of one row ended: `stop_token_id` if by a stop token, `message` if by an error.
 
-    code: the name of the error's gRPC status code, if it has one.  drafts: None if none was verified.
+    code: the name of the error's gRPC status code, if it has one, with a reason for programs and the field of
+    the ADD that it refuses, if any.  drafts: None if none was verified.
     """
 
     row: int
@@ -36,6 +38,8 @@ class FinishedRow:
     message: str = ""
     code: str = ""
     drafts: DraftUse | None = None
+    error_reason: str = ""
+    error_field: str = ""
 
 
 @dataclass(slots=True)
@@ -262,6 +266,11 @@ def split(output: StepOutput, max_bytes: int = MAX_PIECE_BYTES) -> list[StepOutp
     return pieces
 
 
+def _details_bytes(end: FinishedRow) -> int:
+    """A limit of the details of an error, whose texts are cut."""
+    return _DETAILS_BYTES if end.error_reason else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _WireSize:
     """An upper limit of what a step takes on the wire."""
@@ -275,7 +284,7 @@ class _WireSize:
         num_tokens = len(output.token_ids)
         num_bytes = _ROW_BYTES * len(output.handles) + _TOKEN_BYTES * num_tokens
         # A character takes at most four bytes.
-        num_bytes += sum(4 * len(end.message) for end in output.finished)
+        num_bytes += sum(4 * len(end.message) + _details_bytes(end) for end in output.finished)
         num_bytes += _extras_bytes(output.extras)
         if output.token_logprobs is None:
             return _WireSize(num_bytes, num_tokens)

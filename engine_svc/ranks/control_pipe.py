@@ -82,9 +82,11 @@ class RankConnection:
 
 def write_prepared(number: int, failure: RequestFailed | None) -> RankMessage:
     """The message of a rank that has prepared what a request waits for, or cannot."""
-    return {"prepared": [number] if failure is None else [number, failure.code, failure.message]}
+    if failure is None:
+        return {"prepared": [number]}
+    return {"prepared": [number, failure.code, failure.message, failure.reason, failure.field]}
 
 
 def read_prepared(message: RankMessage) -> tuple[int, RequestFailed | None]:
-    number, *status = cast("tuple[int, str, str]", message["prepared"])
+    number, *status = cast("tuple[int, str, str, str, str]", message["prepared"])
     return number, RequestFailed(*status) if status else None

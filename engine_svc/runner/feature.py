@@ -90,6 +90,9 @@ class RunnerFeature:
         """
         raise NotImplementedError
 
+    def stop_preparing(self) -> None:
+        """Release what `prepare` uses; it is called no more."""
+
     def is_slow_to_prepare(self, extra: Any) -> bool:
         """Whether it may take far longer than others, which then do not wait for it. Cheap."""
         return False

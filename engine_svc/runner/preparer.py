@@ -125,9 +125,11 @@ class Preparer:
         return replace(admitted, extras=admitted.extras | preparation.prepared)
 
     def stop_preparing(self) -> None:
-        """End the threads that do not hang."""
+        """End the threads that do not hang, and what features have for them."""
         for lane in (self._quick, self._slow):
             lane.stop()
+        for feature in self._features.values():
+            feature.stop_preparing()
 
     def _prepare(self, preparation: _Preparation) -> RequestFailed | None:
         for kind, extra in preparation.extras.items():

@@ -29,6 +29,7 @@ from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, RequestPrompt
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych_kit.errors import InvalidArgument
 from triptych_kit.telemetry import conventions as names
 
 # Finish reasons that do not refill the retry budget.
@@ -58,6 +59,7 @@ class OpenRequest:
         self._finish_reasons: dict[int, str] = {}
         self._num_output_tokens: dict[int, int] = {}
         self._caller = caller
+        self._client_fields = prepared.prompt.client_fields
         self._group = group
         self._collector = group.states[0].collector
         self._migration = Migration(failover, EngineRequirements(model, routing), group)
@@ -74,7 +76,13 @@ class OpenRequest:
 
     async def next(self) -> Output:
         """Wait for output and return all since the last call. Must not be called after the last output."""
-        output = await self._collector.get()
+        try:
+            output = await self._collector.get()
+        except InvalidArgument as error:
+            error.violations = [
+                (self._client_fields.get(field, field), text) for field, text in error.violations
+            ]
+            raise
         self.on_read()
         for piece in output.pieces:
             self._num_output_tokens[piece.index] = piece.num_output_tokens

@@ -21,7 +21,7 @@ from frontend_svc.text.limits import RequestLimits, Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt
 from frontend_svc.text.tokenize.id_column import id_column
-from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import Unimplemented
@@ -57,6 +57,12 @@ class Prepared:
 def needs_of(request: AnyRequest) -> tuple[EngineNeed, ...]:
     """What an engine must have for the request."""
     return tuple(need for option in OPTIONS if (need := option.need(request)) is not None)
+
+
+def describe(model: ServedModel, card: model_pb2.Model) -> None:
+    """Add to the card of a model what its engines serve of the options."""
+    for option in OPTIONS:
+        option.describe(model, card)
 
 
 async def check_request(

@@ -14,7 +14,7 @@ from frontend_svc.tensors.wire_tensor import WireTensor
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.tokenize.token_text import TokenTexts
-from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import Unimplemented
 
@@ -35,6 +35,7 @@ class PreparedPrompt:
     opens_reasoning: whether the prompt ends within the model's reasoning.
     constrained_after: the tokens of the output behind which its constraint begins; (): with the first.
     needs: what an engine must have beside what the request alone says.
+    client_fields: names of the client for fields of the ADD that an engine may refuse, where they differ.
     """
 
     field_name: str
@@ -47,6 +48,7 @@ class PreparedPrompt:
     opens_reasoning: bool = False
     constrained_after: tuple[int, ...] = ()
     needs: list[EngineNeed] = field(default_factory=list)
+    client_fields: dict[str, str] = field(default_factory=dict)
 
 
 class RequestOption(Protocol):
@@ -59,6 +61,7 @@ class RequestOption(Protocol):
     prepare: completes the prompt and the ADD that all outputs have in common, once per request. Raises
     InvalidArgument or Unimplemented.
     need: what an engine must have for the request.
+    describe: adds to the card of a model what its engines serve.
     token_reader: for what comes with each token of output `index`. reader: for what comes beside tokens.
     """
 
@@ -72,6 +75,9 @@ class RequestOption(Protocol):
 
     def need(self, request: AnyRequest) -> EngineNeed | None:
         return None
+
+    def describe(self, model: ServedModel, card: model_pb2.Model) -> None:
+        return
 
     def token_reader(self, request: AnyRequest, prompt: PreparedPrompt) -> LogprobReader | None:
         return None

@@ -10,16 +10,13 @@ from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, add_reasoning_markers
 from frontend_svc.output.request_state import OutputReader
 from frontend_svc.text.chat.call_tags import call_tags, demands_call, has_call_tags, has_strict_tools
-from frontend_svc.text.constraint import AskedConstraint
-from frontend_svc.text.json_schema.keywords import BACKENDS
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
-from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
 from triptych_kit.errors import Unimplemented
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
-from triptych_kit.grammars.reasoning import begins_at, has_ended
+from triptych_kit.subsequences import comes_last, end_of_first
 
 AUTO = "auto"
 _FIELD = "sampling.structured_output"
@@ -49,7 +46,7 @@ def _has(backend: str) -> EngineNeed:
     )
 
 
-_NEEDS = {backend: _has(backend) for backend in BACKENDS}
+_NEEDS = {backend: _has(backend) for backend in ("llguidance", "xgrammar")}
 
 
 class StructuredOutput(RequestOption):
@@ -72,42 +69,35 @@ class StructuredOutput(RequestOption):
         if not _is_constrained(request, prompt.model):
             return
         sent = entry.sampling.structured_output
-        field = _FIELD
-        lenient_tags: tuple[bool, ...] = ()
         if request.sampling.HasField("structured_output"):
             sent.CopyFrom(request.sampling.structured_output)
         else:
             assert isinstance(request, chat_message_pb2.ChatRequest)
-            tags = call_tags(request, prompt.model)
-            field, lenient_tags, sent.structural_tag = "tools", tags.is_lenient, tags.document
-        asked = AskedConstraint(
-            _constraint_of(sent), _allowed_backends(sent.backend, prompt.model), sent.lenient, lenient_tags
-        )
-        # Those who share cached prompts share verdicts: tenants have no other name.
-        checked = await prompt.model.tokenizer.workers.check_constraint(asked, field, tenant=entry.cache_salt)
-        sent.backend = checked.backend
-        kind = sent.WhichOneof("constraint")
-        if kind in ("json_schema", "structural_tag"):
-            setattr(sent, kind, checked.text)
-            sent.ClearField("disable_additional_properties")
-        sent.ClearField("lenient")
+            sent.structural_tag = call_tags(request, prompt.model)
+            prompt.client_fields[_FIELD] = "tools"
+        if sent.backend == AUTO:
+            # As engines know it that are older than the name.
+            sent.ClearField("backend")
         if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_UNSPECIFIED and prompt.opens_reasoning:
             # What is asked for is the answer, and the message begins within the reasoning.
             sent.start = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
         if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING:
             await add_reasoning_markers(f"{_FIELD}.start", prompt.model, entry)
             opening, closing = entry.reasoning_options.start_token_ids, entry.reasoning_options.end_token_ids
-            is_open = prompt.opens_reasoning or not has_ended(prompt.token_ids, opening, closing)
+            is_open = prompt.opens_reasoning or not comes_last(prompt.token_ids, closing, opening)
             entry.reasoning_ended = not is_open
             if is_open:
                 prompt.constrained_after = tuple(closing)
-        prompt.needs.append(_NEEDS.get(checked.backend, _NEED))
+        prompt.needs.append(_NEEDS.get(sent.backend, _NEED))
 
     def need(self, request: AnyRequest) -> EngineNeed | None:
         if request.sampling.HasField("structured_output"):
             return _NEEDS.get(request.sampling.structured_output.backend, _NEED)
         is_strict = isinstance(request, chat_message_pb2.ChatRequest) and has_strict_tools(request)
         return _NEED if is_strict else None
+
+    def describe(self, model: ServedModel, card: model_pb2.Model) -> None:
+        card.structured_output_keywords.extend(model.ready.structured_output_keywords)
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
         return _EndReader(prompt.constrained_after) if _is_constrained(request, prompt.model) else None
@@ -129,7 +119,7 @@ class _EndReader:
         if isinstance(message, generate_pb2.Finished | generate_pb2.Output | chat_message_pb2.ChatOutput):
             # A stop string cuts an output, a token ends it.
             is_cut = message.stop_match.WhichOneof("match") == "string"
-            has_begun = begins_at(output_token_ids, self._constrained_after) >= 0
+            has_begun = end_of_first(output_token_ids, self._constrained_after) >= 0
             is_stopped = message.reason == output_pb2.FINISH_REASON_STOP
             message.is_incomplete = not (is_stopped and has_begun) or is_cut
 
@@ -203,22 +193,3 @@ def _check_nul(field: str, text: str, violations: Violations, *, index: int | No
 
 def _shown(asked: sampling_pb2.StructuredOutput) -> str:
     return asked.WhichOneof("constraint") or ""
-
-
-def _constraint_of(asked: sampling_pb2.StructuredOutput) -> Constraint:
-    kind = asked.WhichOneof("constraint")
-    assert kind is not None, "checked"
-    return Constraint(
-        ConstraintKind(kind),
-        text=getattr(asked, kind) if kind in _TEXTS else "",
-        choices=tuple(asked.choice.choices) if kind == "choice" else (),
-        whitespace=Whitespace(not asked.disable_any_whitespace, asked.whitespace_pattern),
-        has_additional_properties=not asked.disable_additional_properties,
-    )
-
-
-def _allowed_backends(name: str, model: ServedModel) -> tuple[str, ...]:
-    """The engine's backends in the order of their preference, or the one that is asked for."""
-    if name and name != AUTO:
-        return (name,)
-    return tuple(model.ready.structured_output_backends)

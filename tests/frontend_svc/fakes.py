@@ -31,6 +31,7 @@ from triptych.api.v1 import (
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 from triptych_kit.channel import open_channel
+from triptych_kit.errors import InvalidArgument, to_parts
 from triptych_kit.limits import INTERNAL
 
 # An engine that speaks the real stream with scripted tokens.
@@ -368,6 +369,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             eos_token_ids=[EOS_ID],
             supported_tasks=self.supported_tasks,
             structured_output_backends=self.structured_output_backends,
+            structured_output_keywords=["type"] if self.structured_output_backends else (),
         )
 
     def _artifacts(self) -> list[session_pb2.Artifact]:
@@ -422,6 +424,20 @@ def answer(text: str, *, token_ids: Sequence[int] | None = None) -> Script:
         for index, token_id in enumerate(ids):
             engine.step({request: [token_id]}, cached={request: 16} if index == 0 else None)
         engine.step({request: [EOS_ID]}, finished={request: AT_EOS})
+
+    return script
+
+
+def refusing(message: str, reason: str) -> Script:
+    """A script that refuses the constraint of a request, as an engine does once it has looked at it."""
+
+    def script(engine: FakeEngine, request: FakeRequest) -> None:
+        error = InvalidArgument(message, field="sampling.structured_output", reason=reason)
+        code, text, details = to_parts(error)
+        refused = step_pb2.StepFinished(
+            reason=output_pb2.FINISH_REASON_ERROR, message=text, code=code, details=details
+        )
+        engine.step({request: []}, finished={request: refused})
 
     return script
 

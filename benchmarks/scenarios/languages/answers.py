@@ -13,6 +13,7 @@ from benchmarks.rig.languages import Language
 from benchmarks.rig.processes import ServiceProcess
 from benchmarks.rig.streams import Case, Kind, Load, StreamRecord
 from benchmarks.scenarios.languages.models import Model
+from engine_svc.features.structured_output.constraint import Constraint
 from triptych.api.v1 import (
     chat_message_pb2,
     chat_pb2_grpc,
@@ -21,7 +22,6 @@ from triptych.api.v1 import (
     tokenizer_pb2_grpc,
 )
 from triptych.common.v1 import sampling_pb2
-from triptych_kit.grammars.constraint import Constraint
 
 _PREFACE = "Answer with one text of the language that is asked for, and with nothing else. The language is "
 _MAX_SHOWN_CHARS = 300

@@ -8,37 +8,39 @@ from typing import ClassVar
 
 from engine_svc.core.binary_form import form_of
 from engine_svc.core.extras import Extra
-from triptych_kit.grammars.constraint import Constraint
+from engine_svc.features.structured_output.constraint import Constraint
 
 # The default one first.
 BACKENDS = ("llguidance", "xgrammar")
 
-CONSTRAINT_FORM = form_of(Constraint)
+_CONSTRAINT_FORM = form_of(Constraint)
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput(Extra):
-    """The language of a request's output, and when it begins to hold.
+    """The language of a request's output as its client wrote it, and when it begins to hold.
 
+    backends: those that may be chosen, the first one that enforces everything is.
     reasoning_end: the ids after which it does; empty: from the first token.
     eos_token_ids: those that end the output, also with `ignore_eos`.
     """
 
     constraint: Constraint
-    backend: str = BACKENDS[0]
+    backends: tuple[str, ...] = BACKENDS[:1]
     reasoning_end: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     blocker: ClassVar[str] = "grammar"
     rules: ClassVar[tuple[str, ...]] = ("structured_output",)
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}, must be one of {', '.join(BACKENDS)}")
+        if not self.backends or not set(self.backends) <= set(BACKENDS):
+            raise ValueError(f"backends are {self.backends}, must be some of {', '.join(BACKENDS)}")
 
     @property
     def digest(self) -> bytes:
         """Equal for requests that need the same grammar."""
-        return hashlib.sha256(self.backend.encode() + CONSTRAINT_FORM.encode(self.constraint)).digest()
+        name = ",".join(self.backends)
+        return hashlib.sha256(name.encode() + _CONSTRAINT_FORM.encode(self.constraint)).digest()
 
 
 @dataclass(frozen=True, slots=True)

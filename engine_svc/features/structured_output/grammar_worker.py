@@ -1,7 +1,7 @@
-"""A process that compiles constraints before their engine does, and can be killed.
+"""A process that rewrites constraints, and compiles large ones before their engine does, and can be killed.
 
-Fuel does not limit all work of llguidance, and none of xgrammar. What takes too long or too much memory ends
-here; the process has a lower priority than the steps. Its program is this file's `main`.
+Nothing limits the work of rewriting or of xgrammar, and fuel not all of llguidance. What takes too long or
+too much memory ends here; the process has a lower priority than the steps. Its program is this file's `main`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from engine_svc.core.binary_form import form_of
 from engine_svc.core.errors import RequestFailed
-from engine_svc.features.structured_output.backends.backend import Vocabulary
-from engine_svc.features.structured_output.extras import CONSTRAINT_FORM
-from triptych_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
+from engine_svc.features.structured_output.backends.backend import MAX_SMALL_CHARS, Vocabulary
+from engine_svc.features.structured_output.check import (
+    TOO_COMPLEX,
+    ConstraintRefused,
+    WrittenConstraint,
+    check,
+)
+from engine_svc.features.structured_output.constraint import Constraint, GrammarError
+from engine_svc.features.structured_output.extras import StructuredOutput
 from triptych_kit.process.child import Child
 from triptych_kit.process.setup import importing_environment, release_memory, set_title
 
-CPU_LIMIT_S = 2.0  # of one constraint
+CPU_LIMIT_S = 2.0  # to rewrite one constraint, and again to compile it
 MEMORY_LIMIT = 256 << 20
 _WALL_LIMIT_S = 5.0  # less than the engine waits for a request's preparation
 _START_LIMIT_S = 60.0
@@ -36,6 +43,8 @@ _LENGTH = struct.Struct("<I")
 # Not one that dies with its parent: the kernel means the thread that started it, which may be left behind.
 _COMMAND = (sys.executable, "-P", "-m", "engine_svc.features.structured_output.grammar_worker")
 _DATA_FIELD = 5  # of /proc/self/statm, in pages
+_MANY_BYTES = 16 << 20
+_FORM = form_of(StructuredOutput)
 _TOKEN_IDS = re.compile(r"<\[\^?[0-9,-]+\]>")  # in a grammar
 
 
@@ -43,32 +52,43 @@ class GrammarWorker:
     """One process, started at first use and again after it was killed. For several threads, one at a time."""
 
     def __init__(self, backend: str, vocabulary: Vocabulary, special_ids: dict[str, int]) -> None:
-        """special_ids: of llguidance, which needs no more of the vocabulary; xgrammar needs all else."""
+        """backend: xgrammar for a process that compiles with it, which needs the vocabulary. Any other has
+        llguidance, which needs of it only special_ids, and writes for xgrammar without compiling.
+        """
         needed = vocabulary if backend == "xgrammar" else Vocabulary("", 0, ())
         self._setup = json.dumps([backend, dataclasses.astuple(needed), special_ids]).encode()
-        self._backend = backend
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._socket: socket.socket | None = None
 
-    def check(self, constraint: Constraint) -> str:
-        """The grammar in llguidance's own form, "" for xgrammar. Raises GrammarError, RequestFailed."""
-        name = constraint.kind.value
+    def check(self, spec: StructuredOutput) -> WrittenConstraint:
+        """Raises ConstraintRefused, RequestFailed."""
+        name = spec.constraint.kind.value
         with self._lock:
             connection = self._connected()
             try:
                 connection.settimeout(_WALL_LIMIT_S)
-                _send(connection, CONSTRAINT_FORM.encode(constraint))
-                failure, text = json.loads(_receive(connection))
+                _send(connection, _FORM.encode(spec))
+                answer = json.loads(_receive(connection))
             except TimeoutError:
                 self._kill()
-                limit = f"{_WALL_LIMIT_S:g} s"
-                raise GrammarTooComplex(f"{name} took longer than {limit} to compile") from None
+                message = f"{name} took longer than {_WALL_LIMIT_S:g} s to compile"
+                raise ConstraintRefused(message, TOO_COMPLEX) from None
             except (OSError, EOFError):
-                raise GrammarTooComplex(f"{name} {self._kill()}") from None
-        if failure:
-            raise (GrammarTooComplex if failure == "too_complex" else GrammarError)(text)
-        return str(text)
+                raise ConstraintRefused(f"{name} {self._kill()}", TOO_COMPLEX) from None
+        if "refused" in answer:
+            raise ConstraintRefused(answer["refused"], answer["reason"])
+        rewritten = dataclasses.replace(
+            spec.constraint, text=answer["text"], has_additional_properties=True, is_lenient=False
+        )
+        return WrittenConstraint(answer["backend"], rewritten, answer["grammar"])
+
+    def close(self) -> None:
+        """End the process; what it works on is refused."""
+        if self._child is not None:
+            self._child.kill()
+        with self._lock:
+            self._kill()
 
     def _connected(self) -> socket.socket:
         if self._child is not None and self._child.is_running and self._socket is not None:
@@ -136,45 +156,65 @@ def main() -> int:
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
     try:
-        compiles = _compiler(_receive(connection))
+        work = _work(_receive(connection))
         _send(connection, b"")
         while True:
-            constraint = CONSTRAINT_FORM.decode(_receive(connection))
+            spec = _FORM.decode(_receive(connection))
+            before = _data_bytes()
+            _set_limits()
             try:
-                _set_limits()
-                answer = ["", compiles(constraint)]
-            except (GrammarTooComplex, MemoryError, RecursionError) as error:
-                message = str(error) or f"it takes more than {MEMORY_LIMIT >> 20} MiB to compile"
-                answer = ["too_complex", message]
+                written = work(spec)
+                answer = {
+                    "backend": written.backend,
+                    "text": written.constraint.text if written.backend == "xgrammar" else "",
+                    "grammar": written.grammar,
+                }
             except GrammarError as error:
-                answer = ["invalid", str(error)]
+                refused = ConstraintRefused.of(error)
+                answer = {"refused": str(refused), "reason": refused.reason}
+            except ConstraintRefused as refused:
+                answer = {"refused": str(refused), "reason": refused.reason}
+            except (MemoryError, RecursionError) as error:
+                message = str(error) or f"it takes more than {MEMORY_LIMIT >> 20} MiB to compile"
+                answer = {"refused": message, "reason": TOO_COMPLEX}
             signal.setitimer(signal.ITIMER_PROF, 0)
             _send(connection, json.dumps(answer).encode())
-            release_memory()
+            if _data_bytes() > before + _MANY_BYTES:
+                release_memory()
     except (OSError, EOFError):
         return 0
 
 
-def _compiler(setup: bytes) -> Callable[[Constraint], str]:
+def _work(setup: bytes) -> Callable[[StructuredOutput], WrittenConstraint]:
     backend, (tokenizer_json, size, eos_ids), special_ids = json.loads(setup)
     if backend == "xgrammar":
         from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 
         compiler = XGrammarBackend(Vocabulary(tokenizer_json, size, tuple(eos_ids)))
 
-        def compiled(constraint: Constraint) -> str:
-            compiler.compile(constraint)
-            return ""
+        def compile_here(spec: StructuredOutput) -> WrittenConstraint:
+            compiler.compile(spec.constraint)
+            return WrittenConstraint(backend, spec.constraint)
 
-        return compiled
+        return compile_here
     from llguidance import LLMatcher, LLTokenizer
 
-    from triptych_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits
+    from engine_svc.features.structured_output.llguidance_text import (
+        grammar_error,
+        grammar_text,
+        parser_limits,
+    )
 
     bytes_alone = LLTokenizer("byte")
 
-    def written(constraint: Constraint) -> str:
+    def write(backend: str, constraint: Constraint, is_last: bool) -> str:
+        if backend == "xgrammar":
+            return ""
         grammar = grammar_text(constraint, special_ids)
+        if is_last and constraint.num_chars <= MAX_SMALL_CHARS:
+            # Fuel and other limits end the engine's own work after some 10 ms.
+            return grammar
+        _set_limits()
         # What costs most depends on the grammar, not on the tokens: the engine's own takes about as long.
         matcher = LLMatcher(
             bytes_alone, _TOKEN_IDS.sub("<[0]>", grammar), log_level=0, limits=parser_limits()
@@ -185,15 +225,18 @@ def _compiler(setup: bytes) -> Callable[[Constraint], str]:
             raise grammar_error(matcher.get_error())
         return grammar
 
-    return written
+    return lambda spec: check(spec.constraint, spec.backends, write)
 
 
 def _set_limits() -> None:
-    """Of the next constraint: the kernel ends the process at the first, and refuses memory at the second."""
+    """For what follows: the kernel ends the process at the first, and refuses memory at the second."""
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-    pages = int(Path("/proc/self/statm").read_text().split()[_DATA_FIELD])
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + MEMORY_LIMIT, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_LIMIT, hard))
+
+
+def _data_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[_DATA_FIELD]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from engine_svc.core.errors import RequestFailed
 from engine_svc.features.structured_output.backends.backend import (
@@ -14,9 +15,17 @@ from engine_svc.features.structured_output.backends.backend import (
     GrammarBackend,
     Vocabulary,
 )
+from engine_svc.features.structured_output.check import TOO_COMPLEX, ConstraintRefused, WrittenConstraint
+from engine_svc.features.structured_output.constraint import ConstraintKind, GrammarError
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
-from triptych_kit.grammars.constraint import GrammarError, GrammarTooComplex
+
+_FIELD = "sampling.structured_output"  # of the ADD
+# What has schemas in it, which are rewritten.
+_REWRITTEN = (ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG)
+_REFUSAL_BYTES = 512  # beside its message
+
+_Compiled: TypeAlias = tuple[GrammarBackend, CompiledGrammar]
 
 
 @dataclass(slots=True)
@@ -30,10 +39,10 @@ class Grammar:
 
 
 class Grammars:
-    """Keeps the grammars that were used last, within limits. For several threads.
+    """Keeps the grammars that were used last, and refusals that hold for good, within limits.
 
-    The default backend is prepared at once, as that holds the interpreter for a second; others when they are
-    first used.
+    For several threads. The default backend is prepared at once, as that holds the interpreter for a second;
+    others when they are first used.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, num_threads: int, max_entries: int, max_bytes: int) -> None:
@@ -43,66 +52,102 @@ class Grammars:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
-        self._cached: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._workers: list[GrammarWorker] = []
+        self._cached: OrderedDict[bytes, _Compiled | ConstraintRefused] = OrderedDict()
         self._num_bytes = 0
-        self._backend(BACKENDS[0])
+        special_ids = self._backend(BACKENDS[0]).special_ids
+        # One for small constraints, which then do not wait for large ones.
+        self._writers = [self._worker(BACKENDS[0], special_ids) for _ in range(2)]
 
     def compile(self, spec: StructuredOutput) -> Grammar:
-        """Raises RequestFailed. A failure is not kept: a limit that was reached says nothing of a retry."""
-        backend = self._backend(spec.backend)
+        """Raises RequestFailed. A limit that was reached says nothing of a retry, so that is not kept."""
         digest = spec.digest
         with self._lock:
-            if (cached := self._cached.get(digest)) is not None:
+            cached = self._cached.get(digest)
+            if cached is not None:
                 self._cached.move_to_end(digest)
-                return Grammar(spec, backend, cached, 0)
+        if isinstance(cached, ConstraintRefused):
+            raise _failed(cached)
+        if cached is not None:
+            return Grammar(spec, *cached, 0)
         began_at = time.perf_counter()
         try:
-            compiled = backend.compile(spec.constraint)
-        except GrammarTooComplex as error:
-            raise RequestFailed("RESOURCE_EXHAUSTED", f"structured_output: {error}") from None
-        except GrammarError as error:
-            raise RequestFailed("INVALID_ARGUMENT", f"structured_output: {error}") from None
+            written = self._written(spec)
+            backend = self._backend(written.backend)
+            compiled = backend.compile(written.constraint, written.grammar)
+        except (GrammarError, ConstraintRefused) as error:
+            refused = ConstraintRefused.of(error) if isinstance(error, GrammarError) else error
+            if refused.reason != TOO_COMPLEX:
+                self._keep(digest, refused)
+            raise _failed(refused) from None
         compile_us = max(1, round((time.perf_counter() - began_at) * 1e6))
-        self._keep(digest, compiled)
+        self._keep(digest, (backend, compiled))
         return Grammar(spec, backend, compiled, compile_us)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
 
     @staticmethod
     def is_slow(spec: StructuredOutput) -> bool:
-        """Whether another process has to compile it first, which may be busy with others."""
-        return spec.backend != BACKENDS[0] or spec.constraint.num_chars > MAX_SMALL_CHARS
+        """Whether it may take long, in another process or before that has answered others."""
+        return spec.backends[0] != BACKENDS[0] or spec.constraint.num_chars > MAX_SMALL_CHARS
 
-    def _keep(self, digest: bytes, compiled: CompiledGrammar) -> None:
+    def _written(self, spec: StructuredOutput) -> WrittenConstraint:
+        """The constraint for a backend, by another process if that may be much work."""
+        is_slow, backend = self.is_slow(spec), spec.backends[0]
+        if spec.constraint.kind in _REWRITTEN or (is_slow and backend == BACKENDS[0]):
+            return self._writers[is_slow].check(spec)
+        return WrittenConstraint(backend, spec.constraint)
+
+    def _keep(self, digest: bytes, entry: _Compiled | ConstraintRefused) -> None:
         with self._lock:
             # Another thread may have compiled the same.
             if digest not in self._cached:
-                self._cached[digest] = compiled
-                self._num_bytes += compiled.size_bytes
+                self._cached[digest] = entry
+                self._num_bytes += _size_of(entry)
             while len(self._cached) > self._max_entries or self._num_bytes > self._max_bytes:
                 _, evicted = self._cached.popitem(last=False)
-                self._num_bytes -= evicted.size_bytes
+                self._num_bytes -= _size_of(evicted)
 
     def _backend(self, name: str) -> GrammarBackend:
         with self._lock:
             if name not in self._backends:
-                self._backends[name] = _make_backend(name, self._vocabulary, self._num_threads)
+                self._backends[name] = self._make_backend(name)
             return self._backends[name]
 
+    def _make_backend(self, name: str) -> GrammarBackend:
+        """Raises RequestFailed if the backend cannot read the vocabulary."""
+        try:
+            if name == "xgrammar":
+                from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 
-def _make_backend(name: str, vocabulary: Vocabulary, num_threads: int) -> GrammarBackend:
-    """Raises RequestFailed if the backend cannot read the vocabulary."""
-    try:
-        if name == "xgrammar":
-            from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
+                worker = self._worker(name, {})
+                return XGrammarBackend(
+                    self._vocabulary,
+                    self._num_threads,
+                    lambda constraint: worker.check(StructuredOutput(constraint, (name,))),
+                )
+            from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
 
-            return XGrammarBackend(vocabulary, num_threads, GrammarWorker(name, vocabulary, {}).check)
-        from engine_svc.features.structured_output.backends.llguidance_backend import (
-            LLGuidanceBackend,
-            marker_ids,
-        )
+            return LLGuidanceBackend(self._vocabulary, self._num_threads)
+        except (ImportError, ValueError, RuntimeError, KeyError) as error:
+            raise RequestFailed(
+                "UNIMPLEMENTED", f"structured_output: {name} cannot be used with this model: {error}"
+            ) from error
 
-        worker = GrammarWorker(name, vocabulary, marker_ids(vocabulary.tokenizer_json))
-        return LLGuidanceBackend(vocabulary, num_threads, worker.check)
-    except (ImportError, ValueError, RuntimeError, KeyError) as error:
-        raise RequestFailed(
-            "UNIMPLEMENTED", f"structured_output: {name} cannot be used with this model: {error}"
-        ) from error
+    def _worker(self, backend: str, special_ids: dict[str, int]) -> GrammarWorker:
+        worker = GrammarWorker(backend, self._vocabulary, special_ids)
+        self._workers.append(worker)
+        return worker
+
+
+def _size_of(entry: _Compiled | ConstraintRefused) -> int:
+    if isinstance(entry, ConstraintRefused):
+        return _REFUSAL_BYTES + len(str(entry))
+    return entry[1].size_bytes
+
+
+def _failed(refused: ConstraintRefused) -> RequestFailed:
+    return RequestFailed("INVALID_ARGUMENT", str(refused), refused.reason, _FIELD)

@@ -23,12 +23,12 @@ from engine_svc.features.structured_output.backends.backend import (
     MatcherError,
     Vocabulary,
 )
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
 from engine_svc.features.structured_output.extras import GrammarTimes, StructuredOutput
 from engine_svc.features.structured_output.grammars import Grammar, Grammars
 from engine_svc.runner.feature import HostTokens, LogitRows, PendingPart, RunnerContext, RunnerFeature
 from engine_svc.runner.sampling.transfer import Ints, to_device
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind
-from triptych_kit.grammars.reasoning import begins_at
+from triptych_kit.subsequences import end_of_first
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class _Row:
         known = list(token_ids)
         if self.matcher is None:
             marker, tokens = self.grammar.spec.reasoning_end, [*self._before, *known]
-            begin = begins_at(tokens, marker)
+            begin = end_of_first(tokens, marker)
             if begin < 0:
                 self._num_tokens += len(known)
                 self._before = tokens[1 - len(marker) :] if len(marker) > 1 else []
@@ -176,6 +176,9 @@ class StructuredOutputRows(RunnerFeature):
 
     def prepare(self, extra: StructuredOutput) -> Grammar:
         return self._grammars.compile(extra)
+
+    def stop_preparing(self) -> None:
+        self._grammars.close()
 
     def is_slow_to_prepare(self, extra: StructuredOutput) -> bool:
         return self._grammars.is_slow(extra)

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, Whitespace
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
+from engine_svc.features.structured_output.json_schema.keywords import ENFORCED_KEYWORDS
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.field_checks import check, check_enum, check_token_ids, unserved
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
-from triptych_kit.grammars.reasoning import has_ended
+from triptych_kit.subsequences import comes_last
 
 _FIELD = "structured_output"
+_AUTO = "auto"
 _MAX_MARKER_IDS = 16
 _MAX_TEXT_BYTES = 1 << 20  # of all texts of a constraint; backends may take less
 _MAX_CHOICES = 10_000
@@ -38,6 +40,7 @@ class StructuredOutputOfAdd(WireFeature):
     def announce(self, ready: session_pb2.Ready) -> None:
         if ready.eos_token_ids:
             ready.structured_output_backends.extend(self._backends)
+            ready.structured_output_keywords.extend(ENFORCED_KEYWORDS)
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
         if not entry.sampling.HasField(_FIELD):
@@ -46,15 +49,16 @@ class StructuredOutputOfAdd(WireFeature):
         if not eos_token_ids or not self._backends:
             raise unserved(_FIELD)
         asked = entry.sampling.structured_output
-        backend = asked.backend or self._backends[0]
-        if backend not in self._backends:
+        backends = self._backends if asked.backend in ("", _AUTO) else (asked.backend,)
+        if backends[0] not in self._backends:
             raise InvalidArgument(
-                f"structured_output.backend is {backend[:64]!r}, it takes one of {', '.join(self._backends)}",
+                f"structured_output.backend is {asked.backend[:64]!r}, "
+                f"it takes one of {', '.join(self._backends)}",
                 field="structured_output.backend",
             )
         return Parsed(
             StructuredOutput(
-                _to_constraint(asked), backend, _reasoning_end(entry, context), tuple(eos_token_ids)
+                _to_constraint(asked), backends, _reasoning_end(entry, context), tuple(eos_token_ids)
             )
         )
 
@@ -127,4 +131,4 @@ def _reasoning_end(entry: add_pb2.AddEntry, context: AddContext) -> tuple[int, .
     check_token_ids(opening, name, _MAX_MARKER_IDS, vocab_size)
     if entry.HasField("reasoning_ended"):
         return () if entry.reasoning_ended else end
-    return () if has_ended(context.token_ids, opening, end) else end
+    return () if comes_last(context.token_ids, end, opening) else end

@@ -145,7 +145,7 @@ def _ending(finished: step_pb2.StepFinished) -> Ending:
         stop_token_id=finished.stop_token_id if kind == "stop_token_id" else None,
         eos_token_id=finished.eos_token_id if kind == "eos_token_id" else None,
         message=message,
-        failure=from_status(finished.code, message, b"") if finished.code else None,
+        failure=from_status(finished.code, message, finished.details) if finished.code else None,
         drafts=_drafts(finished.drafts) if finished.HasField("drafts") else None,
     )
 

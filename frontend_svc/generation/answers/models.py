@@ -6,7 +6,7 @@ from typing import Any
 
 from frontend_svc.engines.connection.client import SCHEMA_REVISION, EngineState, FrontendIdentity
 from frontend_svc.engines.directory import Directory
-from frontend_svc.text.json_schema.keywords import ENFORCED_KEYWORDS
+from frontend_svc.generation.preprocess import describe
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from triptych.api.v1 import model_pb2
@@ -91,7 +91,7 @@ class ModelAnswers:
 
     def _described(self, model: ServedModel) -> model_pb2.Model:
         served = [(one.name, one.fingerprint) for one in self._ready_models()]
-        return model_pb2.Model(
+        card = model_pb2.Model(
             name=model.name,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
@@ -101,8 +101,9 @@ class ModelAnswers:
             fingerprint=model.fingerprint,
             has_chat_template=model.has_chat_template,
             default_sampling=_default_sampling(model.defaults),
-            structured_output_keywords=(ENFORCED_KEYWORDS if model.ready.structured_output_backends else ()),
         )
+        describe(model, card)
+        return card
 
 
 def _default_sampling(defaults: GenerationDefaults) -> sampling_pb2.SamplingParams | None:

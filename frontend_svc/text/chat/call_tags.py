@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from frontend_svc.parsers.registry import tool_parser
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2
-from triptych_kit.grammars.structural_tags import StructuralTags, Tag
 
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
-
-
-@dataclass(frozen=True, slots=True)
-class CallTags:
-    """is_lenient: for each tag, whether its tool is not strict."""
-
-    document: str
-    is_lenient: tuple[bool, ...]
 
 
 def has_call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> bool:
@@ -36,8 +26,8 @@ def call_trigger(request: chat_message_pb2.ChatRequest, model: ServedModel) -> s
     return tool_format.form.trigger if is_held else ""
 
 
-def call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> CallTags:
-    """The tags of a checked request that has some.
+def call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> str:
+    """The structural tags of a checked request that has some. Those of tools that are not strict are lenient.
 
     A demanded answer has calls and nothing else. Otherwise calls may stand in any text.
     """
@@ -48,14 +38,12 @@ def call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> Call
     if is_named:
         tools = [tool for tool in tools if tool.name == choice.name]
     is_one = request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
-    tags = StructuralTags(
-        () if is_demanded else (form.trigger,),
-        tuple(Tag(tool_format.forced_prefix(tool.name), _schema(tool), form.end) for tool in tools),
-        separator=form.separator if is_demanded else "",
-        at_least_one=is_demanded,
-        stop_after_first=is_named or is_one,
-    )
-    return CallTags(json.dumps(tags.document()), tuple(not tool.strict for tool in tools))
+    kind: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.trigger]}
+    if is_demanded:
+        kind = {"type": "tags_with_separator", "separator": form.separator}
+    tags = [_tag(tool_format.forced_prefix(tool.name), tool, form.end) for tool in tools]
+    ends = {"at_least_one": is_demanded, "stop_after_first": is_named or is_one}
+    return json.dumps({"type": "structural_tag", "format": {**kind, "tags": tags, **ends}})
 
 
 def has_strict_tools(request: chat_message_pb2.ChatRequest) -> bool:
@@ -74,9 +62,10 @@ def forbids_calls(choice: chat_message_pb2.ToolChoice) -> bool:
     return is_mode and choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_NONE
 
 
-def _schema(tool: chat_message_pb2.Tool) -> dict[str, Any]:
-    if not tool.parameters_json_schema:
-        return _NO_ARGUMENTS
-    schema: dict[str, Any] = json.loads(tool.parameters_json_schema)
+def _tag(begin: str, tool: chat_message_pb2.Tool, end: str) -> dict[str, Any]:
+    schema = json.loads(tool.parameters_json_schema) if tool.parameters_json_schema else _NO_ARGUMENTS
     # Arguments are an object in every format.
-    return schema | {"type": "object"}
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": schema | {"type": "object"}}
+    if not tool.strict:
+        content["lenient"] = True
+    return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -1,3 +1,3 @@
-"""Child processes that tokenize, render chat templates and check constraints, and can be killed.
+"""Child processes that tokenize and render chat templates, and can be killed.
 Must not know requests.
 """

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextRefused
 from frontend_svc.text.workers.frames import Frame, FrameReader, pack_head, unpack_numbers
-from triptych_kit.process.setup import die_with_parent, release_memory, set_title
+from triptych_kit.process.setup import die_with_parent, set_title
 from triptych_kit.process.stacks import write_when_asked
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ _ALARM_MARGIN_S = 1.0
 _RENDER_BYTES = 256 * 1024 * 1024
 # A character takes at most four bytes, and a few copies exist while text is assembled.
 _RENDER_BYTES_PER_CHAR = 16
-_CONSTRAINT_BYTES = 512 * 1024 * 1024
-_MANY_BYTES = 16 * 1024 * 1024
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -168,8 +166,6 @@ def _answer(frame: Frame, loaded: dict[str, LoadedText]) -> tuple[dict[str, obje
         return _check_message(frame), b""
     if verb == "check_json":
         return _check_json(frame), b""
-    if verb == "check_constraint":
-        return _check_constraint(frame)
     text = loaded[key]
     if verb == "encode":
         return {}, text.encode(frame.body.decode(), add_special_tokens=frame.is_on("add_special_tokens"))
@@ -230,23 +226,6 @@ def _excess_of(content: bytes, *, max_fields: int, max_numbers: int) -> str:
     if rest.count(b",") > max_fields + max_numbers:
         return f"the body has more than {max_numbers} numbers"
     return ""
-
-
-def _check_constraint(frame: Frame) -> tuple[dict[str, object], bytes]:
-    # Imported at first use: most workers see no constraint.
-    from frontend_svc.text.constraint import AskedConstraint, ConstraintRefused, check
-
-    with _reporting("the constraint cannot be checked"):
-        before = _data_bytes()
-        try:
-            with extra_memory(_CONSTRAINT_BYTES):
-                checked = check(AskedConstraint.from_json(frame.body))
-        except ConstraintRefused as error:
-            return {"refused": str(error), "reason": error.reason}, b""
-        finally:
-            if _data_bytes() > before + _MANY_BYTES:
-                release_memory()
-    return {"backend": checked.backend}, checked.text.encode()
 
 
 def _read_json(content: bytes) -> dict[str, object]:

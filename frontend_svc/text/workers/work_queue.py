@@ -21,7 +21,7 @@ _MAX_SHORT_IN_A_ROW = 16
 class Work:
     """One task: the request to a worker, and the future of its answer.
 
-    files: what it needs loaded. is_slow: whether it may take long whatever its size.
+    files: what it needs loaded.
     """
 
     files: TextFiles | None
@@ -29,14 +29,13 @@ class Work:
     body: bytes
     field: str
     answer: asyncio.Future[Frame]
-    is_slow: bool = False
     num_attempts: int = 0
     is_queued: bool = False
     expiry: asyncio.TimerHandle | None = None
 
     @property
     def is_long(self) -> bool:
-        return self.is_slow or len(self.body) > LONG_BYTES
+        return len(self.body) > LONG_BYTES
 
     def fail(self, error: ServiceError) -> None:
         """Answer with `error`, unless the answer is set or cancelled."""

@@ -1,5 +1,5 @@
-"""Tokenizes, renders chat templates and checks constraints and large messages in child processes, off the
-event loop. Knows no requests.
+"""Tokenizes, renders chat templates and checks large messages in child processes, off the event
+loop. Knows no requests.
 
 Processes and not threads: a hang in a tokenizer's regular expression or in a template's loop can be killed at
 its time limit. It then costs one failed request and a new process, and never blocks the event loop.
@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor
 
-from frontend_svc.text.constraint import TOO_COMPLEX, AskedConstraint, CheckedConstraint
 from frontend_svc.text.tokenize.id_column import id_column
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, unpack_numbers
 from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
-from frontend_svc.text.workers.verdicts import Verdicts
 from frontend_svc.text.workers.work_queue import Work, WorkQueue
 from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from triptych_kit.wire_check import MessageLimits
@@ -77,7 +75,6 @@ class TextWorkers:
             WorkerSlot(command, time_limit_s, on_free=self._dispatch, on_lost=self._lost)
             for _ in range(num_processes or num_cores())
         ]
-        self.verdicts = Verdicts(self._check_constraint)
         self._is_closed = False
 
     @property
@@ -175,12 +172,6 @@ class TextWorkers:
         header = {"verb": "check_json", "max_fields": max_fields, "max_numbers": max_numbers}
         await self._run(None, header, data, "body")
 
-    async def check_constraint(
-        self, asked: AskedConstraint, field: str, *, tenant: str = ""
-    ) -> CheckedConstraint:
-        """See `frontend_svc.text.constraint.check`; the same constraint of a tenant is checked once."""
-        return await self.verdicts.find(tenant, asked, field)
-
     async def close(self) -> None:
         """End all workers; queued and running tasks fail with Unavailable."""
         self._is_closed = True
@@ -190,28 +181,15 @@ class TextWorkers:
             slot.close(Unavailable("the frontend is stopping"))
         await asyncio.gather(*(slot.wait_closed(_CLOSE_WAIT_S) for slot in self._slots))
 
-    async def _check_constraint(self, asked: AskedConstraint, field: str) -> CheckedConstraint:
-        header = {"verb": "check_constraint"}
-        try:
-            # A short text may take as long as any.
-            frame = await self._run(None, header, asked.to_json(), field, is_slow=True)
-        except Internal as error:
-            # As far as can be known from here.
-            message = f"{field} ended the processes that checked it, it needs too much memory"
-            raise InvalidArgument(message, field=field, reason=TOO_COMPLEX) from error
-        return CheckedConstraint(frame.text("backend"), frame.body.decode())
-
     async def _run(
         self,
         files: TextFiles | None,
         header: Mapping[str, object],
         body: bytes,
         field: str,
-        *,
-        is_slow: bool = False,
     ) -> Frame:
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        work = Work(files, header, body, field, answer, is_slow=is_slow)
+        work = Work(files, header, body, field, answer)
         if self._is_closed:
             raise Unavailable("the frontend is stopping")
         if all(slot.is_failing for slot in self._slots):

@@ -19,6 +19,7 @@ from engine_svc.features.nan_counts.extras import NanCount
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, Whitespace
 from engine_svc.features.structured_output.extras import BACKENDS, GrammarTimes, StructuredOutput
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.features.token_rules.extras import TokenRules
@@ -26,7 +27,6 @@ from engine_svc.ranks.plan_codec import PlanDecoder, PlanEncoder
 from engine_svc.ranks.result_codec import decode_result, encode_result
 from engine_svc.tensors.host_tensor import ITEM_SIZES, HostTensor
 from tests.engine_svc.request_options import split_options
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 ids = st.integers(0, (1 << 31) - 1)
 some_ids = st.lists(ids, max_size=4)
@@ -81,7 +81,7 @@ VALUES: dict[type, st.SearchStrategy[Any]] = {
             has_additional_properties=st.booleans(),
             is_lenient=st.booleans(),
         ),
-        backend=st.sampled_from(BACKENDS),
+        backends=st.sampled_from([BACKENDS[:1], BACKENDS, BACKENDS[1:]]),
         reasoning_end=some_ids.map(tuple),
         eos_token_ids=some_ids.map(tuple),
     ),

@@ -19,11 +19,11 @@ from tests.frontend_svc.fakes import (
     Script,
     answer,
     details_of,
+    refusing,
     serving,
 )
 from triptych.api.v1 import chat_message_pb2, chat_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
-from triptych.engine.v1 import step_pb2
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }}\n{% endfor %}"
@@ -207,7 +207,7 @@ async def test_calls_of_strict_tools_are_held_to_their_schemas_wherever_they_sta
     assert {tag["end"] for tag in form["tags"]} == {"}\n</tool_call>"}
     assert form["tags"][0]["content"]["json_schema"]["required"] == ["a"]
     assert not form["stop_after_first"]
-    assert engine.requests[0].entry.sampling.structured_output.backend == "llguidance"
+    assert [tag["content"].get("lenient") for tag in form["tags"]] == [None, True]
     assert [call.name for call in whole.tool_calls] == ["add"]
     assert not engine.requests[1].entry.sampling.HasField("structured_output")
 
@@ -242,23 +242,29 @@ async def test_an_answer_that_must_be_calls_is_nothing_else_behind_the_reasoning
     assert [call.name for call in whole.tool_calls] == ["add"]
 
 
-async def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_if_strict_else_followed_in_part():
-    engine = with_grammars(answer(CALL))
-    choice = {"mode": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED}
-    async with serving(engine) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(client.chat.Chat(ask(tools=[tool(minProperties=3)]), timeout=WAIT_S))
-        loose = ask(tools=[tool(minProperties=3, strict=False)], tool_choice=choice)
-        await read(client.chat.Chat(loose, timeout=WAIT_S))
-        none = ask(tools=[tool(properties=7, strict=False)], tool_choice=choice)
-        await read(client.chat.Chat(none, timeout=WAIT_S))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "minProperties at #" in (caught.value.details() or "")
-    assert "<tool_call>" in (caught.value.details() or "")
-    details = details_of(caught.value)
-    assert 'field: "tools"' in details and "CONSTRAINT_NOT_ENFORCED" in details
-    for request in engine.requests:
-        assert form_of(request)["tags"][0]["content"]["json_schema"] == {"type": "object"}
+async def test_a_schema_that_the_engine_refuses_is_the_status_of_the_call_with_the_field_of_the_client():
+    """And no other engine is asked."""
+    engines = [
+        FakeEngine(
+            refusing("no backend enforces it", "CONSTRAINT_NOT_ENFORCED"),
+            dp_rank=rank,
+            chat_template=TEMPLATE,
+            structured_output_backends=["llguidance"],
+        )
+        for rank in range(2)
+    ]
+    strict, own = ask(tools=[tool()]), ask(sampling={"structured_output": {"json_schema": "{}"}})
+    async with serving(*engines) as (client, _):
+        await client.until_engines_are_ready(2)
+        for request, field in ((strict, "tools"), (own, "sampling.structured_output")):
+            for call in (read(client.chat.Chat(request, timeout=WAIT_S)), client.chat.ChatOnce(request)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert caught.value.details() == "no backend enforces it"
+                details = details_of(caught.value)
+                assert f'field: "{field}"' in details and "CONSTRAINT_NOT_ENFORCED" in details
+    assert sum(len(engine.requests) for engine in engines) == 4
 
 
 @pytest.mark.parametrize(
@@ -328,24 +334,6 @@ async def test_a_structured_answer_that_ends_by_length_is_marked():
     assert messages[-1].finished.is_incomplete
     assert unary.outputs[0].is_incomplete
     assert not free.outputs[0].is_incomplete
-
-
-async def test_a_constraint_that_an_engine_cannot_compile_is_the_status_of_the_call():
-    def script(engine: FakeEngine, request: FakeRequest) -> None:
-        failed = step_pb2.StepFinished(
-            reason=output_pb2.FINISH_REASON_ERROR,
-            message="structured_output: too large",
-            code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
-        )
-        engine.step({request: []}, finished={request: failed})
-
-    request = ask(sampling={"structured_output": {"json_object": True}})
-    async with serving(with_grammars(script)) as (client, _):
-        for call in (read(client.chat.Chat(request, timeout=WAIT_S)), client.chat.ChatOnce(request)):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert caught.value.details() == "structured_output: too large"
 
 
 async def test_without_tools_or_with_none_chosen_a_call_is_text():

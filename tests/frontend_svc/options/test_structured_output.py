@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import re
 
@@ -15,17 +14,11 @@ from frontend_svc.generation.caller import LOCAL_CALLER
 from frontend_svc.generation.preprocess import check_request, needs_of, prepare
 from frontend_svc.options import OPTIONS
 from frontend_svc.parsers.registry import ParserNames
-from frontend_svc.text.constraint import (
-    AskedConstraint,
-    CheckedConstraint,
-    ConstraintRefused,
-    check,
-)
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import RequestPrompt
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import FakeEngine, answer, make_request, read_all, serving
-from tests.frontend_svc.options.asking import BYTE_LEVEL, LIMITS, Encoder, model_of
+from tests.frontend_svc.options.asking import BYTE_LEVEL, LIMITS, model_of
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import session_pb2
@@ -40,28 +33,8 @@ UNKNOWN = json.dumps({"properties": {"a": {"type": "object", "minProperties": 3}
 OPENING, CLOSING = (BYTE_LEVEL.encode(text).ids for text in ("<think>", "</think>"))
 
 
-class HereWorkers:
-    """Checks in this process."""
-
-    def __init__(self) -> None:
-        self.tenants: list[str] = []
-
-    async def check_constraint(self, asked: AskedConstraint, field: str, *, tenant: str) -> CheckedConstraint:
-        self.tenants.append(tenant)
-        try:
-            return check(AskedConstraint.from_json(asked.to_json()))
-        except ConstraintRefused as error:
-            raise InvalidArgument(str(error), field=field, reason=error.reason) from None
-
-
-class EncoderWithWorkers(Encoder):
-    def __init__(self) -> None:
-        super().__init__()
-        self.workers = HereWorkers()
-
-
 def served(ready: session_pb2.Ready = READY, **fields: object) -> ServedModel:
-    return dataclasses.replace(model_of(ready=ready, **fields), tokenizer=EncoderWithWorkers())
+    return model_of(ready=ready, **fields)
 
 
 def asking(**fields: object) -> generate_pb2.GenerateRequest:
@@ -122,83 +95,24 @@ def test_123_a_constraint_that_is_none_is_refused_by_field(fields, field, words)
 
 
 @pytest.mark.parametrize(
-    ("fields", "words", "reason"),
-    [
-        ({"json_schema": "{"}, "not JSON", "CONSTRAINT_INVALID"),
-        ({"json_schema": "3"}, "neither an object nor a bool", "CONSTRAINT_INVALID"),
-        ({"json_schema": "false"}, "no output satisfies", "CONSTRAINT_INVALID"),
-        ({"json_schema": UNKNOWN}, "minProperties at #/properties/a", "CONSTRAINT_NOT_ENFORCED"),
-        ({"regex": "(a"}, "unclosed group", "CONSTRAINT_INVALID"),
-        ({"grammar": 'start: "a" b'}, "unknown name", "CONSTRAINT_INVALID"),
-        ({"grammar": "root ::= ("}, "grammar", "CONSTRAINT_INVALID"),
-        ({"structural_tag": "[]"}, "not a JSON object", "CONSTRAINT_INVALID"),
-        ({"regex": "(a{1000}){1000}"}, "are allowed", "CONSTRAINT_TOO_COMPLEX"),
-        ({"json_schema": "[" * 5000 + "]" * 5000}, "deep", "CONSTRAINT_TOO_COMPLEX"),
-    ],
-)
-async def test_123_a_constraint_that_no_backend_takes_is_refused_with_its_cause(fields, words, reason):
-    with pytest.raises(InvalidArgument, match=words) as caught:
-        await sent(asking(**fields))
-    assert caught.value.reason == reason
-    assert [field for field, _ in caught.value.violations] == [FIELD]
-
-
-@pytest.mark.parametrize("backend", ["", "auto"])
-async def test_the_first_backend_that_enforces_a_whole_schema_is_chosen(backend):
-    entry = await sent(asking(json_schema=EMAIL, backend=backend))
-    got = entry.sampling.structured_output
-    assert got.backend == "llguidance"
-    assert json.loads(got.json_schema)["required"] == ["email"]
-
-
-async def test_a_backend_is_held_to_the_keywords_that_it_enforces():
-    pattern = json.dumps({"type": "string", "pattern": "a"})
-    assert (await sent(asking(json_schema=pattern))).sampling.structured_output.backend == "llguidance"
-    with pytest.raises(InvalidArgument, match="pattern at #: xgrammar"):
-        await sent(asking(json_schema=pattern, backend="xgrammar"))
-
-
-async def test_an_engine_gets_a_schema_in_enforced_keywords_that_needs_no_options_of_the_client():
-    entry = await sent(asking(json_schema=EMAIL, disable_additional_properties=True, lenient=True))
-    got = entry.sampling.structured_output
-    assert json.loads(got.json_schema)["additionalProperties"] is False
-    assert not got.disable_additional_properties
-    assert not got.lenient
-
-
-async def test_a_lenient_request_leaves_out_what_no_backend_enforces():
-    entry = await sent(asking(json_schema=UNKNOWN, lenient=True))
-    assert "minProperties" not in entry.sampling.structured_output.json_schema
-
-
-@pytest.mark.parametrize(
     "fields",
     [
         {"regex": "[a-z]+"},
         {"choice": {"choices": ["yes", "no"]}},
-        {"json_object": True},
+        {"json_object": True, "backend": "xgrammar"},
         {"grammar": 'start: "a" /b+/'},
-        {"grammar": 'root ::= "a" [b]*'},
+        {"json_schema": UNKNOWN, "disable_additional_properties": True, "lenient": True},
+        {"structural_tag": "[]"},
     ],
 )
-async def test_other_constraints_reach_the_engine_as_they_are(fields):
+async def test_a_constraint_reaches_the_engine_as_the_client_wrote_it(fields):
     entry = await sent(asking(**fields))
-    expected = sampling_pb2.StructuredOutput(backend="llguidance", **fields)
-    assert entry.sampling.structured_output == expected
+    assert entry.sampling.structured_output == sampling_pb2.StructuredOutput(**fields)
 
 
-async def test_the_schemas_of_structural_tags_are_rewritten_or_refused_with_the_tag():
-    def tags(schema: object) -> str:
-        return json.dumps(
-            {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f"]}
-        )
-
-    entry = await sent(asking(structural_tag=tags(json.loads(EMAIL)), disable_additional_properties=True))
-    form = json.loads(entry.sampling.structured_output.structural_tag)["format"]
-    assert form["triggers"] == ["<f"]
-    assert form["tags"][0]["content"]["json_schema"]["additionalProperties"] is False
-    with pytest.raises(InvalidArgument, match=r"minProperties at #/properties/a.*in the tag '<f>'"):
-        await sent(asking(structural_tag=tags(json.loads(UNKNOWN))))
+async def test_the_engine_chooses_where_the_client_names_no_backend():
+    entry = await sent(asking(json_object=True, backend="auto"))
+    assert not entry.sampling.structured_output.backend
 
 
 async def test_an_engine_without_a_backend_is_not_asked():
@@ -214,10 +128,6 @@ async def test_an_engine_without_a_backend_is_not_asked():
 async def test_a_request_goes_to_engines_that_have_its_backend():
     (need,) = needs_of(asking(json_object=True, backend="xgrammar"))
     assert not need.is_met(served(session_pb2.Ready(structured_output_backends=["llguidance"])))
-    prepared = await prepare(
-        asking(json_object=True), RequestPrompt(asking(json_object=True)), served(), LOCAL_CALLER
-    )
-    assert [need.description for need in prepared.prompt.needs] == ["has the grammar backend llguidance"]
 
 
 async def test_a_constraint_may_begin_behind_the_reasoning():
@@ -270,14 +180,6 @@ async def test_an_output_that_ends_before_its_constraint_begins_is_marked(prompt
     assert finished.is_incomplete is is_incomplete
 
 
-async def test_those_who_share_a_cache_salt_share_what_was_found():
-    model = served()
-    request = asking(regex="a")
-    request.cache_salt = "mine"
-    await sent(request, model)
-    assert model.tokenizer.workers.tenants == ["mine"]
-
-
 SENT = (
     {"json_schema": EMAIL, "disable_additional_properties": True, "lenient": True},
     {"json_object": True, "disable_any_whitespace": True},
@@ -312,4 +214,3 @@ async def test_constraints_go_to_engines_with_a_backend_alone():
             _, text, _, finished = await read_all(client.generate(structured_output={"regex": "a"}))
             assert (text, finished.is_incomplete) == ("a", False)
     assert len(able.requests) == 4
-    assert {one.entry.sampling.structured_output.backend for one in able.requests} == {"llguidance"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend_svc.fakes import AT_LENGTH, TOKENIZER, WAIT_S, FakeEngine, FakeRequest, answer
+from tests.frontend_svc.fakes import AT_LENGTH, TOKENIZER, WAIT_S, FakeEngine, FakeRequest, answer, refusing
 from tests.frontend_svc.protocols.test_openai import TEXT, HTTPClient, Reply, failing, served
 from triptych.engine.v1 import engine_pb2
 
@@ -401,11 +401,6 @@ USER = {"role": "user", "content": "the"}
         ({"input": "the", "tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
         ({"input": "the", "tool_choice": "required"}, "tool_choice.mode", "must come with tools"),
         ({"input": "the", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
-        (
-            {"input": "the", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "text.format",
-            "type 'x' is unknown",
-        ),
         ({"input": "the", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0, must be"),
         ({"input": "the", "max_output_tokens": 1 << 70}, "max_output_tokens", "out of range"),
         ({"input": "the", "temperature": 9}, "temperature", "0..2"),
@@ -425,6 +420,19 @@ async def test_a_wrong_body_is_an_error_with_its_own_field(body, param, says):
     assert says in error["message"]
     assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert streamed.body == reply.body
+
+
+async def test_a_schema_that_the_engine_refuses_is_an_error_with_its_own_field():
+    script = refusing("type 'x' is unknown", "CONSTRAINT_INVALID")
+    engine = FakeEngine(script, chat_template=TEMPLATE, structured_output_backends=("llguidance",))
+    body = {"input": "the", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}
+    async with served(engine) as client:
+        reply = await client.post(URL, body)
+        streamed = await client.post(URL, {**body, "stream": True})
+    error = reply.body["error"]
+    assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", "text.format")
+    assert error["message"] == "type 'x' is unknown"
+    assert (streamed.status, streamed.body) == (400, reply.body)
 
 
 async def test_a_stored_response_is_not_streamed_again():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from triptych_kit.grammars.constraint import Constraint
+from engine_svc.features.structured_output.constraint import Constraint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,8 +84,15 @@ class GrammarBackend(Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """Raises GrammarError, of a limit GrammarTooComplex."""
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of tokens that grammars name by id, by their texts."""
+
+    def compile(self, constraint: Constraint, grammar: str = "") -> CompiledGrammar:
+        """Raises GrammarError, of a limit GrammarTooComplex.
+
+        grammar: the constraint in the backend's own form, if it was written before.
+        """
 
     def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
         """fill_mask of several matchers, in parallel; returns the indices of those that failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -16,8 +16,13 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
     check_masks,
 )
-from triptych_kit.grammars.constraint import Constraint
-from triptych_kit.grammars.llguidance_text import grammar_error, grammar_text, parser_limits, short_message
+from engine_svc.features.structured_output.constraint import Constraint
+from engine_svc.features.structured_output.llguidance_text import (
+    grammar_error,
+    grammar_text,
+    parser_limits,
+    short_message,
+)
 from triptych_kit.process.setup import release_memory
 
 if TYPE_CHECKING:
@@ -29,32 +34,21 @@ _UNUSED = "\ue000"  # a character of no text
 class LLGuidanceBackend:
     """Compiles for one vocabulary, which takes a second to prepare at 128k tokens."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        num_threads: int = 1,
-        check_large: Callable[[Constraint], str] | None = None,
-    ) -> None:
-        """check_large: writes a large constraint as a grammar, with limits on time and memory."""
-        self._check_large = check_large
+    def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
-        text, self._marker_ids = _with_markers_apart(vocabulary.tokenizer_json)
+        text, self.special_ids = _with_markers_apart(vocabulary.tokenizer_json)
         self._tokenizer = LLTokenizer(text, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
         self._executor = LLExecutor(num_threads)
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
-        is_large = constraint.num_chars > MAX_SMALL_CHARS
-        if self._check_large is not None and is_large:
-            grammar = self._check_large(constraint)
-        else:
-            grammar = grammar_text(constraint, self._marker_ids)
+    def compile(self, constraint: Constraint, grammar: str = "") -> CompiledGrammar:
+        grammar = grammar or grammar_text(constraint, self.special_ids)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             # The first mask is by far the longest, and copies keep what it took.
             matcher.compute_bitmask()
-        if is_large:
+        if len(grammar) > MAX_SMALL_CHARS:
             # Compiling takes several times what the grammar keeps.
             release_memory()
         if matcher.is_error():
@@ -167,11 +161,6 @@ class LLGuidanceMatcher:
     def _check(self) -> None:
         if self.inner.is_error():
             raise MatcherError(short_message(self.inner.get_error()))
-
-
-def marker_ids(tokenizer_json: str) -> dict[str, int]:
-    """The ids of what grammars name by id, by their texts."""
-    return _with_markers_apart(tokenizer_json)[1]
 
 
 def _with_markers_apart(tokenizer_json: str) -> tuple[str, dict[str, int]]:

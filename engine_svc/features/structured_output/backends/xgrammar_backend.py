@@ -1,8 +1,8 @@
 """Grammars by xgrammar, an extra: it is imported with this file alone.
 
 It has no limit on the work of a compilation: constraints are limited by their text, and compiled in a process
-that can be killed before. Frontends cannot compile with it, as it needs torch: they let schemas through whose
-keywords it enforces, by name alone.
+that can be killed before. Schemas are rewritten in another one, without the torch that it needs, which lets
+those through whose keywords it enforces, by name alone.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
     check_masks,
 )
-from triptych_kit.grammars.constraint import (
+from engine_svc.features.structured_output.constraint import (
     MAX_WHITESPACE,
     Constraint,
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
 )
-from triptych_kit.grammars.limits import check_repetitions, check_text, subschemas
-from triptych_kit.grammars.structural_tags import read_structural_tags
+from engine_svc.features.structured_output.limits import check_repetitions, check_text, subschemas
+from engine_svc.features.structured_output.structural_tags import read_structural_tags
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128
 MAX_PARTS = 5_000  # of a text read as a regular expression, counts multiplied: each is unrolled
 MAX_COUNT = 2_000  # sum of the limits on lengths in a schema, for the same reason
-# Keywords of schemas that it ignores, or takes for others: frontends send none of them.
+# Keywords of schemas that it ignores, or takes for others: rewriting leaves none of them.
 _IGNORED = frozenset(
     {
         "oneOf", "not", "if", "contains", "uniqueItems", "dependencies", "dependentRequired",
@@ -56,13 +56,14 @@ class XGrammarBackend:
         self,
         vocabulary: Vocabulary,
         num_threads: int = 1,
-        check: Callable[[Constraint], str] | None = None,
+        check: Callable[[Constraint], object] | None = None,
     ) -> None:
-        """check: raises GrammarTooComplex for what takes too much time or memory."""
+        """check: raises ConstraintRefused for what takes too much time or memory."""
         self._check = check
         self.vocabulary = vocabulary
         if not vocabulary.eos_ids:
             raise ValueError("a vocabulary without an end token cannot end an output")
+        self.special_ids: dict[str, int] = {}  # it has no names for them
         self._special_tokens = _special_tokens(vocabulary)
         metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(vocabulary.tokenizer_json)
         self._tokenizer = xgrammar.TokenizerInfo(
@@ -75,7 +76,7 @@ class XGrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
+    def compile(self, constraint: Constraint, grammar: str = "") -> CompiledGrammar:
         check_text(constraint, max_bytes=MAX_TEXT_BYTES, max_nesting=MAX_NESTING)
         if constraint.kind in (ConstraintKind.REGEX, ConstraintKind.GRAMMAR):
             check_repetitions(constraint.text, constraint.kind.value, MAX_PARTS)

@@ -16,10 +16,10 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.extras import Extra
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.loop.mailbox import Add, Outbox, Stop
 from engine_svc.loop.step_output import FinishedRow
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind
 
 MODEL = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))

@@ -16,6 +16,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import triptych_cli.tiny_model
+from engine_svc.features.structured_output import llguidance_text
 from engine_svc.features.structured_output.backends.backend import (
     GrammarBackend,
     Matcher,
@@ -23,8 +24,7 @@ from engine_svc.features.structured_output.backends.backend import (
     Vocabulary,
 )
 from engine_svc.features.structured_output.backends.llguidance_backend import LLGuidanceBackend
-from triptych_kit.grammars import llguidance_text
-from triptych_kit.grammars.constraint import (
+from engine_svc.features.structured_output.constraint import (
     MAX_WHITESPACE,
     Constraint,
     ConstraintKind,

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from engine_svc.core.request import FinishReason
+from engine_svc.features.structured_output.constraint import ConstraintKind
+from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.runner import StructuredOutputRows
 from engine_svc.features.structured_output.scheduler import GrammarEnds
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
@@ -25,7 +27,6 @@ from tests.engine_svc.features.structured_output.engine_rig import (
     spec,
     text_of,
 )
-from triptych_kit.grammars.constraint import ConstraintKind
 
 PERSON = {
     "type": "object",
@@ -118,6 +119,7 @@ def alone_in(rig: Rig) -> list[list[int]]:
 def test_answers_are_in_their_language_and_as_alone(alone: list[list[int]], options: dict[str, object]):
     rig = Rig(**options)
     try:
+        rig.answer(MIXED)  # so that all grammars are compiled, and the requests begin together
         answers = rig.answer(MIXED)
         if "tensor_parallel_size" in options:  # whose sums round differently
             alone = alone_in(rig)
@@ -147,18 +149,24 @@ def test_output_of_another_language_ends_with_an_error(plain: Rig):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "code", "text"),
+    ("constraint", "reason", "text"),
     [
-        ("[0-9", "INVALID_ARGUMENT", "structured_output: "),
-        ("(a{1000}){1000}", "RESOURCE_EXHAUSTED", "repeats"),
+        (regex_spec("[0-9"), "CONSTRAINT_INVALID", "unclosed character class"),
+        (regex_spec("(a{1000}){1000}"), "CONSTRAINT_TOO_COMPLEX", "repeats"),
+        (
+            schema_spec({"minProperties": 3}),
+            "CONSTRAINT_NOT_ENFORCED",
+            "enforces minProperties at #",
+        ),
     ],
 )
 def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(
-    plain: Rig, alone: list[list[int]], pattern: str, code: str, text: str
+    plain: Rig, alone: list[list[int]], constraint: StructuredOutput, reason: str, text: str
 ):
     before = plain.metric("triptych_engine_structured_output_failures_total", "prepare")
-    bad, good = plain.answer([Asked(regex_spec(pattern)), MIXED[1]])
-    assert (bad.end.reason, bad.end.code, bad.token_ids) == (FinishReason.ERROR, code, [])
+    bad, good = plain.answer([Asked(constraint), MIXED[1]])
+    assert (bad.end.reason, bad.end.code, bad.token_ids) == (FinishReason.ERROR, "INVALID_ARGUMENT", [])
+    assert (bad.end.error_reason, bad.end.error_field) == (reason, "sampling.structured_output")
     assert text in bad.end.message
     assert good.token_ids == alone[1]
     assert plain.metric("triptych_engine_structured_output_failures_total", "prepare") == before + 1

@@ -157,10 +157,25 @@ def test_grammars_are_kept_within_their_limits():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "code"), [("(a", "INVALID_ARGUMENT"), ("(a{1000}){1000}", "RESOURCE_EXHAUSTED")]
+    ("pattern", "reason", "is_kept"),
+    [("(a", "CONSTRAINT_INVALID", True), ("(a{1000}){1000}", "CONSTRAINT_TOO_COMPLEX", False)],
 )
-def test_28_what_cannot_be_compiled_is_refused_with_its_status(pattern: str, code: str):
-    with pytest.raises(RequestFailed) as caught:
-        make_grammars().compile(regex_spec(pattern))
-    assert caught.value.code == code
-    assert caught.value.message.startswith("structured_output: ")
+def test_28_what_cannot_be_compiled_is_refused_with_its_status(
+    pattern: str, reason: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+):
+    grammars, compiled = make_grammars(), []
+    backend = grammars._backends["llguidance"]
+    compile_ = backend.compile
+
+    def counted(*arguments: Any) -> Any:
+        compiled.append(arguments)
+        return compile_(*arguments)
+
+    monkeypatch.setattr(backend, "compile", counted)
+    for _ in range(2):
+        with pytest.raises(RequestFailed) as caught:
+            grammars.compile(regex_spec(pattern))
+        failure = caught.value
+        assert (failure.code, failure.reason) == ("INVALID_ARGUMENT", reason)
+        assert failure.field == "sampling.structured_output"
+    assert len(compiled) == (1 if is_kept else 2)

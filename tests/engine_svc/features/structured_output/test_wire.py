@@ -8,6 +8,7 @@ import pytest
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, Whitespace
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.wire import StructuredOutputOfAdd, make
 from tests.engine_svc.session.service_rig import make_entry, make_facts
@@ -15,7 +16,6 @@ from triptych.common.v1 import sampling_pb2
 from triptych.common.v1.sampling_pb2 import StructuredChoice
 from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind, Whitespace
 
 AFTER = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
 FACTS = make_facts()
@@ -72,9 +72,9 @@ def parsed(entry: add_pb2.AddEntry, prompt: tuple[int, ...] = (1, 2, 3)) -> Stru
 )
 def test_each_kind_of_constraint_is_read(fields: dict[str, object], constraint: Constraint):
     extra = parsed(entry_of(**fields))
-    assert extra == StructuredOutput(constraint, "llguidance", (), FACTS.eos_token_ids)
+    assert extra == StructuredOutput(constraint, ("llguidance",), (), FACTS.eos_token_ids)
     assert extra.blocker == "grammar"
-    assert extra.digest != StructuredOutput(constraint, "xgrammar").digest
+    assert extra.digest != StructuredOutput(constraint, ("xgrammar",)).digest
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,5 @@ def test_the_backends_are_announced():
     ready = session_pb2.Ready(eos_token_ids=[0])
     FEATURE.announce(ready)
     assert ready.structured_output_backends == ["llguidance"]
+    assert {"type", "properties", "pattern", "$ref"} <= {*ready.structured_output_keywords}
+    assert "oneOf" not in ready.structured_output_keywords

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frontend_svc.text.json_schema.document import pointer
-from frontend_svc.text.json_schema.rewrite import Unenforced, rewrite
+from engine_svc.features.structured_output.json_schema.document import pointer
+from engine_svc.features.structured_output.json_schema.rewrite import Unenforced, rewrite
 
 BACKENDS = ("llguidance", "xgrammar")  # the order in which `auto` tries them
 # Assertions and applicators that are enforced wherever they stand.

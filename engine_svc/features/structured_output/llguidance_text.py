@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from triptych_kit.grammars.constraint import (
+from engine_svc.features.structured_output.constraint import (
     MAX_WHITESPACE,
     Constraint,
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
 )
-from triptych_kit.grammars.limits import (
+from engine_svc.features.structured_output.limits import (
     SCHEMA_MAPS,
     ConjoinedPatterns,
     check_intersections,
@@ -30,7 +30,7 @@ from triptych_kit.grammars.limits import (
     part_at,
     subschemas,
 )
-from triptych_kit.grammars.structural_tags import read_structural_tags
+from engine_svc.features.structured_output.structural_tags import read_structural_tags
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

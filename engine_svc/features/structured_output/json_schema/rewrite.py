@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from frontend_svc.text.json_schema.document import InvalidSchema, SchemaDocument, SchemaTooLarge, pointer
-from frontend_svc.text.json_schema.logic import (
+from engine_svc.features.structured_output.json_schema.document import (
+    InvalidSchema,
+    SchemaDocument,
+    SchemaTooLarge,
+    pointer,
+)
+from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     KINDS,
     UNITS,
@@ -25,7 +30,12 @@ from frontend_svc.text.json_schema.logic import (
     kinds_of_type,
     type_of_kinds,
 )  # fmt: skip
-from frontend_svc.text.json_schema.patterns import UnsupportedPattern, literal, rust_pattern, texts_of
+from engine_svc.features.structured_output.json_schema.patterns import (
+    UnsupportedPattern,
+    literal,
+    rust_pattern,
+    texts_of,
+)
 
 MAX_NODES = 20_000  # of the result
 MAX_DEPTH = 150  # of the result; a rewritten keyword adds up to two levels

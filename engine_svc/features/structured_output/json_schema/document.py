@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from triptych_kit.grammars.limits import SCHEMA_MAPS, subschemas
+from engine_svc.features.structured_output.limits import SCHEMA_MAPS, subschemas
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # of nested values

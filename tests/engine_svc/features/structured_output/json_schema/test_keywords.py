@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from frontend_svc.text.constraint import AskedConstraint, check
-from frontend_svc.text.json_schema.keywords import (
+from engine_svc.features.structured_output.check import check
+from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
+from engine_svc.features.structured_output.json_schema.keywords import (
     BACKENDS,
     CONDITIONAL_KEYWORDS,
     ENFORCED_KEYWORDS,
     UnenforcedKeywords,
     serve,
 )  # fmt: skip
-from frontend_svc.text.json_schema.rewrite import FORMATS
-from triptych_kit.grammars.constraint import Constraint, ConstraintKind
-from triptych_kit.grammars.llguidance_text import grammar_text, parser_limits
+from engine_svc.features.structured_output.json_schema.rewrite import FORMATS
+from engine_svc.features.structured_output.llguidance_text import grammar_text, parser_limits
+from tests.engine_svc.features.structured_output.test_check import written
 
 
 class Bytes:
@@ -223,10 +224,10 @@ PROBED: list[tuple[Any, str, str]] = [
     [*ENFORCED, *OF_EARLIER_DRAFTS, *(("probed", *probe) for probe in PROBED)],
 )
 def test_a_keyword_is_enforced(keyword, schema, valid, invalid):
-    served = check(AskedConstraint(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), BACKENDS))
+    served = check(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), BACKENDS, written)
     assert served.backend == "llguidance"
-    assert accepts(served.text, valid)
-    assert not accepts(served.text, invalid)
+    assert accepts(served.constraint.text, valid)
+    assert not accepts(served.constraint.text, invalid)
 
 
 @pytest.mark.parametrize(

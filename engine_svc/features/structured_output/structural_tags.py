@@ -2,8 +2,8 @@
 
 Two forms are read. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [text]}. The newer:
 {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers", "tags", ...}}, where a tag is
-{"type": "tag", "begin", "content": {"type": "json_schema", "json_schema"}, "end"}, or such a tag alone, or
-{"type": "tags_with_separator", "tags", "separator", ...}, which has no text but these.
+{"type": "tag", "begin", "content": {"type": "json_schema", "json_schema", "lenient"}, "end"}, or such a tag
+alone, or {"type": "tags_with_separator", "tags", "separator", ...}, which has no text but these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from triptych_kit.grammars.constraint import GrammarError
+from engine_svc.features.structured_output.constraint import GrammarError
 
 MAX_TAGS = 1024
 
@@ -22,6 +22,7 @@ class Tag:
     begin: str
     schema: dict[str, Any] | bool
     end: str
+    is_lenient: bool = False  # keywords that no backend enforces are left out, and what is no schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class StructuralTags:
         return [*self.triggers, self.separator, *(text for tag in self.tags for text in (tag.begin, tag.end))]
 
     def document(self) -> dict[str, Any]:
-        """In the newer form."""
+        """In the newer form, without what is lenient: for schemas that are enforced."""
         form: dict[str, Any] = {
             "tags": [
                 {
@@ -128,13 +129,13 @@ def _new_tag(entry: Any) -> Tag:
     if not _is_object(content) or content.get("type") != "json_schema":
         kind = content.get("type") if _is_object(content) else content
         raise GrammarError(f"structural_tag: the content {kind!r} of a tag is not supported")
-    unknown = set(content) - {"type", "json_schema"}
+    unknown = set(content) - {"type", "json_schema", "lenient"}
     if unknown:
         raise GrammarError(f"structural_tag: {min(unknown)!r} of a json_schema content is not supported")
-    return _tag(entry, content.get("json_schema"))
+    return _tag(entry, content.get("json_schema"), is_lenient=_flag(content, "lenient"))
 
 
-def _tag(entry: Any, schema: object) -> Tag:
+def _tag(entry: Any, schema: object, *, is_lenient: bool = False) -> Tag:
     begin, end = (entry.get("begin"), entry.get("end", "")) if _is_object(entry) else (None, None)
     if not isinstance(begin, str) or not begin:
         raise GrammarError("structural_tag: a tag has no text 'begin'")
@@ -142,7 +143,7 @@ def _tag(entry: Any, schema: object) -> Tag:
         raise GrammarError(f"structural_tag: 'end' of the tag {begin!r} is not a text")
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"structural_tag: the tag {begin!r} has no schema")
-    return Tag(begin, schema, end)
+    return Tag(begin, schema, end, is_lenient)
 
 
 def _triggers(document: Any) -> tuple[str, ...]:

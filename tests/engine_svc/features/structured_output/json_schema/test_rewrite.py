@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from frontend_svc.text.json_schema.document import InvalidSchema, SchemaTooLarge
-from frontend_svc.text.json_schema.patterns import rust_pattern, texts_of
-from frontend_svc.text.json_schema.rewrite import rewrite
+from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaTooLarge
+from engine_svc.features.structured_output.json_schema.patterns import rust_pattern, texts_of
+from engine_svc.features.structured_output.json_schema.rewrite import rewrite
 
 NAMES = ("a", "b", "c")
 VALUES: tuple[Any, ...] = (None, True, False, 0, 1, 2, 3, 2.5, "", "a", "ab", "b", [], {}, [1], {"a": 1})

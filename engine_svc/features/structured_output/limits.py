@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from triptych_kit.grammars.constraint import Constraint, GrammarError, GrammarTooComplex
+from engine_svc.features.structured_output.constraint import Constraint, GrammarError, GrammarTooComplex
 
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?:\d*,)?(\d+)\}|\{\d+,\}|.", re.DOTALL)
 

@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import Any
 
-from frontend_svc.text.json_schema.document import InvalidSchema, SchemaDocument, SchemaTooLarge
-from frontend_svc.text.json_schema.patterns import pattern_without
+from engine_svc.features.structured_output.json_schema.document import (
+    InvalidSchema,
+    SchemaDocument,
+    SchemaTooLarge,
+)
+from engine_svc.features.structured_output.json_schema.patterns import pattern_without
 
 # "fraction" is a number that is not an integer.
 KINDS = frozenset({"null", "boolean", "object", "array", "string", "integer", "fraction"})
