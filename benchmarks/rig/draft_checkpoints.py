@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engine_svc.model.native.draft_heads import MTP_LAYOUTS
+from engine_svc.speculation.heads import MTP_LAYOUTS
 
 NUM_STEPS = 200
 _BATCH = 16

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.runner.drafts import IntArray
+from engine_svc.speculation.proposer import IntArray
 
 NAME = "scripted"
 _TEXTS = "TRIPTYCH_BENCHMARK_TEXTS"

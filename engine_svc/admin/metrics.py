@@ -12,7 +12,8 @@ from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
 from engine_svc.loop.mailbox import STEP_TIME_BUCKETS, LoopStats
 from engine_svc.loop.pause import RunState
-from engine_svc.scheduler.stats import DraftStats, SchedulerStats
+from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.speculation.accounting import DraftStats
 from triptych_kit.telemetry.metrics import Metrics, Reading, Row
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from engine_svc.build.runner import (
     load_options,
     make_runner,
 )
-from engine_svc.build.speculation import make_proposer, reserved_bytes
+from engine_svc.build.speculation import make_proposer
 from engine_svc.config import EngineConfig
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.extras import ExtraCodec
@@ -133,7 +133,7 @@ def _load(rank: _Rank, parallel: ProcessParallel) -> RankLoop:
         rank.config.model, load_options(rank.config), parallel=parallel, progress=_progress(rank)
     )
     proposer = make_proposer(rank.config, loaded)
-    rank.connection.send({"loaded": _describe(rank, loaded, reserved_bytes(proposer))})
+    rank.connection.send({"loaded": _describe(rank, loaded, proposer.num_bytes)})
     sizes: dict[str, Any] = rank.connection.receive()["sizes"]  # type: ignore[assignment]  # Set by the engine.
     loaded = _with_groups(loaded, sizes)
     sizing = KVSizing(

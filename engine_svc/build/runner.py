@@ -11,7 +11,7 @@ import torch
 
 from engine_svc.build.data_parallel import LockstepSide, build_experts, build_lockstep
 from engine_svc.build.features import runner_features
-from engine_svc.build.speculation import make_proposer, reserved_bytes
+from engine_svc.build.speculation import make_drafting, make_proposer
 from engine_svc.config import EngineConfig
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.loop.protocols import PreparingRanks
@@ -24,7 +24,6 @@ from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.model.parallel import Parallel
 from engine_svc.runner.control import RunnerControl, runner_calls
 from engine_svc.runner.cuda_graphs import CudaRecorder, DecodeGraphs, decode_sizes
-from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.memory.free_memory import free_device_memory, free_host_memory, present_device_memory
 from engine_svc.runner.memory.kv_sizing import (
@@ -39,6 +38,7 @@ from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
 from engine_svc.runner.preparer import OnPrepared
 from engine_svc.runner.sampler import LogprobsMode
 from engine_svc.runner.sleep import WeightSource
+from engine_svc.speculation.proposer import Proposer
 from triptych_kit.config import ConfigError
 
 Progress = Callable[[str, int, int], None]
@@ -82,7 +82,7 @@ def build_runner(
             experts.attach(loaded, Checkpoint(Path(config.model)))
         progress("memory", 0, 1)
         proposer = make_proposer(config, loaded)
-        free = free_memory(config, loaded, reserved=reserved_bytes(proposer))
+        free = free_memory(config, loaded, reserved=proposer.num_bytes)
         max_model_len, sizing = size_cache(config, loaded.facts, free)
         if config.num_kv_blocks is None and config.kv_cache_memory is not None:
             warn_if_cut(config.kv_cache_memory, [sizing])
@@ -145,7 +145,7 @@ def make_runner(
     *,
     max_model_len: int,
     sizing: KVSizing,
-    proposer: Proposer | BatchProposer | None = None,
+    proposer: Proposer,
     parallel: Parallel | None = None,
     experts: HeldExperts | None = None,
     samples: bool = True,
@@ -168,13 +168,8 @@ def make_runner(
         again = load_model(checkpoint, load_options(config), parallel=parallel, share=share, ops=ops)
         if experts is not None:
             experts.attach(again, checkpoint)
-        if isinstance(proposer, BatchProposer):
-            proposer.attach(again.model, checkpoint)
+        proposer.attach(again.model, checkpoint)
         return again.model, again.facts
-
-    def drop() -> None:
-        if isinstance(proposer, BatchProposer):
-            proposer.detach()
 
     def record(model: Model) -> DecodeGraphs | None:
         # Communication between engines cannot be recorded in a CUDA graph.
@@ -191,9 +186,9 @@ def make_runner(
         ),
         ops,
         make_features=partial(runner_features, config, samples=samples),
-        proposer=proposer,
+        make_drafting=make_drafting(config, proposer),
         graphs=record(loaded.model),
-        source=WeightSource(Checkpoint(Path(config.model)), load, record, drop),
+        source=WeightSource(Checkpoint(Path(config.model)), load, record, proposer.detach),
         exchange=None if experts is None else experts.exchange,
         on_failed=on_failed,
         on_prepared=on_prepared,

@@ -1,9 +1,10 @@
-"""Builds what proposes drafts, and measures what verifying them costs."""
+"""Builds the proposer of a rank from the configuration, and measures the costs that limit drafts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ from engine_svc.core.step import StepCosts
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import ModelError
 from engine_svc.model.loading.checkpoint import Checkpoint
-from engine_svc.model.loading.draft_heads import load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
 from engine_svc.runner.control import RunnerControl
-from engine_svc.runner.drafts import BatchProposer, Proposer
+from engine_svc.runner.step_drafts import MakeStepDrafts, NoDrafting
+from engine_svc.speculation.drafting import Drafting
+from engine_svc.speculation.head_weights import load_eagle_head, load_mtp_head
 from engine_svc.speculation.network import DraftNetwork, ModelNetwork, NetworkProposer
-from engine_svc.speculation.ngram import NgramProposer
-from engine_svc.speculation.suffix import SuffixProposer
+from engine_svc.speculation.proposer import ByRow, Proposer, RowProposer
+from engine_svc.speculation.text_proposers import NgramProposer, SuffixProposer
 from triptych_kit.config import ConfigError
 from triptych_kit.plugins import find_offered
 
-_TEXT_PROPOSERS: dict[str, Callable[[], Proposer]] = {
+_TEXT_PROPOSERS: dict[str, Callable[[], RowProposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
     # Without a network: what it costs where nothing pays is never noticed.
@@ -36,17 +38,29 @@ _TOKENIZER = "tokenizer.json"
 _SENTENCEPIECE = "tokenizer.model"
 
 
-def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer | BatchProposer | None:
-    """The proposer of one rank; None: no drafts.
+class NoProposer(Proposer):
+    """Of an engine without drafts."""
+
+
+def make_drafting(config: EngineConfig, proposer: Proposer) -> MakeStepDrafts:
+    """What makes the drafts of a runner's steps."""
+    return NoDrafting if config.speculation.method == "off" else partial(Drafting, proposer)
+
+
+def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer:
+    """The proposer of one rank.
 
     Raises ConfigError, CheckpointError or UnsupportedModel with a message for operators.
     """
     method, num_drafts, folder = config.speculation
     if method == "off":
-        return None
+        return NoProposer()
     make_network = _network_makers(config, loaded, Path(folder or "")).get(method)
     if make_network is None:
-        return find_offered(method, _TEXT_PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative")()
+        make_row_proposer = find_offered(
+            method, _TEXT_PROPOSERS, group=PROPOSER_ENTRY_POINTS, option="--speculative"
+        )
+        return ByRow(make_row_proposer())
     try:
         if method == "draft":
             _check_tokenizer(Path(config.model), Path(folder or ""))
@@ -86,11 +100,6 @@ def _make_network_proposer(
             f"there is no memory for the drafts of --max-num-seqs {config.max_num_seqs} requests with "
             f"--draft-window {window}: lower either ({str(error).splitlines()[0]})"
         ) from error
-
-
-def reserved_bytes(proposer: Proposer | BatchProposer | None) -> int:
-    """Memory that a proposer will use and has not touched yet."""
-    return proposer.num_bytes if isinstance(proposer, BatchProposer) else 0
 
 
 def _network_makers(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
@@ -137,7 +136,6 @@ class Request:
     abort_cause: str = field(default="", init=False)  # why it was ended from outside
     timeline: Timeline = field(init=False)
     draft_token_ids: list[int] = field(default_factory=list, init=False)  # proposed for the next step
-    draft_history: Any = field(default=None, init=False)  # of the draft limit alone
     drafts: DraftUse | None = field(default=None, init=False)  # None: no draft was verified
     num_computed_tokens: int = field(default=0, init=False)  # with KV, including those of steps in flight
     num_placeholders: int = field(default=0, init=False)  # sampled by steps in flight, values not yet known

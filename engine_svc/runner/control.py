@@ -34,7 +34,7 @@ COLLECTIVES = (
 )
 
 
-class Executor(Protocol):
+class ControlledExecutor(Protocol):
     """Reaches all ranks of the engine."""
 
     def call(self, name: str, arguments: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
@@ -82,7 +82,7 @@ def runner_calls(runner: ModelRunner, collectives: Iterable[Collective] = COLLEC
 class RunnerControl:
     """Makes one call at a time to all ranks and combines their answers, as `RankCalls` of the loop says."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: ControlledExecutor) -> None:
         self._executor = executor
 
     def call_all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -19,8 +18,6 @@ from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.cuda_graphs import DecodeGraphs
-from engine_svc.runner.drafting import Drafting
-from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import InputBatch, StepInputs
@@ -31,9 +28,11 @@ from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WeightSource
-from engine_svc.runner.warm_up import measure_costs, rows_to_compute, warm_up_sampler
+from engine_svc.runner.step_costs import StepTimer, measure_costs
+from engine_svc.runner.step_drafts import MakeStepDrafts, NoDrafting
+from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
-from triptych_kernels import AttentionBatch, Ops, uniform_noise
+from triptych_kernels import AttentionBatch, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class ModelRunner:
         ops: Ops,
         *,
         make_features: MakeFeatures = lambda context: (),
-        proposer: Proposer | BatchProposer | None = None,
+        make_drafting: MakeStepDrafts = NoDrafting,
         graphs: DecodeGraphs | None = None,
         source: WeightSource | None = None,
         exchange: GroupExchange | None = None,
@@ -115,7 +114,7 @@ class ModelRunner:
             features=self._features,
             logprobs_mode=config.logprobs_mode,
         )
-        self._drafting = None if proposer is None else Drafting(proposer, self._batch, self._sampler.draw)
+        self._drafting = make_drafting(self._batch, self._sampler.draw)
 
     @property
     def batch(self) -> InputBatch:
@@ -144,28 +143,23 @@ class ModelRunner:
     def _execute(self, plan: StepPlan) -> RunningStep:
         model = self._resident.awake_model()
         has_drafts = any(plan.draft_token_ids)
-        if self._drafting is None and has_drafts:
-            raise ValueError(f"step {plan.step_number} has drafts, and nothing here proposes any")
         self._profiler.begin_step()
         with self._profiler.range("apply"):
-            if self._drafting is not None:
-                self._drafting.read(plan)
+            self._drafting.read(plan, has_drafts=has_drafts)
             self._apply(plan)
             if not plan.request_ids:
                 return self._take_part(plan, model)
-            if self._drafting is not None:
-                plan = self._drafting.settle(plan)
+            plan = self._drafting.settle(plan)
             inputs = self._batch.gather(plan)
         features = self._features
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
-        if self._drafting is not None:
-            context.hidden = self._drafting.wanted_hidden()
+        context.hidden = self._drafting.wanted_hidden()
         features.before_forward(inputs, context)
         num_sampling = len(inputs.sampling_rows)
         extra = features.extra_positions(inputs)
         if self._on_failed is not None and (failed := features.failed(inputs.rows)):
-            # What raises behind the forward is reported before that of the next step, which is the first that
-            # reads the tokens of this one.
+            # Errors raised after the forward are reported with the next step: it is the first to read this
+            # step's tokens.
             self._on_failed(plan.step_number, failed)
         if extra:
             inputs = inputs.with_logits_of([positions for _, positions in extra])
@@ -173,7 +167,7 @@ class ModelRunner:
         beside = self._host_tokens.given(inputs) if reads_tokens else nullcontext()
         with self._profiler.range("forward"), beside:
             found = self._forward(model, inputs, context, needs_all=bool(extra))
-        if self._drafting is not None and context.hidden is not None:
+        if context.hidden is not None:
             with self._profiler.range("observe"):
                 self._drafting.observe(inputs, context.hidden)
         parts: list[FeaturePart] = []
@@ -200,8 +194,7 @@ class ModelRunner:
         if sampled is not None:
             if reads_tokens:
                 features.keep_sampled(inputs.sampling_rows, step.sampled_ids)
-            if self._drafting is not None:
-                self._drafting.keep(inputs, step)
+            self._drafting.keep(inputs, step)
         return step
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:
@@ -242,7 +235,10 @@ class ModelRunner:
             warm_up_sampler(self._sampler, self._features, vocab_size, self._batch.token_ids)
 
     def _compute_alone(self, counts: Sequence[int], total: int) -> Tensor:
-        """The last tokens of rows of so many, over whatever the first block holds; the logits of each row."""
+        """Run rows that belong to no request: `counts[i]` new tokens that end a context of `total` tokens.
+
+        Attention reads block 0, whatever it holds; nothing is stored. Returns logits [len(counts), V].
+        """
         device = self._kv.device
         positions = torch.cat([torch.arange(total - count, total, device=device) for count in counts])
         slots = torch.full_like(positions, -1)
@@ -261,53 +257,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step_costs(self, max_positions: int) -> StepCosts:
-        """Measure steps of several rows. All ranks at the same time."""
-        device, vocab_size = self._kv.device, self._resident.facts.vocab_size
-
-        def measure(num_rows: int, total: int) -> float:
-            with _timed(device) as seconds:
-                self._ops.greedy(self._compute_alone([1] * num_rows, total).float())
-            return seconds[0]
-
-        def draw(count: int) -> float:
-            logits = torch.randn(count, vocab_size, device=device)
-            numbers = torch.arange(count, device=device)
-            ones = torch.ones(count, device=device)
-            with _timed(device) as seconds:
-                noise = uniform_noise(numbers, numbers, draw=0)
-                self._ops.sample(logits, ones, torch.zeros_like(numbers), ones, torch.zeros_like(ones), noise)
-            return seconds[0]
-
-        network = None if self._drafting is None else self._drafting.network
-
-        def propose(num_rows: int) -> float:
-            assert network is not None, "something with weights proposes"
-            with _timed(device) as seconds:
-                network.rehearse(num_rows)
-            return seconds[0]
-
-        return measure_costs(
-            measure,
-            draw,
-            None if network is None else propose,
-            max_positions,
-            self._max_num_seqs,
-            self._max_model_len,
-            device,
-        )
+        """Measured times of steps of up to `max_positions` positions. All ranks measure at the same time."""
+        vocab_size = self._resident.facts.vocab_size
+        timer = StepTimer(self._ops, self._kv.device, vocab_size, self._compute_alone, self._drafting)
+        return measure_costs(timer, max_positions, self._max_num_seqs, self._max_model_len)
 
     def sleep(self, level: int) -> None:
         """See Resident.sleep. No step may be in flight, and no request may keep its KV."""
-        network = None if self._drafting is None else self._drafting.network
-        if level and network is not None:
-            network.release_cache()
+        if level:
+            self._drafting.release_cache()
         self._resident.sleep(level)
 
     def wake(self, tags: Collection[WakeTag] = tuple(WakeTag)) -> None:
         self._resident.wake(tags)
-        network = None if self._drafting is None else self._drafting.network
-        if network is not None and WakeTag.KV_CACHE not in self._resident.asleep:
-            network.allocate_cache()
+        if WakeTag.KV_CACHE not in self._resident.asleep:
+            self._drafting.allocate_cache()
 
     def reload_weights(self, folder: Path | None = None, names: Collection[str] = ()) -> ModelFacts:
         """See Resident.reload. Cached KV belongs to the old weights."""
@@ -325,13 +289,11 @@ class ModelRunner:
         for row in self._batch.release(plan.released):
             self._sampler.leave(row)
             self._features.remove_row(row)
-            if self._drafting is not None:
-                self._drafting.remove_row(row)
+            self._drafting.remove_row(row)
         for admitted in plan.admitted:
             row = self._batch.enter(admitted)
-            if self._drafting is not None:
-                # Before what may raise: the row is released whatever comes.
-                self._drafting.add_row(row, admitted)
+            # First, as the others may raise: the row is released in any case.
+            self._drafting.add_row(row, admitted)
             admitted = self.preparer.with_prepared(admitted)
             self._features.add_row(row, admitted)
             self._sampler.enter(row, admitted)
@@ -358,17 +320,6 @@ class ModelRunner:
                     inputs.token_ids, inputs.positions, inputs.logit_rows, context, kept
                 )
         return model.forward(inputs.token_ids, inputs.positions, inputs.logit_rows, context)
-
-
-@contextmanager
-def _timed(device: torch.device) -> Iterator[list[float]]:
-    """The seconds that the device takes for what is launched inside, once that is done."""
-    seconds: list[float] = []
-    began_at = time.perf_counter()
-    yield seconds
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds.append(time.perf_counter() - began_at)
 
 
 class _HostTokens:

@@ -5,14 +5,12 @@ A step that takes seconds counts as hung, and kernels for a GPU are compiled whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine_svc.core.sampling_params import SamplingParams
-from engine_svc.core.step import AdmittedRequest, StepCosts
+from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.feature import RunnerFeatures
 from engine_svc.runner.sampler import Sampler
 
@@ -27,15 +25,6 @@ _EVERYTHING = SamplingParams(
     eos_token_id=0,
     logprobs=1,
 )
-
-
-# Of the steps that are measured, each so often; the shortest counts.
-_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-# A GPU reads the weights for longer than it computes so many.
-_POSITIONS_ON_GPU = (48, 64, 96, 128, 192, 256, 384, 512)
-_NUM_REPETITIONS = 4
-_LONG_CONTEXT = 1024
-_SOME_POSITIONS = 8
 
 
 def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -> list[tuple[int, int]]:
@@ -54,42 +43,6 @@ def rows_to_compute(num_tokens: int, max_model_len: int, device: torch.device) -
     return rows + [(1, total) for total in _doubled(2, max_model_len + 1)]
 
 
-def measure_costs(
-    measure: Callable[[int, int], float],
-    draw: Callable[[int], float],
-    propose: Callable[[int], float] | None,
-    max_positions: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    device: torch.device,
-) -> StepCosts:
-    """What steps take by their positions.
-
-    measure: seconds of a step of so many rows, each with one token that attends to so many.  draw: seconds to
-    draw so many tokens.  propose: seconds to propose one draft for each of so many rows; None:
-    that takes none.
-    """
-
-    def shortest(function: Callable[..., float], *arguments: int) -> float:
-        return min(function(*arguments) for _ in range(_NUM_REPETITIONS))
-
-    positions = _POSITIONS if device.type == "cpu" else _POSITIONS + _POSITIONS_ON_GPU
-    counts = [count for count in positions if count <= max_positions]
-    seconds = _ascending([shortest(measure, count, 1) for count in counts])
-    proposing: list[float] = []
-    if propose is not None:
-        proposing = _ascending([shortest(propose, min(count, max_num_seqs)) for count in counts])
-    some, long = min(_SOME_POSITIONS, max_positions), min(_LONG_CONTEXT, max_model_len)
-    reads = shortest(measure, some, long) - shortest(measure, some, 1)
-    return StepCosts(
-        tuple(counts),
-        tuple(seconds),
-        seconds_per_read=max(0.0, reads) / (some * long),
-        seconds_per_draw=shortest(draw, some) / some,
-        proposal_seconds=tuple(proposing),
-    )
-
-
 def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int, token_ids: Tensor) -> None:
     """Sample for row 0 with all parameters for which there are kernels. token_ids: of the runner's rows."""
     admitted = AdmittedRequest("warm-up", [0], 1, _EVERYTHING, [[]], features.examples())
@@ -104,11 +57,6 @@ def warm_up_sampler(sampler: Sampler, features: RunnerFeatures, vocab_size: int,
     sampler.choose(logits, rows, positions, known)
     sampler.leave(0)
     features.remove_row(0)
-
-
-def _ascending(seconds: list[float]) -> list[float]:
-    """No step is slower than a larger one. What was disturbed meanwhile would make others look free."""
-    return [min(seconds[index:]) for index in range(len(seconds))]
 
 
 def _doubled(first: int, end: int) -> list[int]:

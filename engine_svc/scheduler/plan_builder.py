@@ -8,7 +8,7 @@ from engine_svc.core.request import Request
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.speculation import UNKNOWN_DRAFT
+from engine_svc.speculation.accounting import UNKNOWN_DRAFT
 
 # Shared by all rows with an empty column: a plan is never changed after it was made.
 NOTHING: list[int] = []

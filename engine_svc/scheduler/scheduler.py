@@ -23,20 +23,11 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.draft_limit import DraftLimit, make_limit
 from engine_svc.scheduler.feature import SchedulerFeature, verdict_of
-from engine_svc.scheduler.in_flight import StepsInFlight
+from engine_svc.scheduler.in_flight import PlannedSteps
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
 from engine_svc.scheduler.request_queues import RequestQueues, note_first_token
-from engine_svc.scheduler.speculation import (
-    DraftCounter,
-    grant_drafts,
-    is_last_token_in_flight,
-    note_drafts,
-    pad_with_drafts,
-    roll_back_rejected,
-)
 from engine_svc.scheduler.stats import (
     FREE_BLOCKS,
     MAX_NUM_BATCHED_TOKENS,
@@ -45,6 +36,15 @@ from engine_svc.scheduler.stats import (
     SchedulerStats,
 )
 from engine_svc.scheduler.turns import INPUT, begin_turn, note_limits, settle_turn, why_stopped
+from engine_svc.speculation.accounting import (
+    DraftCounter,
+    grant_drafts,
+    is_last_token_in_flight,
+    note_drafts,
+    pad_with_drafts,
+    roll_back_rejected,
+)
+from engine_svc.speculation.limit import DraftLimit, make_limit
 
 
 class Scheduler:
@@ -70,9 +70,14 @@ class Scheduler:
             else ()
         )
         self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets))
+        self._drafts = DraftCounter()
+        self._draft_limit: DraftLimit | None = None
+        if config.drafts_at_launch:
+            self._draft_limit = make_limit(config.step_costs, config.num_speculative_tokens)
+            features = (*features, _ForgetDrafts(self._draft_limit))
         self._features = tuple(features)
-        self._queues = RequestQueues(kv_cache, policy, features)
-        self._in_flight = StepsInFlight()
+        self._queues = RequestQueues(kv_cache, policy, self._features)
+        self._in_flight = PlannedSteps()
         self._pause = PauseState.NONE
 
         self._step_number = 0
@@ -84,10 +89,6 @@ class Scheduler:
         self._num_chunked_prefills = 0
         self._num_non_finite_rows = 0
         self._max_rows = 0
-        self._drafts = DraftCounter()
-        self._draft_limit: DraftLimit | None = None
-        if config.drafts_at_launch:
-            self._draft_limit = make_limit(config)
 
     @property
     def has_work(self) -> bool:
@@ -403,7 +404,13 @@ class Scheduler:
         request.num_computed_tokens = num_known = hit.num_tokens or num_computed
         wanted = request.num_tokens - num_known
         if wanted == 1 and self._pads_newcomers and (self._has_running_rows or num_known):
-            wanted += pad_with_drafts(request, num_known, config)
+            wanted += pad_with_drafts(
+                request,
+                config.num_speculative_tokens,
+                num_known,
+                max_model_len=config.max_model_len,
+                max_tokens=config.max_num_batched_tokens,
+            )
         wanted = self._limit(wanted)
         num_tokens = builder.clip(request, wanted)
         must_be_whole = request.draft_token_ids or not config.enable_chunked_prefill
@@ -500,6 +507,16 @@ class Scheduler:
         if request.segments:
             begin_turn(request, request.segments.popleft(), self._config.max_model_len)
             self._queues.unblock(request, INPUT)
+
+
+class _ForgetDrafts(SchedulerFeature):
+    """Releases what a draft limit keeps of a request once it ends."""
+
+    def __init__(self, limit: DraftLimit) -> None:
+        self._limit = limit
+
+    def on_finish(self, request: Request) -> None:
+        self._limit.forget(request)
 
 
 def _attach_extras(result: StepResult, rows: Sequence[Request], outputs: list[RequestOutput]) -> None:

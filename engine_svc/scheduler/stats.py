@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_svc.speculation.accounting import DraftStats
+
 # What keeps waiting requests from being admitted.
 FREE_BLOCKS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, PAUSED = (
     "free_blocks", "max_num_seqs", "max_num_batched_tokens", "paused",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class DraftStats:
-    """Drafts and acceptances since the start."""
-
-    num_drafts: int = 0  # rows of steps that had any
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()  # index 0 is the first draft of a row
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,11 @@ from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint
+from engine_svc.runner.sampling.transfer import Ints
+from engine_svc.speculation.proposer import Draw, IntArray, Proposer
 from engine_svc.speculation.row_cache import BLOCK_SIZE, RowCache, cache_bytes
 
-Ints = npt.NDArray[np.int64]
-TokenIds = npt.NDArray[np.int32]
-# Chooses tokens [N] int64 from logits [N, V], for `rows` at `positions`, with the noise of those positions.
-Draw = Callable[[Tensor, Ints, Ints], Tensor]
-
-# So many tokens since a row's last drafts are read before its next ones. Of more, the older are left out, as
+# The newest tokens since a row's last drafts that are read before its next ones. Older ones are left out, as
 # reading them costs about what drafts can gain.
 _MOST_PENDING = 64
 
@@ -88,8 +85,10 @@ class ModelNetwork:
         return self._model.forward(token_ids, positions, rows, context), None
 
 
-class NetworkProposer:
+class NetworkProposer(Proposer):
     """Proposes for several rows at once, one forward for each draft of the row with most."""
+
+    has_network = True
 
     def __init__(
         self,
@@ -140,10 +139,10 @@ class NetworkProposer:
         self._wants_drafts[row] = admitted.sampling.max_draft_tokens != 0
         self._had_drafts[row] = False
 
-    def remove_row(self, row: int, token_ids: TokenIds) -> None: ...
+    def remove_row(self, row: int, token_ids: IntArray) -> None: ...
 
     def observe(
-        self, token_ids: TokenIds, rows: Ints, starts: Ints, counts: Ints, lengths: Ints, hidden: Tensor
+        self, token_ids: IntArray, rows: Ints, starts: Ints, counts: Ints, lengths: Ints, hidden: Tensor
     ) -> None:
         """Take the target's hidden states [T, hidden_size] of a step, for a network that reads them.
 
@@ -165,7 +164,7 @@ class NetworkProposer:
             self._hidden[self._send(of_rows), self._send(positions % self._num_pending)] = hidden
 
     def propose(
-        self, token_ids: TokenIds, rows: Ints, lengths: Ints, limits: Ints, draw: Draw
+        self, token_ids: IntArray, rows: Ints, lengths: Ints, limits: Ints, draw: Draw
     ) -> list[list[int]]:
         """Up to `limits` tokens for each of `rows`, 1 or more, to follow the `lengths` known ones.
 
@@ -213,7 +212,6 @@ class NetworkProposer:
         return proposed
 
     def rehearse(self, num_rows: int) -> None:
-        """Compute a draft for so many rows, none of them in use."""
         network, rows = self._network, np.arange(num_rows)
         if network is None:
             return
@@ -228,28 +226,21 @@ class NetworkProposer:
         )
 
     def release_cache(self) -> None:
-        """Release the memory of the cache. No row may be in use."""
         self._cache.release()
         self._hidden = self._hidden.new_zeros(0)
 
     def allocate_cache(self) -> None:
-        """Allocate it again, if it was released."""
         if not self._cache.is_allocated:
             self._cache.allocate()
             self._hidden = self._hidden.new_zeros(self._hidden_shape)
 
     def attach(self, model: Model, checkpoint: Checkpoint) -> None:
-        """Load the weights, for a target that was loaded from there.
-
-        Raises CheckpointError or UnsupportedModel.
-        """
         self._network = self._make_network(model, checkpoint)
         # What rows had is of the weights before.
         self._cache.num_kept[:] = 0
         self._cache.ends[:] = self._hidden_ends
 
     def detach(self) -> None:
-        """Drop the weights, and what refers to the target's; until it is attached nothing is proposed."""
         self._network = None
 
     def _counts_to_read(self, rows: Ints, ends: Ints) -> Ints:
@@ -274,7 +265,7 @@ class NetworkProposer:
     def _read_chunks(
         self,
         network: DraftNetwork,
-        token_ids: TokenIds,
+        token_ids: IntArray,
         rows: Ints,
         starts: Ints,
         counts: Ints,
@@ -299,7 +290,7 @@ class NetworkProposer:
     def _advance(
         self,
         network: DraftNetwork,
-        token_ids: TokenIds,
+        token_ids: IntArray,
         rows: Ints,
         counts: Ints,
         hidden: Tensor | None,

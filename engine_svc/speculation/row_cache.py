@@ -71,7 +71,7 @@ class RowCache:
             self.num_kept[row] -= num_blocks * BLOCK_SIZE
 
     def context(self, rows: Ints, counts: Ints, ahead: int = 0) -> ForwardContext:
-        """Of a forward that adds so many tokens to each row, after `ahead` that it does not keep."""
+        """Context of a forward that appends `counts[i]` tokens to row i, after `ahead` tokens not kept."""
         totals = self.num_kept[rows] + ahead + counts
         of_rows = np.repeat(rows, counts)
         indices = np.arange(len(of_rows)) + np.repeat(totals - np.cumsum(counts), counts)
@@ -83,7 +83,7 @@ class RowCache:
         return ForwardContext(self._layers, [torch.from_numpy(slots).to(self._device)], [batch])
 
     def advance(self, rows: Ints, counts: Ints) -> None:
-        """Keep so many more tokens of each row."""
+        """Keep `counts[i]` more tokens of row i."""
         self.num_kept[rows] += counts
         self.ends[rows] += counts
 
@@ -93,7 +93,7 @@ class RowCache:
 
 
 def num_blocks_of(window: int) -> int:
-    """Of each row."""
+    """Blocks per row."""
     return -(-window // BLOCK_SIZE)
 
 

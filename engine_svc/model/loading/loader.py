@@ -8,7 +8,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -209,6 +209,25 @@ def _note_variance(requested: bool | None, device: torch.device, ops: Ops, where
         raise UnsupportedModel(f"deterministic is on, but {differs} {where}: choose {cure}")
     if requested is None and device.type == "cpu":
         logger.warning(differs, extra={"ops": ops.name, "where": where})
+
+
+def read_llama_config(folder: Path) -> tuple[dict[str, Any], Any]:
+    """The content of a config.json, and the same as transformers completes it for a Llama.
+
+    Raises CheckpointError.
+    """
+    # Imported here for the reason given in `stated_config`.
+    from transformers import LlamaConfig
+
+    from engine_svc.model.transformers.registry import FOREIGN_ERRORS
+
+    try:
+        content = json.loads((folder / "config.json").read_text("utf-8"))
+        config = LlamaConfig(**content)
+        rotary_table(config, 1)
+    except (*FOREIGN_ERRORS, RuntimeError) as error:
+        raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from error
+    return content, config
 
 
 def read_model_config(folder: Path, options: LoadOptions | None = None) -> ModelConfig:

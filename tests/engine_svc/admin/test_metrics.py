@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine_svc.admin import announce
 from engine_svc.admin.metrics import register_engine
 from engine_svc.loop.mailbox import LoopStats, StatsSnapshot
-from engine_svc.scheduler.stats import DraftStats
+from engine_svc.speculation.accounting import DraftStats
 from tests.engine_svc.fakes import make_scheduler
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, connected, make_entry, served
 from triptych.engine.v1 import engine_pb2, session_pb2

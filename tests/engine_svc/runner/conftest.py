@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from transformers import PreTrainedModel
 
 from engine_svc.model.decoder import Model
 from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
-from engine_svc.runner.drafts import Proposer
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.memory.kv_tensors import KVSizing, KVTensors
 from engine_svc.runner.model_runner import ModelRunner, OnFailed, RunnerConfig
 from engine_svc.runner.preparer import OnPrepared
+from engine_svc.runner.step_drafts import NoDrafting
+from engine_svc.speculation.drafting import Drafting
+from engine_svc.speculation.proposer import Proposer
 from tests.engine_svc.model.checkpoints import MAX_POSITION, make_checkpoint
 from tests.engine_svc.request_options import make_runner_features
 from tests.engine_svc.runner.fakes import PlanDriver
@@ -58,7 +61,7 @@ class TinyModel:
                 *make_runner_features(context, takes_embeds=takes_embeds),
                 *features,
             ],
-            proposer=proposer,
+            make_drafting=NoDrafting if proposer is None else partial(Drafting, proposer),
             on_failed=on_failed,
             on_prepared=on_prepared,
         )

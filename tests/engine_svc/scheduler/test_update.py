@@ -18,7 +18,8 @@ from engine_svc.core.request import (
 )
 from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.scheduler.feature import SchedulerFeature
-from engine_svc.scheduler.stats import DraftStats, SchedulerStats
+from engine_svc.scheduler.stats import SchedulerStats
+from engine_svc.speculation.accounting import DraftStats
 from tests.engine_svc.scheduler.doubles import BlockHolder
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, Stage, request
 

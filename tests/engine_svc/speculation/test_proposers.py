@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine_svc.runner.drafts import Proposer
-from engine_svc.speculation.ngram import NgramProposer
-from engine_svc.speculation.suffix import SuffixProposer
+from engine_svc.speculation.proposer import RowProposer
+from engine_svc.speculation.text_proposers import NgramProposer, SuffixProposer
 from tests.engine_svc.speculation.texts import admitted, ids, proposed
 
 pytestmark = pytest.mark.parametrize("make", [NgramProposer, SuffixProposer])
-Make = Callable[[], Proposer]
+Make = Callable[[], RowProposer]
 
 
 def test_what_followed_the_same_tokens_is_proposed_up_to_the_limit(make: Make) -> None:

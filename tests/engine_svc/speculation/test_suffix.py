@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_svc.speculation.suffix import SuffixProposer
+from engine_svc.speculation.text_proposers import SuffixProposer
 from tests.engine_svc.speculation.texts import END, admitted, answer, ids, proposed
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest
-from engine_svc.runner.drafts import Proposer
+from engine_svc.speculation.proposer import RowProposer
 
 END = 99
 
@@ -23,7 +23,7 @@ def admitted(prompt: Sequence[int], salt: str = "") -> AdmittedRequest:
     return AdmittedRequest("request", list(prompt), len(prompt), sampling, [[]], {}, salt)
 
 
-def proposed(proposer: Proposer, *text: int, limit: int = 4, salt: str = "") -> list[int]:
+def proposed(proposer: RowProposer, *text: int, limit: int = 4, salt: str = "") -> list[int]:
     """What it proposes behind a text, in a row that has no other calls."""
     proposer.add_row(0, admitted(text, salt))
     draft = list(proposer.propose(0, ids(*text), limit))
@@ -31,7 +31,7 @@ def proposed(proposer: Proposer, *text: int, limit: int = 4, salt: str = "") -> 
     return draft
 
 
-def answer(proposer: Proposer, *output: int, salt: str) -> None:
+def answer(proposer: RowProposer, *output: int, salt: str) -> None:
     """A request with this output runs and ends."""
     proposer.add_row(7, admitted([1, 2, 3], salt))
     proposer.remove_row(7, ids(1, 2, 3, *output))

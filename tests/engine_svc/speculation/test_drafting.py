@@ -15,12 +15,12 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request, RequestOutput
 from engine_svc.core.step import AdmittedRequest, StepPlan, TokenLogprobs
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
-from engine_svc.runner.drafts import IntArray
 from engine_svc.runner.feature import LogitRows, RunnerFeature
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.speculation.suffix import SuffixProposer
+from engine_svc.speculation.proposer import ByRow, IntArray, Proposer
+from engine_svc.speculation.text_proposers import SuffixProposer
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
@@ -91,7 +91,7 @@ class Answers:
 def serve(
     model: TinyModel,
     options: dict[str, dict[str, object]],
-    proposer: Scripted | None = None,
+    proposer: Proposer | None = None,
     *,
     depth: int = 1,
     num_blocks: int = 200,
@@ -168,7 +168,7 @@ def serve(
 def test_drafts_change_no_answer(tiny_model, chance, how):
     model = tiny_model("llama", "native")
     expected = serve(model, OPTIONS)
-    found = serve(model, OPTIONS, Scripted(list(expected.texts.values()), chance), **how)
+    found = serve(model, OPTIONS, ByRow(Scripted(list(expected.texts.values()), chance)), **how)
     assert found.texts == expected.texts
     assert found.ends() == expected.ends()
     assert found.logprobs == expected.logprobs
@@ -196,14 +196,14 @@ def test_a_row_without_finite_logits_keeps_the_tokens_before(tiny_model, depth):
     texts = list(serve(model, OPTIONS).texts.values())
     features = (NanAt(35),)
     expected = serve(model, OPTIONS, features=features)
-    found = serve(model, OPTIONS, Scripted(texts, 0.9), depth=depth, features=features)
+    found = serve(model, OPTIONS, ByRow(Scripted(texts, 0.9)), depth=depth, features=features)
     assert found.texts == expected.texts
     assert found.ends() == expected.ends()
     assert sum("not finite" in str(end) for end in found.ends().values()) > 4
 
 
 def test_a_row_that_was_entered_in_part_can_be_released(tiny_model, monkeypatch):
-    runner = tiny_model("llama", "native").runner(proposer=SuffixProposer())
+    runner = tiny_model("llama", "native").runner(proposer=ByRow(SuffixProposer()))
     sampling, _ = split_options()
     admitted = AdmittedRequest("a", [5, 6, 7], 3, sampling, [[0]])
     columns = {"request_ids": ["a"], "num_tokens": [3], "num_computed_tokens": [0], "new_block_ids": [[]]}

@@ -9,7 +9,7 @@ import pytest
 
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepCosts
-from engine_svc.scheduler.draft_limit import SurvivalLimit
+from engine_svc.speculation.limit import SurvivalLimit
 from tests.engine_svc.scheduler.fakes import request
 
 MAX_DRAFTS = 8

@@ -17,16 +17,16 @@ from benchmarks.rig import draft_checkpoints
 from benchmarks.rig.draft_checkpoints import make_draft_checkpoints
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.checkpoint import Checkpoint
-from engine_svc.model.loading.draft_heads import load_eagle_head, load_mtp_head
 from engine_svc.model.loading.loader import LoadOptions, load_model
 from engine_svc.model.native.decoder import NativeDecoder
-from engine_svc.model.native.draft_heads import MtpHead
 from engine_svc.runner.sampling.transfer import Ints
+from engine_svc.speculation.head_weights import load_eagle_head, load_mtp_head
+from engine_svc.speculation.heads import MtpHead
 from engine_svc.speculation.network import ModelNetwork, NetworkProposer
 from engine_svc.speculation.row_cache import RowCache
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.runner.conftest import TinyModel
-from tests.engine_svc.runner.test_drafts import NUM_DRAFTS, OPTIONS, Answers, serve
+from tests.engine_svc.speculation.test_drafting import NUM_DRAFTS, OPTIONS, Answers, serve
 
 FAMILIES = ["llama", "gemma3"]
 HOW = {

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepCosts
-from engine_svc.scheduler.config import SchedulerConfig
 
 # Drafts are verified only if that makes tokens faster by this factor, as costs are estimates.
 _LEAST_GAIN = 1.05
@@ -40,7 +39,10 @@ class DraftLimit(Protocol):
         """How many drafts the row may have in this step."""
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """num_drafts: how many were verified, none where nothing was proposed."""
+        """Count a row's drafts of one step. num_drafts: verified ones; 0 where none was proposed."""
+
+    def forget(self, request: Request) -> None:
+        """Release what is kept of a request that ended."""
 
 
 class FixedLimit:
@@ -52,9 +54,11 @@ class FixedLimit:
     def begin_step(self, rows: Sequence[Request]) -> None: ...
 
     def allowed(self, request: Request) -> int:
-        return _most(request, self._num_drafts)
+        return _capped(request, self._num_drafts)
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
+
+    def forget(self, request: Request) -> None: ...
 
 
 class _Chances:
@@ -73,8 +77,8 @@ class _Chances:
             self.trials[depth] = self.trials[depth] * self._fading + 1.0
 
 
-class DraftHistory:
-    """What the limit keeps of a request. survivals: the chance by depth that all drafts so far are right."""
+class _DraftHistory:
+    """The drafts of a request so far. survivals: by depth, the chance that all drafts up to it are right."""
 
     __slots__ = ("allowed", "own", "probe_at", "survivals", "wait")
 
@@ -95,6 +99,7 @@ class SurvivalLimit:
         self._seconds = [0.0]  # of a step, by its positions; as far as it was needed
         self._proposing: list[float] = []  # to propose for one row more, by the rows; as far as needed
         self._shared = _Chances(max_drafts, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
+        self._histories: dict[str, _DraftHistory] = {}  # by request id
         self._step = 0
         self._num_rows = 0
         self._settled_until = 0  # before this step, nothing changes unless something becomes known
@@ -107,22 +112,21 @@ class SurvivalLimit:
         self._settled_until = self._step + _MAX_SETTLED_STEPS
         self._decide(rows)
         for request in rows:
-            history = request.draft_history
-            assert history is not None, "the decision made a history of each row"
+            history = self._histories[request.request_id]
             if history.allowed:
                 history.probe_at = 0
             else:
                 self._probe(request, history)
 
     def allowed(self, request: Request) -> int:
-        if request.draft_history is None:
+        history = self._histories.get(request.request_id)
+        if history is None:
             self._settled_until = 0
             return 0
-        allowed: int = request.draft_history.allowed
-        return allowed
+        return history.allowed
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        history = request.draft_history
+        history = self._histories.get(request.request_id)
         if history is None:
             return
         if num_drafts:
@@ -133,18 +137,21 @@ class SurvivalLimit:
         if num_accepted or not num_drafts:
             history.wait = _FIRST_WAIT
 
+    def forget(self, request: Request) -> None:
+        self._histories.pop(request.request_id, None)
+
     def _decide(self, rows: Sequence[Request]) -> None:
-        ranked: list[tuple[float, int, float, DraftHistory]] = []
+        ranked: list[tuple[float, int, float, _DraftHistory]] = []
         more = 0.0  # seconds beside those of the positions, of what every row computes anyway
         for request in rows:
-            history = request.draft_history
+            history = self._histories.get(request.request_id)
             if history is None:
-                history = request.draft_history = DraftHistory(self._max_drafts)
+                history = self._histories[request.request_id] = _DraftHistory(self._max_drafts)
                 self._estimate(history)
             history.allowed = 0
             extra = self._extra_seconds(request)
             more += extra
-            for depth, survival in enumerate(history.survivals[: _most(request, self._max_drafts)]):
+            for depth, survival in enumerate(history.survivals[: _capped(request, self._max_drafts)]):
                 if survival < _LEAST_SURVIVAL:
                     break
                 ranked.append((survival, depth, extra, history))
@@ -163,7 +170,7 @@ class SurvivalLimit:
         for _, _, _, history in ranked[:num_granted]:
             history.allowed += 1
 
-    def _probe(self, request: Request, history: DraftHistory) -> None:
+    def _probe(self, request: Request, history: _DraftHistory) -> None:
         """Have a row without drafts try one after a while, where drafts that are right would pay."""
         if not history.probe_at:
             history.probe_at = self._step + history.wait
@@ -177,7 +184,7 @@ class SurvivalLimit:
         self._settled_until = min(self._settled_until, history.probe_at)
 
     def _could_pay(self, request: Request) -> bool:
-        limit, num_rows = _most(request, self._max_drafts), self._num_rows
+        limit, num_rows = _capped(request, self._max_drafts), self._num_rows
         extra = self._extra_seconds(request)
         seconds = self._seconds_of(num_rows + limit) + (num_rows + limit) * extra
         seconds += limit * self._proposal_seconds(0)
@@ -185,7 +192,7 @@ class SurvivalLimit:
         return (num_rows + limit) / seconds > least
 
     def _proposal_seconds(self, num_rows: int) -> float:
-        """For one row more, at a depth at which drafts of so many are proposed."""
+        """Marginal seconds to propose for one more row, where `num_rows` rows have drafts of that depth."""
         seconds = self._proposing
         while len(seconds) <= num_rows:
             count = len(seconds)
@@ -193,12 +200,15 @@ class SurvivalLimit:
         return seconds[num_rows]
 
     def _extra_seconds(self, request: Request) -> float:
-        """Of each position of a row, beside those of its place in the step."""
+        """Seconds per position of this row on top of the shared step cost.
+
+        Attention over its context, and a draw if it samples.
+        """
         costs = self._costs
         seconds = len(request.token_ids) * costs.seconds_per_read
         return seconds + costs.seconds_per_draw if request.sampling.temperature > 0.0 else seconds
 
-    def _estimate(self, history: DraftHistory) -> None:
+    def _estimate(self, history: _DraftHistory) -> None:
         survival, survivals = 1.0, []
         shared, own = self._shared, history.own
         for depth in range(self._max_drafts):
@@ -215,17 +225,16 @@ class SurvivalLimit:
         return seconds[num_positions]
 
 
-def make_limit(config: SchedulerConfig) -> DraftLimit:
-    if config.step_costs is None:
-        return FixedLimit(config.num_speculative_tokens)
-    return SurvivalLimit(config.step_costs, config.num_speculative_tokens)
+def make_limit(costs: StepCosts | None, max_drafts: int) -> DraftLimit:
+    """costs: None for the same limit in every step."""
+    return FixedLimit(max_drafts) if costs is None else SurvivalLimit(costs, max_drafts)
 
 
-def _most(request: Request, num_drafts: int) -> int:
-    """So many drafts, or the request's own limit if that is lower."""
-    most = request.sampling.max_draft_tokens
-    return num_drafts if most is None else min(most, num_drafts)
+def _capped(request: Request, num_drafts: int) -> int:
+    """`num_drafts`, capped by the request's `max_draft_tokens`."""
+    limit = request.sampling.max_draft_tokens
+    return num_drafts if limit is None else min(limit, num_drafts)
 
 
-def _survival(entry: tuple[float, int, float, DraftHistory]) -> float:
+def _survival(entry: tuple[float, int, float, _DraftHistory]) -> float:
     return entry[0]

@@ -1,4 +1,4 @@
-"""Proposes what followed the same tokens in the request, or in finished answers that it may see."""
+"""Proposers that look up the newest tokens of a row in texts. They know tokens alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,33 @@ _HALF_TOKENS = 1 << 15
 _MAX_TOKENS = 1 << 19
 
 
+class NgramProposer:
+    """Proposes what followed the same tokens earlier in the request: prompt lookup.
+
+    Keeps an index of the tokens of each row, from its first proposal on.
+    """
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, TextIndex] = {}
+
+    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
+        self._indexes[row] = TextIndex()
+
+    def remove_row(self, row: int, token_ids: IntArray) -> None:
+        del self._indexes[row]
+
+    def propose(self, row: int, token_ids: IntArray, limit: int) -> list[int]:
+        index = self._indexes[row]
+        index.extend(token_ids[len(index.tokens) :].tolist())
+        match = index.find_own_end()
+        return [] if match is None else match.following(limit)
+
+
 class SuffixProposer:
-    """Answers are kept by cache salt; those of requests without one are not kept."""
+    """Proposes what followed the same tokens in the request, or in finished answers that it may see.
+
+    Answers are kept by cache salt; those of requests without one are not kept.
+    """
 
     def __init__(self, *, half_tokens: int = _HALF_TOKENS, max_tokens: int = _MAX_TOKENS) -> None:
         self._half_tokens = half_tokens

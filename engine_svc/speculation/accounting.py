@@ -1,29 +1,30 @@
 """Arithmetic of tokens that are planned but not known: drafts, and placeholders of steps in flight.
 
-Knows requests and plans, no drafter.
+Knows requests and plans, no proposer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan
-from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.draft_limit import DraftLimit
-from engine_svc.scheduler.stats import DraftStats
+from engine_svc.speculation.limit import DraftLimit
 
 UNKNOWN_DRAFT = -1  # a draft whose value the scheduler does not know
 
 
-def pad_with_drafts(request: Request, num_cached: int, config: SchedulerConfig) -> int:
+def pad_with_drafts(
+    request: Request, num_drafts: int, num_cached: int, *, max_model_len: int, max_tokens: int
+) -> int:
     """Give a new request with one token to compute placeholder drafts; returns how many.
 
     They are never accepted. They make its row as long as the others: steps of equal rows are fast.
+    max_tokens: of a step.
     """
-    num_drafts = config.num_speculative_tokens
     # The token that the row samples has to fit as well, and a row that fits no step would wait forever.
-    if num_cached + 1 + num_drafts + 1 > config.max_model_len or num_drafts >= config.max_num_batched_tokens:
+    if num_cached + 1 + num_drafts + 1 > max_model_len or num_drafts >= max_tokens:
         return 0
     request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
     return num_drafts
@@ -63,6 +64,16 @@ def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, li
     for request, samples in zip(rows, plan.samples, strict=True):
         if samples and request.status is RequestStatus.RUNNING:
             request.draft_token_ids = drafts.get(request.request_id, [])
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """Drafts and acceptances since the start."""
+
+    num_drafts: int = 0  # rows of steps that had any
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()  # index 0 is the first draft of a row
 
 
 class DraftCounter:

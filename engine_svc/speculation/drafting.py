@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest, StepPlan
 from engine_svc.model.context import HiddenStates
-from engine_svc.runner.drafts import BatchProposer, Proposer
 from engine_svc.runner.input_batch import InputBatch, StepInputs
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints, to_device
+from engine_svc.runner.step_drafts import StepDrafts
+from engine_svc.speculation.proposer import Draw, IntArray, Proposer
 
 # More than a plan is ever made before the result of a step is known.
 _MAX_STEPS_AHEAD = 64
 
-_TokenIds = npt.NDArray[np.int32]
 
-
-class Drafting:
+class Drafting(StepDrafts):
     """Replaces what a plan does not know yet: its drafts, and where rows begin if earlier ones were rejected.
 
     A plan is made as if every draft before it were accepted. Where rows begin follows from how many of their
@@ -31,40 +28,22 @@ class Drafting:
     tokens of the step before; all steps do where hidden states are read.
     """
 
-    def __init__(
-        self,
-        proposer: Proposer | BatchProposer,
-        batch: InputBatch,
-        draw: Callable[[Tensor, Ints, Ints], Tensor],
-    ) -> None:
-        """draw: see BatchProposer.propose."""
+    def __init__(self, proposer: Proposer, batch: InputBatch, draw: Draw) -> None:
+        self.costs_time = proposer.has_network
         self._proposer = proposer
-        self._network: BatchProposer | None = None
-        self._by_row: Proposer | None = None
-        if isinstance(proposer, BatchProposer):
-            self._network = proposer
-        else:
-            self._by_row = proposer
         self._batch = batch
         self._draw = draw
         self._is_on_host = batch.device.type == "cpu"
-        self._token_ids: _TokenIds = (
+        self._token_ids: IntArray = (
             batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
         )
         self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
         self._num_plain_steps = 0  # without drafts, since the last with any
         self._unread: deque[tuple[StepInputs, RunningStep]] = deque()
 
-    @property
-    def network(self) -> BatchProposer | None:
-        """What proposes, if it has weights."""
-        return self._network
-
     def wanted_hidden(self) -> HiddenStates | None:
-        """For the next forward: which hidden states are read."""
-        if self._network is None or self._network.hidden_layers is None:
-            return None
-        return HiddenStates(self._network.hidden_layers)
+        layers = self._proposer.hidden_layers
+        return None if layers is None else HiddenStates(layers)
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         self._num_known[row] = len(admitted.token_ids)
@@ -75,10 +54,9 @@ class Drafting:
     def remove_row(self, row: int) -> None:
         self._proposer.remove_row(row, self._known(row))
 
-    def read(self, plan: StepPlan) -> None:
-        """Read the tokens that the plan depends on, before its rows are released and entered."""
-        needs_newest = self._is_on_host or bool(plan.released) or any(plan.draft_token_ids)
-        needs_newest |= self._network is not None and self._network.hidden_layers is not None
+    def read(self, plan: StepPlan, *, has_drafts: bool) -> None:
+        needs_newest = self._is_on_host or bool(plan.released) or has_drafts
+        needs_newest |= self._proposer.hidden_layers is not None
         while self._unread and (
             needs_newest or len(self._unread) > 1 or self._unread[0][0].drafts is not None
         ):
@@ -92,7 +70,6 @@ class Drafting:
             self._num_known[rows] = positions + 1
 
     def settle(self, plan: StepPlan) -> StepPlan:
-        """The plan with the drafts of its rows, which are entered, and with where these begin."""
         has_drafts = any(plan.draft_token_ids)
         self._num_plain_steps = 0 if has_drafts else self._num_plain_steps + 1
         if self._num_plain_steps > _MAX_STEPS_AHEAD:
@@ -112,35 +89,37 @@ class Drafting:
         return settled
 
     def observe(self, inputs: StepInputs, hidden: HiddenStates) -> None:
-        """A forward of these inputs was launched. Before `keep`."""
-        assert self._network is not None, "hidden states were wanted"
         lengths = self._num_known[inputs.rows]
-        self._network.observe(
+        self._proposer.observe(
             self._token_ids, inputs.rows, inputs.starts, inputs.counts, lengths, hidden.joined()
         )
 
     def keep(self, inputs: StepInputs, step: RunningStep) -> None:
-        """A step was launched in which rows sample."""
         self._unread.append((inputs, step))
+
+    def rehearse(self, num_rows: int) -> None:
+        self._proposer.rehearse(num_rows)
+
+    def release_cache(self) -> None:
+        self._proposer.release_cache()
+
+    def allocate_cache(self) -> None:
+        self._proposer.allocate_cache()
 
     def _propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         """Drafts of each row, at most as many as its limit."""
-        if self._by_row is not None:
-            return [
-                list(self._by_row.propose(row, self._known(row), limit)[:limit]) if limit else []
-                for row, limit in zip(rows, limits, strict=True)
-            ]
-        assert self._network is not None, "something proposes"
         proposed: list[list[int]] = [[] for _ in rows]
-        asked = [index for index, limit in enumerate(limits) if limit]
-        some = np.array([rows[index] for index in asked], dtype=np.int64)
-        most = np.array([limits[index] for index in asked], dtype=np.int64)
-        found = self._network.propose(self._token_ids, some, self._num_known[some], most, self._draw)
-        for index, drafts in zip(asked, found, strict=True):
+        drafting = [index for index, limit in enumerate(limits) if limit]
+        batch_rows = np.array([rows[index] for index in drafting], dtype=np.int64)
+        batch_limits = np.array([limits[index] for index in drafting], dtype=np.int64)
+        proposals = self._proposer.propose(
+            self._token_ids, batch_rows, self._num_known[batch_rows], batch_limits, self._draw
+        )
+        for index, drafts in zip(drafting, proposals, strict=True):
             proposed[index] = list(drafts)
         return proposed
 
-    def _known(self, row: int) -> _TokenIds:
+    def _known(self, row: int) -> IntArray:
         return self._token_ids[row, : self._num_known[row]]
 
     def _put(self, rows: Sequence[int], proposed: Sequence[Sequence[int]]) -> None:

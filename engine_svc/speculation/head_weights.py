@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,18 @@ from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.facts import KVShape, ModelFacts
 from engine_svc.model.loading.checkpoint import Checkpoint, replaced_tensors
 from engine_svc.model.loading.folder import weight_files
-from engine_svc.model.loading.loader import builder_type, ignore_progress, read_model_config
+from engine_svc.model.loading.loader import (
+    builder_type,
+    ignore_progress,
+    read_llama_config,
+    read_model_config,
+)
 from engine_svc.model.loading.weights import WeightReader
 from engine_svc.model.native.build import DecoderBuilder
 from engine_svc.model.native.decoder import NativeDecoder
-from engine_svc.model.native.draft_heads import MTP_LAYOUTS, EagleHead, MtpHead, MtpLayout
 from engine_svc.model.native.spec import DecoderSpec, NotNative, read_spec, rotary_table
 from engine_svc.model.parallel import Solo
+from engine_svc.speculation.heads import MTP_LAYOUTS, EagleHead, MtpHead, MtpLayout
 
 _EAGLE_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
 
@@ -145,17 +149,7 @@ def _find_layout(spec: DecoderSpec, reader: WeightReader) -> MtpLayout | None:
 
 def _read_eagle(folder: Path) -> tuple[dict[str, Any], Any, DecoderSpec]:
     """The content of config.json, the same as transformers completes it, and the layer's spec."""
-    # Imported here for the reason given in `stated_config`.
-    from transformers import LlamaConfig
-
-    from engine_svc.model.transformers.registry import FOREIGN_ERRORS
-
-    try:
-        content = json.loads((folder / "config.json").read_text("utf-8"))
-        config = LlamaConfig(**content)
-        rotary_table(config, 1)
-    except (*FOREIGN_ERRORS, RuntimeError) as error:
-        raise CheckpointError(f"{folder}/config.json cannot be read: {error}") from error
+    content, config = read_llama_config(folder)
     if content.get("model_type") != "llama" or config.num_hidden_layers != 1:
         raise UnsupportedModel(
             f"{folder}: model_type is {content.get('model_type')} with {config.num_hidden_layers} layers, an "

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.core.request import DraftUse, Request
-from engine_svc.scheduler.speculation import UNKNOWN_DRAFT, DraftCounter, is_last_token_in_flight
-from engine_svc.scheduler.stats import DraftStats
+from engine_svc.speculation.accounting import UNKNOWN_DRAFT, DraftCounter, DraftStats, is_last_token_in_flight
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
 
 
