@@ -37,7 +37,7 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedGeneration:
     """A generation that this engine can change to. meeting: None if it is no member."""
 
     generation: int
@@ -48,7 +48,7 @@ class Prepared:
 class _Order:
     """An order to change to a generation, and the future of its result."""
 
-    prepared: Prepared
+    prepared: PreparedGeneration
     answer: Future[None]
     lost_generation: int  # the last one that cannot vote any more, as a member has ended; 0: none
 
@@ -256,7 +256,7 @@ class LockstepDriver:
         is_apart = self._machine.state is LockstepState.APART
         return is_apart and self._next is None and not self._is_forming
 
-    def commit(self, prepared: Prepared, answer: Future[None], lost_generation: int = 0) -> None:
+    def commit(self, prepared: PreparedGeneration, answer: Future[None], lost_generation: int = 0) -> None:
         """Change to a generation as soon as all ranks of the present one can.
 
         A rank that is idle in a generation up to `lost_generation` does so at once, as a member has ended.

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from engine_svc.admin.served_engine import Failure, ServedEngine
 from engine_svc.convert import messages
-from engine_svc.data_parallel.driver import LockstepDriver, Prepared
+from engine_svc.data_parallel.driver import LockstepDriver, PreparedGeneration
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.weights_check import WEIGHTS_MISMATCH
 from engine_svc.loop.answer import give
@@ -39,19 +39,19 @@ _MAX_NUMBER = 1 << 62
 EXIT_MISMATCH = 2
 
 
-class Reporter(Protocol):
+class MembershipReporter(Protocol):
     def set_interval(self, interval_s: float) -> None: ...
 
 
 class CommandHandler:
-    def __init__(self, engine: ServedEngine, departure: Departure, reporter: Reporter) -> None:
+    def __init__(self, engine: ServedEngine, departure: Departure, reporter: MembershipReporter) -> None:
         self._engine = engine
         self._departure = departure
         self._reporter = reporter
         self._known: OrderedDict[tuple[int, int], asyncio.Task[command_pb2.CommandResult]] = OrderedDict()
         self._newest = 0  # newest generation that this engine was asked to prepare
         self._preparing: command_pb2.PrepareScale | None = None  # the order being prepared, or prepared last
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedGeneration | None = None
         self._committed = 0
         self._change: asyncio.Future[None] | None = None  # done when that generation is formed or has failed
         # One thread: loads read from the same disk, and only the last one counts.
@@ -142,7 +142,7 @@ class CommandHandler:
             await self._load(lambda: driver.prepare(meeting, may_release=may_release))
         if self._preparing != order:
             raise FailedPrecondition(f"generation {order.generation} was aborted", reason="GIVEN_UP")
-        self._prepared = Prepared(order.generation, meeting)
+        self._prepared = PreparedGeneration(order.generation, meeting)
         logger.info(
             "generation prepared",
             extra={"generation": order.generation, "leaves": meeting is None, "size": order.new_size},

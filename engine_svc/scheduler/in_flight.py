@@ -57,7 +57,7 @@ class Withdrawn:
     block_ids: list[int] = field(default_factory=list)  # registered blocks to fill
 
 
-class StepsInFlight:
+class PlannedSteps:
     """A queue of steps: results come in the order of the plans."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class BadTrace(ValueError):
     """A file that is no trace, or one of a format that is not known here."""
 
 
-class Core(Protocol):
+class ReplayedCore(Protocol):
     """The scheduling side of an engine."""
 
     @property
@@ -85,7 +85,7 @@ def read_lines(lines: Iterable[bytes]) -> Iterator[Record | None]:
         raise BadTrace("line 1 is not JSON")
 
 
-BuildCore = Callable[[Setup, Sequence[SchedulerFeature]], Core]
+BuildCore = Callable[[Setup, Sequence[SchedulerFeature]], ReplayedCore]
 
 
 def replay(records: Iterable[Record | None], build: BuildCore) -> Iterator[Run]:

@@ -14,7 +14,7 @@ from engine_svc.core.errors import PeersLost
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan, StepResult
-from engine_svc.data_parallel.driver import LockstepDriver, Prepared, RankStatus
+from engine_svc.data_parallel.driver import LockstepDriver, PreparedGeneration, RankStatus
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.wave import Vote, WaveMachine
 from engine_svc.loop.answer import give
@@ -343,12 +343,14 @@ class Cluster:
         """Have these change over to a new generation, and the leaving ones leave; their answers."""
         self.generation += 1
         generation = self.generation
-        orders: list[tuple[Rank, Prepared]] = [(rank, Prepared(generation, None)) for rank in leaving]
+        orders: list[tuple[Rank, PreparedGeneration]] = [
+            (rank, PreparedGeneration(generation, None)) for rank in leaving
+        ]
         for index, rank in enumerate(ranks):
             meeting = Meeting(generation, index, len(ranks), "10.0.0.1", 7000)
             rank.ask(partial(rank.driver.supersede, generation))
             rank.driver.prepare(meeting)
-            orders.append((rank, Prepared(generation, meeting)))
+            orders.append((rank, PreparedGeneration(generation, meeting)))
         answers: list[Future[None]] = []
         for rank, prepared in orders:
             answers.append(Future())

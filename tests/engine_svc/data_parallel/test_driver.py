@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 import pytest
 
 from engine_svc.core.request import FinishReason
-from engine_svc.data_parallel.driver import LockstepDriver, Prepared
+from engine_svc.data_parallel.driver import LockstepDriver, PreparedGeneration
 from engine_svc.data_parallel.group import Meeting
 from engine_svc.data_parallel.wave import VOTE_INTERVAL, LockstepState, Vote, WaveMachine
 from engine_svc.data_parallel.weights_check import WEIGHTS_MISMATCH
@@ -300,11 +300,11 @@ def test_a_wave_number_never_goes_back_over_generations():
         assert waves[-1] > 3
 
 
-def prepare_alone(rank: Rank, generation: int) -> Prepared:
+def prepare_alone(rank: Rank, generation: int) -> PreparedGeneration:
     """What lets this rank go on as the only one."""
     meeting = Meeting(generation, 0, 1, "10.0.0.1", 7000)
     rank.driver.prepare(meeting)
-    return Prepared(generation, meeting)
+    return PreparedGeneration(generation, meeting)
 
 
 def test_a_rank_whose_peer_has_ended_meanwhile_changes_over_without_a_wave():
@@ -460,7 +460,7 @@ class Bare:
     def form(self, generation: int) -> None:
         meeting = Meeting(generation, 0, 1, "10.0.0.1", 7000)
         answer: Future[None] = Future()
-        self.driver.commit(Prepared(generation, meeting), answer)
+        self.driver.commit(PreparedGeneration(generation, meeting), answer)
         while not answer.done():
             self.do_posted()
 

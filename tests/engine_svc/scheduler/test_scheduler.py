@@ -7,7 +7,7 @@ import pytest
 from engine_svc.cache.attention import FullAttention, SlidingWindow
 from engine_svc.core.request import FinishReason, RequestStatus
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.in_flight import StepsInFlight
+from engine_svc.scheduler.in_flight import PlannedSteps
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
 
 
@@ -83,7 +83,7 @@ def test_a_plan_without_rows_has_nothing_to_give_back():
 
 
 def test_results_come_back_in_the_order_of_the_plans():
-    steps = StepsInFlight()
+    steps = PlannedSteps()
     first, second = [request("a", 4)], [request("b", 4)]
     steps.push(3, first, [4])
     steps.push(5, second, [4])
@@ -92,7 +92,7 @@ def test_results_come_back_in_the_order_of_the_plans():
 
 
 def test_the_newest_step_of_a_request_is_the_last_that_computes_something_of_it():
-    steps = StepsInFlight()
+    steps = PlannedSteps()
     both, once, never = request("a", 4), request("b", 4), request("c", 4)
     assert steps.newest_of(both) == 0
     steps.push(3, [both, once], [4, 4])
@@ -103,7 +103,7 @@ def test_the_newest_step_of_a_request_is_the_last_that_computes_something_of_it(
 
 
 def test_tokens_in_flight_are_summed_over_the_steps():
-    steps = StepsInFlight()
+    steps = PlannedSteps()
     both, once, never = request("a", 4), request("b", 4), request("c", 4)
     steps.push(1, [once, both], [3, 5])
     steps.push(2, [both], [7])
@@ -113,7 +113,7 @@ def test_tokens_in_flight_are_summed_over_the_steps():
 
 
 def test_the_rows_of_a_forgotten_request_are_dropped_in_every_step():
-    steps = StepsInFlight()
+    steps = PlannedSteps()
     forgotten, other = request("a", 4), request("a", 4)
     steps.push(1, [forgotten, other], [1, 1])
     steps.push(2, [other, forgotten], [1, 1])
