@@ -273,7 +273,7 @@ class RequestTrace:
             names.NUM_PREEMPTIONS: times["num_preemptions"],
             names.NUM_MIGRATIONS: times["num_migrations"],
         }
-        drafts = [state.drafts for state in states if state.drafts is not None]
+        drafts = [state.ending.drafts for state in states if state.ending and state.ending.drafts]
         if drafts:
             timeline.attributes |= {
                 names.NUM_DRAFT_TOKENS: sum(use.num_proposed for use in drafts),

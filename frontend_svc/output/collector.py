@@ -157,8 +157,8 @@ class Collector:
     """
 
     __slots__ = (
-        "_awaits_first", "_error", "_interval", "_is_ready", "_kind", "_limit", "_max_bytes", "_max_tokens",
-        "_num_bytes", "_num_cached", "_num_open", "_num_unread", "_on_slow", "_reader", "_slots", "_timer",
+        "_awaits_first", "_error", "_interval", "_is_ready", "_kind", "_limit", "_num_bytes",
+        "_num_cached", "_num_open", "_num_unread", "_on_slow", "_reader", "_slots", "_timer", "_total_limit",
     )  # fmt: skip
 
     def __init__(
@@ -174,8 +174,7 @@ class Collector:
         self._kind = kind
         self._interval = stream_interval
         self._limit = limit
-        self._max_tokens = n * limit.max_tokens
-        self._max_bytes = n * limit.max_bytes
+        self._total_limit = ReaderLimit(n * limit.max_tokens, n * limit.max_bytes, limit.grace_s)
         self._on_slow = on_slow
         self._awaits_first = awaits_first
         self._slots = [_Slot() for _ in range(n)]
@@ -225,7 +224,8 @@ class Collector:
         slot.is_due = True
         was_ready = self._is_ready
         self._wake_if_due()
-        is_over = self._num_unread > self._max_tokens or self._num_bytes > self._max_bytes
+        limit = self._total_limit
+        is_over = self._num_unread > limit.max_tokens or self._num_bytes > limit.max_bytes
         if is_over and self._kind is OutputKind.DELTA:
             self._give_grace(was_ready=was_ready)
 
@@ -307,8 +307,8 @@ class Collector:
             self._reader = None
 
     def _is_over_all_limits(self) -> bool:
-        most = _MAX_LIMITS
-        return self._num_unread > most * self._max_tokens or self._num_bytes > most * self._max_bytes
+        limit, times = self._total_limit, _MAX_LIMITS
+        return self._num_unread > times * limit.max_tokens or self._num_bytes > times * limit.max_bytes
 
     def _give_grace(self, *, was_ready: bool) -> None:
         # However much arrives at once, a reader is slow only if there was something to read before.

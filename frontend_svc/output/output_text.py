@@ -34,6 +34,10 @@ class OutputText:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
 
+    @property
+    def has_stop_strings(self) -> bool:
+        return self._stops_in_text is not None or self._stops_in_content is not None
+
     def advance(
         self, token_ids: list[int], num_before: int, ending: Ending | None
     ) -> tuple[str, list[Piece], str | None]:

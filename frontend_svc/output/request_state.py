@@ -9,7 +9,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from frontend_svc.output.collector import Collector, DraftUse, Ending, EndReason
+from frontend_svc.output.collector import Collector, Ending, EndReason
 from frontend_svc.output.engine_times import EngineTimes, Progress
 from frontend_svc.output.logprobs import LogprobColumns, LogprobReader
 from frontend_svc.output.loss import Loss, LossKind
@@ -55,9 +55,9 @@ class RequestState:
     """
 
     __slots__ = (
-        "_has_read", "_has_stop_strings", "_index", "_logprobs", "_readers", "_text", "collector",
-        "detokenize_ns", "drafts", "first_output_at_ns", "has_ended", "is_continued", "last_output_at_ns",
-        "meter", "on_lost", "on_output", "output_token_ids", "times",
+        "_extras", "_index", "_logprobs", "_text", "collector", "detokenize_ns", "ending",
+        "first_output_at_ns", "is_continued", "last_output_at_ns", "meter", "on_lost", "on_output",
+        "output_token_ids", "times",
     )  # fmt: skip
 
     def __init__(
@@ -85,19 +85,16 @@ class RequestState:
                 include_stop=include_stop,
                 min_tokens=min_tokens,
             )
-        self._has_stop_strings = stops is not None
         self._index = index
         self._logprobs = logprobs
-        self._readers = {reader.extra: reader for reader in readers}
-        self._has_read = False
+        self._extras = _Extras(readers)
         self.output_token_ids = array("I")
         self.times = EngineTimes()
-        self.has_ended = False
+        self.ending: Ending | None = None
         self.is_continued = False  # whether its group began on an engine that was lost
         self.on_lost: Callable[[LossKind, ServiceError], None] | None = None
         self.on_output: Callable[[], None] | None = None
         self.meter: TokenMeter | None = None
-        self.drafts: DraftUse | None = None  # once it has ended, if the engine reported any
         self.detokenize_ns = 0
         self.first_output_at_ns = 0
         self.last_output_at_ns = 0
@@ -108,12 +105,16 @@ class RequestState:
 
     @property
     def has_stop_strings(self) -> bool:
-        return self._has_stop_strings
+        return self._text is not None and self._text.has_stop_strings
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ending is not None
 
     @property
     def has_begun(self) -> bool:
         """Whether there was any output, or anything for a reader."""
-        return self._has_read or len(self.output_token_ids) > 0
+        return self._extras.has_read or len(self.output_token_ids) > 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -138,7 +139,7 @@ class RequestState:
                 ending = Ending(EndReason.STOP, stop_string=stop, drafts=drafts)
         self.output_token_ids.extend(token_ids)
         if ending is not None:
-            self.has_ended, self.drafts = True, ending.drafts
+            self.ending = ending
             self.times.end()
         if self._logprobs is None or columns is None or not token_ids:
             self.collector.put(self._index, text, token_ids, ending, parts=parts)
@@ -189,12 +190,28 @@ class RequestState:
         kind = extra.WhichOneof("extra") or ""
         if kind == "nan_count":
             self.times.num_nan_logits += extra.nan_count
-        reader = self._readers.get(kind)
-        if reader is not None:
-            reader.read(extra)
-            self._has_read = True
+        self._extras.read(kind, extra)
 
     def fill(self, message: Message) -> None:
         """Add to a message of the answer what the readers have read."""
+        self._extras.fill(message, self.output_token_ids)
+
+
+class _Extras:
+    """The readers of an output, by the field of StepExtra."""
+
+    __slots__ = ("_readers", "has_read")
+
+    def __init__(self, readers: Sequence[OutputReader]) -> None:
+        self._readers = {reader.extra: reader for reader in readers}
+        self.has_read = False
+
+    def read(self, kind: str, extra: step_pb2.StepExtra) -> None:
+        reader = self._readers.get(kind)
+        if reader is not None:
+            reader.read(extra)
+            self.has_read = True
+
+    def fill(self, message: Message, output_token_ids: Sequence[int]) -> None:
         for reader in self._readers.values():
-            reader.fill(message, self.output_token_ids)
+            reader.fill(message, output_token_ids)

@@ -81,9 +81,7 @@ class WorkerSlot:
         # Least recently used first.
         self._loaded: dict[str, None] = {}
         self._unreadable: set[str] = set()
-        self._limit: asyncio.TimerHandle | None = None
-        self._num_limits = 0
-        self._cpu_before_s = 0.0
+        self._limit: _TimeLimit | None = None
         self._restart: asyncio.TimerHandle | None = None
         self._starting: asyncio.Task[None] | None = None
         self._num_failures = 0
@@ -207,8 +205,7 @@ class WorkerSlot:
         self, header: Mapping[str, object], files: TextFiles | None, parts: Sequence[bytes], limit_s: float
     ) -> None:
         assert self._link is not None
-        self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
-        self._num_limits, self._cpu_before_s = 1, self._link.cpu_s()
+        self._limit = _TimeLimit(self._link, limit_s, self._expire)
         key = "" if files is None else files.key
         self._link.send({**header, "key": key, "limit_s": _MAX_LIMITS * limit_s}, parts)
 
@@ -248,10 +245,6 @@ class WorkerSlot:
     def _expire(self, limit_s: float) -> None:
         link, work = self._link, self._work
         assert link is not None
-        if self._num_limits < _MAX_LIMITS and link.cpu_s() - self._cpu_before_s < _FAIR_SHARE * limit_s:
-            self._num_limits += 1
-            self._limit = asyncio.get_running_loop().call_later(limit_s, self._expire, limit_s)
-            return
         logger.warning(
             "text worker killed at its time limit",
             extra={"process_id": link.process_id, "limit_s": limit_s, "state": self._state.value},
@@ -295,6 +288,29 @@ class WorkerSlot:
         if state not in _TRANSITIONS[self._state]:
             raise InvalidTransition(f"a text worker cannot go from {self._state.value} to {state.value}")
         self._state = state
+
+
+class _TimeLimit:
+    """Calls `on_expired` after `limit_s`, or up to four times that while the process gets too little CPU."""
+
+    def __init__(self, link: WorkerLink, limit_s: float, on_expired: Callable[[float], None]) -> None:
+        self._link = link
+        self._limit_s = limit_s
+        self._on_expired = on_expired
+        self._num_limits = 1
+        self._cpu_before_s = link.cpu_s()
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._expire)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        cpu_s = self._link.cpu_s() - self._cpu_before_s
+        if self._num_limits < _MAX_LIMITS and cpu_s < _FAIR_SHARE * self._limit_s:
+            self._num_limits += 1
+            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._expire)
+        else:
+            self._on_expired(self._limit_s)
 
 
 def _time_limit_error(field: str, limit_s: float) -> InvalidArgument:
