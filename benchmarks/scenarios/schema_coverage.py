@@ -51,7 +51,7 @@ from engine_svc.features.structured_output.backends.llguidance_backend import LL
 from engine_svc.features.structured_output.backends.xgrammar_backend import XGrammarBackend
 from engine_svc.features.structured_output.check import ConstraintRefused, check
 from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, GrammarError
-from engine_svc.features.structured_output.json_schema.rewrite import FORMATS
+from engine_svc.features.structured_output.json_schema.rules import FORMATS
 
 TIME_LIMIT_S = 20  # of one judgement, in CPU time
 NUM_SAMPLES = 4

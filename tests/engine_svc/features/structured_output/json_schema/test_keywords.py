@@ -18,7 +18,7 @@ from engine_svc.features.structured_output.json_schema.keywords import (
     UnenforcedKeywords,
     serve,
 )  # fmt: skip
-from engine_svc.features.structured_output.json_schema.rewrite import FORMATS
+from engine_svc.features.structured_output.json_schema.rules import FORMATS
 from engine_svc.features.structured_output.llguidance_text import grammar_text, parser_limits
 from tests.engine_svc.features.structured_output.test_check import written
 
