@@ -408,7 +408,7 @@ async def test_a_bug_in_what_takes_outputs_costs_a_stream_and_not_the_engine():
     async with connected(large_engine()) as rig:
         (whole,) = rig.add(range(1))
         broken = Broken(rig.changed)
-        rig.client.add([make_entry(1)], [broken])
+        rig.client.requests.add([make_entry(1)], [broken])
         await rig.until(lambda: broken.is_over and whole.is_over)
         assert {loss.kind for loss in broken.losses} == {LossKind.DEATH}
         await rig.until_state(EngineState.READY)

@@ -51,12 +51,12 @@ async def test_a_session_that_no_stream_can_go_on_with_is_given_up_and_a_new_one
         try:
             await until(lambda: client.state is EngineState.READY)
             takers = [Taker(changed.set) for _ in range(_NUM_ROWS)]
-            client.add([make_entry(number, max_tokens=100) for number in range(_NUM_ROWS)], takers)
+            client.requests.add([make_entry(number, max_tokens=100) for number in range(_NUM_ROWS)], takers)
             await until(lambda: all(taker.is_over for taker in takers))
             assert {loss.kind for taker in takers for loss in taker.losses} == {LossKind.DISMISSAL}
             await until(lambda: client.state is EngineState.READY)
             again = Taker(changed.set)
-            client.add([make_entry(7, max_tokens=20)], [again])
+            client.requests.add([make_entry(7, max_tokens=20)], [again])
             await until(lambda: again.is_over)
             assert again.token_ids == expected_tokens(prompt_of(7), 7, 20)
             assert engine.servicer.num_sessions + engine.servicer.num_parked_sessions == 1

@@ -34,7 +34,7 @@ _MAX_POSITION = 2**48
 
 
 class RestOf(Protocol):
-    """See `generate_stream.stream_rest`."""
+    """See `generate.stream_rest`."""
 
     def __call__(
         self,
