@@ -1,12 +1,12 @@
-"""What can be proved of schemas: that nothing satisfies all of some; and the negation of one."""
+"""Proofs about schemas: that no value satisfies several, or that one implies another."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.document import (
@@ -14,7 +14,6 @@ from engine_svc.features.structured_output.json_schema.document import (
     SchemaDocument,
     SchemaTooLarge,
 )
-from engine_svc.features.structured_output.json_schema.patterns import pattern_without
 
 # "fraction" is a number that is not an integer.
 KINDS = frozenset({"null", "boolean", "object", "array", "string", "integer", "fraction"})
@@ -29,7 +28,7 @@ ANNOTATIONS = frozenset(
         "writeOnly", "contentEncoding", "contentMediaType", "contentSchema",
     }
 )  # fmt: skip
-_MAX_DEPTH = 8
+MAX_DEPTH = 8  # of a proof: joins, parts of values, and branches
 _MAX_CALLS = 2_000  # of one proof
 MAX_STEPS = 400_000  # of all proofs and searches for a document: parts of schemas looked at; about 2 us each
 _MAX_TEXT = 200
@@ -51,10 +50,14 @@ OBJECT_KEYWORDS = frozenset(
         "unevaluatedProperties",
     }
 )  # fmt: skip
-
-
-class CannotNegate(ValueError):
-    """The message names the keyword."""
+# Keywords that some values do not satisfy, or that may lead to such.
+ASSERTIONS = (
+    NUMBER_KEYWORDS
+    | STRING_KEYWORDS
+    | ARRAY_KEYWORDS
+    | OBJECT_KEYWORDS
+    | {"oneOf", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
+)
 
 
 def kinds_of_type(value: Any) -> frozenset[str]:
@@ -113,35 +116,44 @@ def json_key(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of the values among which a schema is negated."""
+    """Knowledge of the values among which a schema is negated."""
 
     kinds: frozenset[str] = KINDS
     names: frozenset[str] | None = None  # the only properties that objects have; None: any
-    items: tuple[Any, ...] = ()  # what all items of arrays satisfy
-    properties: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # what each satisfies
+    items: tuple[Any, ...] = ()  # schemas of all items of arrays
+    properties: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # schemas of each
 
 
-_ANY_VALUE = Known()
+ANY_VALUE = Known()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Facts:
-    """What several schemas together say."""
+    """The parts of several schemas, by keyword. A value of all the schemas satisfies all parts."""
 
     kinds: frozenset[str] = KINDS
-    values: list[Any] | None = None
+    values: list[Any] | None = None  # that `const` and `enum` leave
     required: set[str] = field(default_factory=set)
     properties: dict[str, list[Any]] = field(default_factory=dict)
-    closed: list[tuple[set[str], list[str]]] = field(
-        default_factory=list
-    )  # names and patterns that are allowed
-    prefix: dict[int, list[Any]] = field(default_factory=dict)
+    closures: list[tuple[set[str], list[str]]] = field(default_factory=list)  # names, patterns: no others
+    prefix_items: dict[int, list[Any]] = field(default_factory=dict)
     items: list[Any] = field(default_factory=list)  # of arrays without a prefix
-    low: dict[str, float] = field(default_factory=dict)  # by keyword of a lower limit: the largest
-    high: dict[str, float] = field(default_factory=dict)
+    lows: dict[str, float] = field(default_factory=dict)  # largest lower limit, by keyword
+    highs: dict[str, float] = field(default_factory=dict)  # smallest upper limit
     patterns: list[str] = field(default_factory=list)
-    choices: list[list[Any]] = field(default_factory=list)  # of each anyOf
+    choices: list[list[Any]] = field(default_factory=list)  # branches of each `anyOf` and `oneOf`
     is_false: bool = False
+
+    def low(self, keyword: str) -> float:
+        return self.lows.get(keyword, -math.inf)
+
+    def high(self, keyword: str) -> float:
+        return self.highs.get(keyword, math.inf)
+
+    def property(self, name: str) -> list[Any]:
+        """Schemas of a property."""
+        is_excluded = any(name not in names and not patterns for names, patterns in self.closures)
+        return [*self.properties.get(name, ()), *([False] if is_excluded else ())]
 
 
 # Keywords whose meaning does not depend on those beside them.
@@ -151,19 +163,15 @@ _ALONE = (
     | {"$ref", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties"}
 )
 _COUNTED = ("properties", "required", "patternProperties", "prefixItems", "enum")
-_LOWS = {
-    "minLength": "maxLength",
-    "minItems": "maxItems",
-    "minProperties": "maxProperties",
-    "minimum": "maximum",
-}
+_LOWS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_HIGHS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
 
 class Prover:
-    """Searches contradictions, a limited number of steps; what it does not find may exist."""
+    """Searches contradictions in a limited number of steps. One that it misses may exist."""
 
     def __init__(self, document: SchemaDocument) -> None:
-        self._document = document
+        self.document = document
         self._num_calls = 0
         self._num_steps = 0
 
@@ -186,14 +194,14 @@ class Prover:
         kinds = facts.kinds
         if facts.values is not None:
             kinds &= {kind_of(value) for value in facts.values}
-        if depth < _MAX_DEPTH and self._num_calls < _MAX_CALLS:
+        if depth < MAX_DEPTH and self._num_calls < _MAX_CALLS:
             for choice in facts.choices:
                 kinds &= frozenset().union(*(self._kinds([branch], depth + 1) for branch in choice))
         return kinds
 
     def _is_empty(self, schemas: list[Any], depth: int) -> bool:
         self._num_calls += 1
-        if depth > _MAX_DEPTH or self._num_calls > _MAX_CALLS:
+        if depth > MAX_DEPTH or self._num_calls > _MAX_CALLS:
             return False
         facts = _Facts()
         for schema in schemas:
@@ -212,12 +220,12 @@ class Prover:
     def _collect(self, schema: Any, facts: _Facts, depth: int) -> None:
         if schema is False:
             facts.is_false = True
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return
         self.spend(4 + len(schema))
         for keyword in ("$ref", "$dynamicRef"):
             if keyword in schema:
-                self._collect(self._document.resolve(schema, keyword), facts, depth + 1)
+                self._collect(self.document.resolve(schema, keyword), facts, depth + 1)
         for entry in _schemas(schema.get("allOf")):
             self._collect(entry, facts, depth + 1)
         if "type" in schema:
@@ -239,26 +247,21 @@ class Prover:
         for name, entry in (properties or {}).items():
             facts.properties.setdefault(name, []).append(entry)
         if schema.get("additionalProperties") is False:
-            facts.closed.append((set(properties or {}), list(schema.get("patternProperties") or {})))
+            facts.closures.append((set(properties or {}), list(schema.get("patternProperties") or {})))
         prefix = schema.get("prefixItems", schema.get("items"))
         if isinstance(prefix, list):
             for index, entry in enumerate(prefix):
-                facts.prefix.setdefault(index, []).append(entry)
+                facts.prefix_items.setdefault(index, []).append(entry)
         elif "items" in schema:
             facts.items.append(schema["items"])
         if isinstance(schema.get("pattern"), str):
             facts.patterns.append(schema["pattern"])
-        for low, high in _LOWS.items():
-            if _is_number(schema.get(low)):
-                facts.low[low] = max(facts.low.get(low, float("-inf")), schema[low])
-            if _is_number(schema.get(high)):
-                facts.high[high] = min(facts.high.get(high, float("inf")), schema[high])
-        for name, limits, pick in (
-            ("exclusiveMinimum", facts.low, max),
-            ("exclusiveMaximum", facts.high, min),
-        ):
-            if _is_number(schema.get(name)):
-                limits[name] = pick(limits.get(name, schema[name]), schema[name])
+        for keyword in _LOWS:
+            if _is_number(schema.get(keyword)):
+                facts.lows[keyword] = max(facts.low(keyword), schema[keyword])
+        for keyword in _HIGHS:
+            if _is_number(schema.get(keyword)):
+                facts.highs[keyword] = min(facts.high(keyword), schema[keyword])
 
     def spend(self, num_steps: int) -> None:
         self._num_steps += num_steps
@@ -267,84 +270,68 @@ class Prover:
 
     def _has_none(self, facts: _Facts, kind: str, depth: int) -> bool:
         """Whether no value of a kind satisfies the facts."""
-        infinity = float("inf")
-
-        def is_crossed(low: str) -> bool:
-            return facts.low.get(low, -infinity) > facts.high.get(_LOWS[low], infinity)
-
-        if kind in ("integer", "fraction"):
-            low = max(facts.low.get("minimum", -infinity), facts.low.get("exclusiveMinimum", -infinity))
-            high = min(facts.high.get("maximum", infinity), facts.high.get("exclusiveMaximum", infinity))
-            is_open = low == facts.low.get("exclusiveMinimum") or high == facts.high.get("exclusiveMaximum")
-            return low > high or (low == high and is_open)
-        if kind == "string":
-            return is_crossed("minLength")
-        if kind == "array":
-            count = int(facts.low.get("minItems", 0))
-            return is_crossed("minItems") or any(
-                index < count and self._is_empty(entries, depth + 1)
-                for index, entries in facts.prefix.items()
-            )
-        if kind == "object":
-            return is_crossed("minProperties") or any(
-                self._is_empty(self._property(facts, name), depth + 1) for name in sorted(facts.required)
-            )
+        match kind:
+            case "integer" | "fraction":
+                open_low, open_high = facts.low("exclusiveMinimum"), facts.high("exclusiveMaximum")
+                low, high = max(facts.low("minimum"), open_low), min(facts.high("maximum"), open_high)
+                return low > high or (low == high and (low == open_low or high == open_high))
+            case "string":
+                return facts.low("minLength") > facts.high("maxLength")
+            case "array":
+                min_items = facts.lows.get("minItems", 0)
+                return min_items > facts.high("maxItems") or any(
+                    index < min_items and self._is_empty(entries, depth + 1)
+                    for index, entries in facts.prefix_items.items()
+                )
+            case "object":
+                return facts.low("minProperties") > facts.high("maxProperties") or any(
+                    self._is_empty(facts.property(name), depth + 1) for name in sorted(facts.required)
+                )
         return False
-
-    def _property(self, facts: _Facts, name: str) -> list[Any]:
-        is_closed = any(name not in names and not patterns for names, patterns in facts.closed)
-        return [*facts.properties.get(name, ()), *([False] if is_closed else ())]
 
     def _excludes(self, facts: _Facts, value: Any, depth: int) -> bool:
         """Whether a value contradicts the facts."""
         kind = kind_of(value)
         if kind not in facts.kinds:
             return True
-        low, high = facts.low, facts.high
-        infinity = float("inf")
-        if kind in ("integer", "fraction"):
-            return bool(
-                value < low.get("minimum", -infinity)
-                or value <= low.get("exclusiveMinimum", -infinity)
-                or value > high.get("maximum", infinity)
-                or value >= high.get("exclusiveMaximum", infinity)
-            )
-        if kind == "string":
-            size = len(value)
-            return (
-                size < low.get("minLength", 0)
-                or size > high.get("maxLength", infinity)
-                or any(_mismatches(pattern, value) for pattern in facts.patterns)
-            )
-        if kind == "array":
-            size = len(value)
-            return size < low.get("minItems", 0) or size > high.get("maxItems", infinity)
-        if kind == "object":
-            return bool(facts.required - set(value)) or any(
-                self._is_empty([{"const": entry}, *self._property(facts, name)], depth + 1)
-                for name, entry in value.items()
-            )
+        match kind:
+            case "integer" | "fraction":
+                return not (
+                    facts.low("minimum") <= value <= facts.high("maximum")
+                    and facts.low("exclusiveMinimum") < value < facts.high("exclusiveMaximum")
+                )
+            case "string":
+                return not facts.low("minLength") <= len(value) <= facts.high("maxLength") or any(
+                    _mismatches(pattern, value) for pattern in facts.patterns
+                )
+            case "array":
+                return not facts.low("minItems") <= len(value) <= facts.high("maxItems")
+            case "object":
+                return bool(facts.required - set(value)) or any(
+                    self._is_empty([{"const": entry}, *facts.property(name)], depth + 1)
+                    for name, entry in value.items()
+                )
         return False
 
     def known(self, *schemas: Any) -> Known:
-        """What is known of values that satisfy all of them."""
+        """Knowledge of values that satisfy all of the schemas."""
         facts = _Facts()
         for schema in schemas:
             self._collect(schema, facts, 0)
-        closed = [names for names, patterns in facts.closed if not patterns]
-        names = frozenset(set.intersection(*closed)) if closed else None
+        closures = [names for names, patterns in facts.closures if not patterns]
+        names = frozenset(set.intersection(*closures)) if closures else None
         return Known(self.kinds(*schemas), names, tuple(facts.items), facts.properties)
 
     def implies(self, schema: Any, other: Any, depth: int = 0) -> bool:
-        """Whether all that satisfies a schema was found to satisfy the other."""
+        """Whether a proof was found that values of a schema satisfy the other."""
         if other is True or schema is False or json_key(schema) == json_key(other):
             return True
-        if depth > _MAX_DEPTH or not isinstance(schema, dict) or not isinstance(other, dict):
+        if depth > MAX_DEPTH or not isinstance(schema, dict) or not isinstance(other, dict):
             return False
         self.spend(len(schema) + len(other))
         words = {name for name in schema if name not in ANNOTATIONS}
         if words == {"$ref"} and "$ref" not in other:
-            return self.implies(self._document.resolve(schema), other, depth + 1)
+            return self.implies(self.document.resolve(schema), other, depth + 1)
         if words <= {"type", "anyOf"} and "anyOf" in words:
             return all(self.implies(branch, other, depth + 1) for branch in _schemas(schema["anyOf"]))
         return all(
@@ -362,144 +349,6 @@ class Prover:
             return any(self.implies(schema, branch, depth + 1) for branch in _schemas(value))
         is_alone = name in _ALONE and name in schema
         return is_alone and json_key(schema[name]) == json_key(value)
-
-    def negation(self, schema: Any, known: Known = _ANY_VALUE, depth: int = 0) -> Any:
-        """A schema of those values that do not satisfy `schema`, among those of which `known` holds.
-
-        CannotNegate names a keyword for which there is none.
-        """
-        if schema is True:
-            return False
-        if schema is False:
-            return True
-        if depth > _MAX_DEPTH:
-            raise CannotNegate("$ref")
-        self.spend(len(schema))
-        found: list[Any] = []
-        for keyword, value in schema.items():
-            if keyword not in ANNOTATIONS and not is_trivial(keyword, known.kinds):
-                found.append(self._negated(keyword, value, schema, known, depth))
-        found = [entry for entry in found if entry is not False]
-        if not found:
-            return False
-        return found[0] if len(found) == 1 else {"anyOf": found}
-
-    def _negated(self, keyword: str, value: Any, schema: dict[str, Any], known: Known, depth: int) -> Any:
-        within = known.kinds
-        match keyword:
-            case "type":
-                kinds = within - kinds_of_type(value)
-                if "fraction" in kinds and "integer" not in kinds and "integer" in within:
-                    raise CannotNegate("type")
-                return {"type": type_of_kinds(kinds)} if kinds else False
-            case "const":
-                return _other_values([value], within)
-            case "enum":
-                return _other_values(value, within)
-            case "not":
-                return value
-            case "allOf":
-                return {"anyOf": [self.negation(entry, known, depth + 1) for entry in value]}
-            case "anyOf":
-                return {"allOf": [self.negation(entry, known, depth + 1) for entry in value]}
-            case "oneOf" if len(value) <= 16 and all(
-                self.is_unsatisfiable(first, second) for first, second in combinations(value, 2)
-            ):
-                return {"allOf": [self.negation(entry, known, depth + 1) for entry in value]}
-            case "$ref":
-                return self.negation(self._document.resolve(schema), known, depth + 1)
-            case "required":
-                absent = [{"type": "object", "properties": {name: False}} for name in value]
-                return {"anyOf": absent} if absent else False
-            case "properties":
-                wrong: list[Any] = []
-                for name, entry in value.items():
-                    if known.names is not None and name not in known.names:
-                        continue
-                    inner = self.known(*known.properties[name]) if name in known.properties else _ANY_VALUE
-                    negated = self.negation(entry, inner, depth + 1)
-                    if negated is not False:
-                        wrong.append({"type": "object", "required": [name], "properties": {name: negated}})
-                return {"anyOf": wrong} if wrong else False
-            case "items" if (
-                known.items and "prefixItems" not in schema and self.is_unsatisfiable(value, *known.items)
-            ):
-                return {"type": "array", "minItems": 1}
-            case "additionalProperties" if known.names is not None and not schema.get("patternProperties"):
-                others = known.names - set(schema.get("properties", ()))
-                negated = self.negation(value, _ANY_VALUE, depth + 1)
-                if negated is False or not others:
-                    return False
-                return {
-                    "anyOf": [
-                        {"type": "object", "required": [name], "properties": {name: negated}}
-                        for name in sorted(others)
-                    ]
-                }
-            case "minimum":
-                return {"type": "number", "exclusiveMaximum": value}
-            case "maximum":
-                return {"type": "number", "exclusiveMinimum": value}
-            case "exclusiveMinimum" if _is_number(value):
-                return {"type": "number", "maximum": value}
-            case "exclusiveMaximum" if _is_number(value):
-                return {"type": "number", "minimum": value}
-            case "minLength" | "minItems" | "minProperties":
-                if value <= 0:
-                    return False
-                kind = {"minLength": "string", "minItems": "array", "minProperties": "object"}[keyword]
-                return {"type": kind, keyword.replace("min", "max"): value - 1}
-            case "maxLength" | "maxItems" | "maxProperties":
-                kind = {"maxLength": "string", "maxItems": "array", "maxProperties": "object"}[keyword]
-                return {"type": kind, keyword.replace("max", "min"): value + 1}
-        if keyword in _KNOWN:
-            raise CannotNegate(keyword)
-        return False  # an annotation
-
-
-_KNOWN = (
-    NUMBER_KEYWORDS
-    | STRING_KEYWORDS
-    | ARRAY_KEYWORDS
-    | OBJECT_KEYWORDS
-    | {"oneOf", "if", "then", "else", "$dynamicRef", "$recursiveRef"}
-)
-
-
-def _other_values(values: list[Any], within: frozenset[str]) -> Any:
-    """A schema of everything but these values."""
-    of: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for value in values:
-        of[kind_of(value)].append(value)
-    choices: list[Any] = []
-    free = {kind for kind in within & {"null", "array", "object", "string"} if not of[kind]}
-    if free:
-        choices.append({"type": sorted(free)})
-    if "boolean" in within:
-        choices += [{"const": value} for value in (True, False) if value not in of["boolean"]]
-    if "string" in within and of["string"]:
-        choices.append({"type": "string", "pattern": pattern_without(of["string"])})
-    if of["array"] and "array" in within:
-        if any(of["array"]):
-            raise CannotNegate("const")
-        choices.append({"type": "array", "minItems": 1})
-    if of["object"] and "object" in within:
-        if any(of["object"]):
-            raise CannotNegate("const")
-        choices.append({"type": "object", "minProperties": 1})
-    if within & {"integer", "fraction"}:
-        kind = "number" if "fraction" in within else "integer"
-        points = sorted({*of["integer"], *of["fraction"]})
-        edges: list[tuple[Any, Any]] = list(pairwise([None, *points, None]))
-        for low, high in edges:
-            piece: dict[str, Any] = {"type": kind}
-            if low is not None:
-                piece["exclusiveMinimum"] = low
-            if high is not None:
-                piece["exclusiveMaximum"] = high
-            if not (kind == "integer" and low is not None and high is not None and high - low <= 1):
-                choices.append(piece)
-    return {"anyOf": choices} if choices else False
 
 
 def _mismatches(pattern: str, text: str) -> bool:

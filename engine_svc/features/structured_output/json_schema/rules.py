@@ -17,13 +17,13 @@ from engine_svc.features.structured_output.json_schema.document import pointer
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     UNITS,
-    CannotNegate,
     Prover,
     is_trivial,
     json_key,
     kinds_of_type,
     type_of_kinds,
 )  # fmt: skip
+from engine_svc.features.structured_output.json_schema.negation import CannotNegate, negation
 from engine_svc.features.structured_output.json_schema.patterns import (
     UnsupportedPattern,
     rust_pattern,
@@ -160,7 +160,7 @@ def _contains(node: Node, keyword: str) -> None:
         _require_negation(
             node,
             keyword,
-            lambda: _or_other("array", {"type": "array", "items": node.prover.negation(schema)}),
+            lambda: _or_other("array", {"type": "array", "items": negation(node.prover, schema)}),
         )
     else:
         node.report(keyword, "it has no equal in other keywords")
@@ -500,7 +500,7 @@ def _exclusive(
     parts = []
     for shared, kinds in kinds_by_rivals.items():
         known = prover.known(base, branch, {"type": type_of_kinds(kinds)})
-        negated = [prover.negation(branches[number], known) for number in shared]
+        negated = [negation(prover, branches[number], known) for number in shared]
         if False not in negated and known.kinds:
             parts.append({"allOf": [{"type": type_of_kinds(known.kinds)}, branch, *negated]})
     return parts
@@ -510,7 +510,7 @@ def _not(node: Node, keyword: str) -> None:
     schema, base = node.keywords[keyword], node.context(keyword, "if", "then", "else")
     if not node.prover.is_unsatisfiable(base, schema):
         known = node.prover.known(base)
-        _require_negation(node, keyword, lambda: node.prover.negation(schema, known))
+        _require_negation(node, keyword, lambda: negation(node.prover, schema, known))
 
 
 def _if(node: Node, keyword: str) -> None:
@@ -521,7 +521,7 @@ def _if(node: Node, keyword: str) -> None:
     known = node.prover.known(node.context("not", keyword, "then", "else"))
 
     def branches() -> Any:
-        negated = node.prover.negation(condition, known)
+        negated = negation(node.prover, condition, known)
         first = condition if then is True else {"allOf": [condition, then]}
         return {"anyOf": [first, {"allOf": [negated, other]}]}
 
