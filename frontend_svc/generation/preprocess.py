@@ -36,9 +36,10 @@ CORE_FIELDS = frozenset((
 ))  # fmt: skip
 _SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
 
-# Prompts check their inputs in slices. An option checks tensors and constraints.
+# Prompts check their inputs in slices.
 _CHECKED_APART = (
-    "token_ids", "messages", "tools", "template_options", "sampling.structured_output",
+    "token_ids", "messages", "tools", "template_options",
+    *(name for option in OPTIONS for name in option.fields_without_rules),
 )  # fmt: skip
 _RULES: dict[type[AnyRequest], MessageRules] = {
     message: MessageRules(message, apart=_CHECKED_APART)

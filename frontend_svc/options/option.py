@@ -66,6 +66,7 @@ class RequestOption(Protocol):
     """
 
     fields: Sequence[str]
+    fields_without_rules: Sequence[str] = ()
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         return

@@ -50,7 +50,7 @@ _NEEDS = {backend: _has(backend) for backend in ("llguidance", "xgrammar")}
 
 
 class StructuredOutput(RequestOption):
-    fields = (_FIELD,)
+    fields = fields_without_rules = (_FIELD,)
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         has_own = request.sampling.HasField("structured_output")

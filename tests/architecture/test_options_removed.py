@@ -21,6 +21,7 @@ ASKED = {
     "token_rules": "prompt: 'x' sampling { bad_words: 'cat' }",
     "thinking_budget": "prompt: 'x' sampling { thinking_token_budget: 5 }",
     "prompt_embeddings": "embeds { is_token: '0' }",
+    "structured_output": "prompt: 'x' sampling { structured_output { json_object: true } }",
     "sampling_limits": "prompt: 'x' sampling { temperature: 1 }",
 }
 # Tests whose requests have lengths and sampling groups, which are parameters of this option.
@@ -109,7 +110,7 @@ def check_without(tree: Path, option: str, tests: tuple[str, ...]) -> None:
     run_in(tree, CHECK.format(asked=ASKED[option], tests=tests))
 
 
-@pytest.mark.parametrize("option", ["thinking_budget", "prompt_embeddings"])
+@pytest.mark.parametrize("option", ["structured_output", "prompt_embeddings"])
 def test_without_an_option_the_rest_works_and_the_option_is_refused_by_name(tree: Path, option: str) -> None:
     check_without(tree, option, FEW)
 
@@ -125,4 +126,4 @@ def test_without_any_option_all_tests_of_generation_and_output_pass(tree: Path, 
 
 def test_every_option_is_removed_by_a_test() -> None:
     files = {path.stem for path in (ROOT / "frontend_svc/options").glob("*.py")}
-    assert files - {"__init__", "option"} == ASKED.keys() | {"structured_output"}
+    assert files - {"__init__", "option"} == ASKED.keys()
