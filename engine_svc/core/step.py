@@ -174,6 +174,6 @@ class StepResult:
         for row, _ in self.faults():
             self.sampled[row] = []
             self.logprobs.pop(row, None)
-            for kind, extra_of in self.extras.items():
+            for kind, by_row in self.extras.items():
                 if not kind.stays_with_error:
-                    extra_of.pop(row, None)
+                    by_row.pop(row, None)

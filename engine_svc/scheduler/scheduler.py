@@ -469,7 +469,7 @@ class Scheduler:
         """The end of the request by a verdict, else by its tokens. Drops the tokens that do not count."""
         if stopped is not None:
             output.finish_reason, output.stop_token_id = stopped
-        extras = {kind: of_rows[row] for kind, of_rows in result.extras.items() if row in of_rows}
+        extras = {kind: by_row[row] for kind, by_row in result.extras.items() if row in by_row}
         verdict = request.verdict = verdict_of(self._features, request, output, extras)
         if verdict is None:
             return stopped

@@ -110,8 +110,8 @@ class GemmaDecoder(NativeDecoder):
             if context.hidden is not None and index in kept:
                 context.hidden.tensors.append(residual.clone())
             x = norm(self.ops, residual, layer.input_norm, layer.eps)
-            of_rows = rows if layer is last else None
-            x, residual = layer(x, residual, positions, self.cos_sin, context, of_rows)
+            kept_rows = rows if layer is last else None
+            x, residual = layer(x, residual, positions, self.cos_sin, context, kept_rows)
             residual.add_(x)
         if self.final_norm is None:
             self.parallel.send(residual)
