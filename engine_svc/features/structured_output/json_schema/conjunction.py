@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from engine_svc.features.structured_output.json_schema.document import SchemaDocument, pointer
@@ -100,15 +101,12 @@ class Node:
 
         names: the keywords of the original, in the order of its text.
         """
-        parts, rewrite = self.parts, self.rewriter.rewrite
-
-        def all_of(subschemas: list[Subschema]) -> list[Any]:
-            return [rewrite(entry, is_inlined=self.is_inlined) for entry in subschemas]
-
-        before = [*parts.references, *all_of(parts.joined)]
-        behind = [*all_of(parts.equivalents), *parts.closures]
+        parts = self.parts
+        rewrite = partial(self.rewriter.rewrite, is_inlined=self.is_inlined)
+        before = [*parts.references, *map(rewrite, parts.joined)]
+        behind = [*map(rewrite, parts.equivalents), *parts.closures]
         if parts.alternatives is not None:
-            behind.append(_any_of(all_of(parts.alternatives)))
+            behind.append(_any_of([*map(rewrite, parts.alternatives)]))
         if False in before or False in behind:
             return False
         before, behind = ([entry for entry in side if entry not in (True, {})] for side in (before, behind))

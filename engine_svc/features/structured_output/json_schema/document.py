@@ -72,43 +72,43 @@ class SchemaDocument:
             raise InvalidSchema(f"{keyword} is {reference!r}, not a text")
         if keyword == "$dynamicRef" and self._dynamic.get(urldefrag(reference)[1], 0) > 1:
             raise InvalidSchema(f"$dynamicRef {reference!r} has several targets")
-        found = self._target(self._base_of.get(id(node), ""), reference)
-        if found is None:
+        target = self._target(self._base_of.get(id(node), ""), reference)
+        if target is None:
             raise InvalidSchema(f"{keyword} {reference!r} is not in the document")
-        if not isinstance(found, dict | bool):
+        if not isinstance(target, dict | bool):
             raise InvalidSchema(f"{keyword} {reference!r} leads to no schema")
         if id(node) in self._old_base_of:
             old = self._target(self._old_base_of[id(node)], reference)
-            if old is not None and old is not found:
+            if old is not None and old is not target:
                 raise InvalidSchema(
                     "$id beside $ref has no certain meaning without $schema, which names a draft"
                 )
-        self._modernise(found)
-        return found
+        self._modernise(target)
+        return target
 
     def _target(self, base: str, reference: str) -> Any:
-        """What a reference leads to; None if it is not in the document."""
+        """The target of a reference; None if it is not in the document."""
         # urljoin does not know that a URN may be a base.
         uri = base + reference if reference.startswith("#") else urljoin(base, reference)
         base, fragment = urldefrag(uri)
         if uri in self._by_uri:
             return self._by_uri[uri]
-        found = self._by_uri.get(base)
-        if found is None and base == "":
-            found = self.root
-        if found is None or (fragment and not fragment.startswith("/")):
+        target = self._by_uri.get(base)
+        if target is None and base == "":
+            target = self.root
+        if target is None or (fragment and not fragment.startswith("/")):
             return None
         for part in unquote(fragment).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and key == "items" and "prefixItems" in found:
+            if isinstance(target, dict) and key == "items" and "prefixItems" in target:
                 key = "prefixItems"
-            if isinstance(found, dict) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(target, dict) and key in target:
+                target = target[key]
+            elif isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
             else:
                 return None
-        return found
+        return target
 
     def is_recursive(self, target: Any) -> bool:
         """Whether references of a schema lead to the schema itself."""
@@ -159,7 +159,7 @@ class SchemaDocument:
 
     def _referenced(self, node: dict[str, Any]) -> list[dict[str, Any]]:
         """Targets of the references in a schema, not of those in the targets."""
-        found: list[dict[str, Any]] = []
+        targets: list[dict[str, Any]] = []
         open_values: list[Any] = [node]
         while open_values:
             value = open_values.pop()
@@ -171,10 +171,10 @@ class SchemaDocument:
                 if isinstance(value.get(name), str):
                     target = self.resolve(value, name)
                     if isinstance(target, dict):
-                        found.append(target)
+                        targets.append(target)
             used = {name: entry for name, entry in value.items() if name not in ("$defs", "definitions")}
             open_values.extend(subschemas(used))
-        return found
+        return targets
 
     def copied(self, copy: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
         """The copy of a schema or of a part of it; its references lead where those of the schema lead."""
@@ -261,7 +261,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# What the value of a keyword must be, and the test for it.
+# The shape of a keyword's value in words, and a test for it.
 _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = (
     dict.fromkeys(SCHEMA_MAPS, ("an object of schemas", lambda value: _is_map(value, _is_schema)))
     | dict.fromkeys(
@@ -291,11 +291,11 @@ def _is_map(value: Any, is_entry: Callable[[Any], bool]) -> bool:
 
 def _check_shape(node: dict[str, Any]) -> None:
     for name in node.keys() & _SHAPES.keys():
-        wanted, is_fine = _SHAPES[name]
-        if not is_fine(node[name]):
+        shape, has_shape = _SHAPES[name]
+        if not has_shape(node[name]):
             text = json.dumps(node[name])
             shown = text if len(text) <= 60 else text[:60] + " ..."
-            raise InvalidSchema(f"{name} is {shown}, not {wanted}")
+            raise InvalidSchema(f"{name} is {shown}, not {shape}")
 
 
 def pointer(parent: str, *keys: str | int) -> str:

@@ -1,4 +1,4 @@
-"""Which keywords of a schema each grammar backend enforces, and which backend takes a schema."""
+"""The keywords that each grammar backend enforces, and the choice of a backend for a schema."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CONDITIONAL_KEYWORDS = (
     "minContains", "maxContains", "$dynamicRef",
 )  # fmt: skip
 
-# What xgrammar was seen to enforce alone in a schema; beside each other many of them are ignored. A text with
-# a limit on its length may have control characters as they are, and no escapes.
+# Keywords that xgrammar was seen to enforce alone in a schema. Beside each other many of them are ignored. A
+# text with a limit on its length may have control characters as they are, and no escapes.
 _XGRAMMAR_TYPES = {
     "string": set(),
     "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
@@ -40,7 +40,7 @@ _XGRAMMAR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ServedSchema:
-    """A schema as it is sent to a backend, and what of it that backend does not enforce."""
+    """A schema as it is sent to a backend, and its keywords that this backend does not enforce."""
 
     backend: str
     text: str
@@ -87,7 +87,7 @@ def serve(
 
 
 def _beyond_xgrammar(schema: Any, place: str) -> Iterator[Unenforced]:
-    """What of a rewritten schema xgrammar ignores or reads differently."""
+    """Keywords of a rewritten schema that xgrammar ignores or reads differently."""
     if isinstance(schema, bool):
         if not schema:
             yield Unenforced("false", place, "xgrammar does not enforce it here")

@@ -62,15 +62,15 @@ ASSERTIONS = (
 
 def kinds_of_type(value: Any) -> frozenset[str]:
     names = value if isinstance(value, list) else [value]
-    found: set[str] = set()
+    kinds: set[str] = set()
     for name in names:
         if name == "number":
-            found |= {"integer", "fraction"}
+            kinds |= {"integer", "fraction"}
         elif isinstance(name, str) and name in KINDS - {"fraction"}:
-            found.add(name)
+            kinds.add(name)
         else:
             raise InvalidSchema(f"type {name!r} is unknown")
-    return frozenset(found)
+    return frozenset(kinds)
 
 
 def type_of_kinds(kinds: frozenset[str]) -> list[str]:
