@@ -37,10 +37,10 @@ CONTRACT := triptych-contract-$(VERSION)
 DIST ?= dist
 CODE := triptych_kit coordinator_svc frontend_svc engine_svc triptych_client triptych_cli triptych_conformance kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos released-protos contract format check test test-network test-polyglot test-chaos test-compose test-gpu bench-gpu simulate bench up test-emulated house
+.PHONY: help setup demo serve protos released-protos contract format check test test-network test-polyglot test-chaos test-compose test-acceptance test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everything to develop it
 
@@ -128,6 +128,9 @@ test-chaos: setup  ## kill, freeze and cut off real services under load: every s
 CONTAINERS ?= docker
 test-compose: setup  ## build the images and run them in containers: make test-compose CONTAINERS=docker
 	CONTAINERS=$(CONTAINERS) $(BIN)/python -m pytest -m compose -s $(ARGS)
+
+test-acceptance: setup  ## promises about answers, a short cell of each: make test-acceptance ARGS="--maskbench FOLDER"
+	$(BIN)/python -m pytest -m acceptance -s -rA tests/acceptance $(ARGS)
 
 # These two need no setup: they use the torch, triton, transformers and pytest of the GPU machine.
 test-gpu:  ## tests on a CUDA device, with another Python: make test-gpu GPU_PYTHON=python3

@@ -14,6 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol, cast
 
 from benchmarks import scenarios
@@ -24,27 +25,35 @@ _BARE = ("gpu", "kernels")
 
 
 class Scenario(Protocol):
-    """What a module of `benchmarks.scenarios` has."""
+    """The interface of a module of `benchmarks.scenarios` and `tests.acceptance.scenarios`."""
 
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Report]
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    return run_scenario(scenarios, "python -m benchmarks", __doc__ or "", words)
+
+
+def run_scenario(package: ModuleType, prog: str, help_text: str, words: Sequence[str] | None = None) -> int:
+    """Run a scenario of the package with its options, or list them; returns the exit code."""
     name, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
-    names = scenario_names()
+    names = scenario_names(package)
     if name not in names:
-        asked = name in ("-h", "--help")
-        print(_listing(names) if asked else f"there is no scenario {name!r}: {', '.join(names)}")
-        return 0 if asked else 2
+        is_help = name in ("-h", "--help")
+        print(
+            _listing(package, help_text) if is_help else f"there is no scenario {name!r}: {', '.join(names)}"
+        )
+        return 0 if is_help else 2
     if name not in _BARE:
         from triptych_kit.process.setup import prepare_process
 
         prepare_process("client")
-    scenario = cast(Scenario, importlib.import_module(f"{scenarios.__name__}.{name}"))
+    module = importlib.import_module(f"{package.__name__}.{name}")
+    scenario = cast(Scenario, module)
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=sys.modules[f"{scenarios.__name__}.{name}"].__doc__,
+        prog=f"{prog} {name}",
+        description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, help="file for the report")
@@ -59,20 +68,21 @@ def main(words: Sequence[str] | None = None) -> int:
     return 1 if report.shortfalls else 0
 
 
-def scenario_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(scenarios.__path__))
+def scenario_names(package: ModuleType = scenarios) -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
-def _listing(names: Sequence[str]) -> str:
+def _listing(package: ModuleType, help_text: str) -> str:
+    names = scenario_names(package)
     width = max(map(len, names))
     return "\n".join(
-        [(__doc__ or "").strip(), "", *(f"  {name:{width}}  {_summary(name)}" for name in names)]
+        [help_text.strip(), "", *(f"  {name:{width}}  {_summary(package, name)}" for name in names)]
     )
 
 
-def _summary(name: str) -> str:
+def _summary(package: ModuleType, name: str) -> str:
     """The first line of a scenario's docstring, without importing what it needs."""
-    folder = Path(scenarios.__path__[0])
+    folder = Path(package.__path__[0])
     file = folder / f"{name}.py" if (folder / f"{name}.py").exists() else folder / name / "__init__.py"
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.hostile_grammars import HARMLESS, Sender
+from tests.acceptance.rig.hostile_grammars import HARMLESS, Sender
 from tests.chaos.served import ServedStack
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio]

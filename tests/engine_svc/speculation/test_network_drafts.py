@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.rig import draft_checkpoints
-from benchmarks.rig.draft_checkpoints import make_draft_checkpoints
 from engine_svc.model.errors import CheckpointError, UnsupportedModel
 from engine_svc.model.loading.checkpoint import Checkpoint
 from engine_svc.model.loading.loader import LoadOptions, load_model
@@ -24,6 +22,8 @@ from engine_svc.speculation.head_weights import load_eagle_head, load_mtp_head
 from engine_svc.speculation.heads import MtpHead
 from engine_svc.speculation.network import ModelNetwork, NetworkProposer
 from engine_svc.speculation.row_cache import RowCache
+from tests.acceptance.rig import draft_checkpoints
+from tests.acceptance.rig.draft_checkpoints import make_draft_checkpoints
 from tests.engine_svc.model.checkpoints import make_checkpoint
 from tests.engine_svc.runner.conftest import TinyModel
 from tests.engine_svc.speculation.test_drafting import NUM_DRAFTS, OPTIONS, Answers, serve

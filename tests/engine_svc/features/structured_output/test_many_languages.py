@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rig.languages import Completions, make_languages
 from engine_svc.core.request import FinishReason
 from engine_svc.features.structured_output.backends.backend import Vocabulary
 from engine_svc.features.structured_output.extras import StructuredOutput
+from tests.acceptance.rig.languages import Completions, make_languages
 from tests.engine_svc.features.structured_output.engine_rig import EOS, TOKENIZER, Asked, Rig, text_of
 
-NUM_SCHEMAS, NUM_PATTERNS, NUM_GRAMMARS = 120, 40, 24  # `python -m benchmarks languages` has more
+NUM_SCHEMAS, NUM_PATTERNS, NUM_GRAMMARS = 120, 40, 24  # `python -m tests.acceptance languages` has more
 MAX_TOKENS = 200
 LEAST_FINISHED = 0.9
 

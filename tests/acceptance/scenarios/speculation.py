@@ -1,6 +1,6 @@
 """Answers with drafts are those without: ids, ends and log probabilities, whatever happens to the requests.
 
-    python -m benchmarks speculation --model M1 --model embedded --json benchmarks/results/speculation.json
+    python -m tests.acceptance speculation --model M1 --model embedded --json speculation.json
 
 Engines and a frontend serve each model in processes of their own, first without drafts, then with each
 proposer; `scripted` knows the answers and is right with probability 0.7. Prompts repeat themselves, so that
@@ -31,10 +31,10 @@ import grpc.aio
 from benchmarks.report import Report, Row
 from benchmarks.rig.history import OutputSeen, outputs_of
 from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
-from benchmarks.rig.scripted_drafts import NAME as SCRIPTED
-from benchmarks.rig.scripted_drafts import write_entry_point
 from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Case, Kind, StreamRecord
-from benchmarks.scenarios.languages.answers import changed, kill_amid, send
+from tests.acceptance.rig.scripted_drafts import NAME as SCRIPTED
+from tests.acceptance.rig.scripted_drafts import write_entry_point
+from tests.acceptance.scenarios.languages.answers import changed, kill_amid, send
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.services import embedded_model
 from triptych_kit.channel import open_channel
@@ -274,7 +274,7 @@ def _make_checkpoints(model: Path, texts: Sequence[Sequence[int]], folder: Path,
     """In a process of its own, as that needs much memory."""
     folder.mkdir()
     (folder / "texts.json").write_text(json.dumps([list(text) for text in texts]))
-    command = [sys.executable, "-m", "benchmarks.rig.draft_checkpoints", f"--steps={num_steps}"]
+    command = [sys.executable, "-m", "tests.acceptance.rig.draft_checkpoints", f"--steps={num_steps}"]
     subprocess.run([*command, str(model), str(folder / "texts.json"), str(folder)], check=True)
 
 

@@ -1,6 +1,6 @@
 """JSON schemas that `auto` serves correctly, beside each grammar backend alone, per subset of MaskBench.
 
-    python -m benchmarks schema_coverage FOLDER --json benchmarks/results/schema_coverage.json
+    python -m tests.acceptance schema_coverage FOLDER --json benchmarks/results/schema_coverage.json
 
 FOLDER holds files of MaskBench: {"schema": ..., "tests": [{"data": ..., "valid": ...}]}. `auto` compiles as a
 request would, the others compile the schema as it is. A schema is served correctly if the grammar

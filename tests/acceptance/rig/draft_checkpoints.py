@@ -1,6 +1,6 @@
 """Makes checkpoints that propose for a model: a draft model of its first layers, and heads; trained on texts.
 
-    python -m benchmarks.rig.draft_checkpoints MODEL TEXTS FOLDER
+    python -m tests.acceptance.rig.draft_checkpoints MODEL TEXTS FOLDER
 
 TEXTS: a JSON list of lists of token ids, prompts with their outputs. Writes FOLDER/draft, FOLDER/eagle, and
 FOLDER/mtp, a copy of the model with a head. Of random weights no draft would be accepted.

@@ -9,11 +9,11 @@ import grpc.aio
 
 from benchmarks.rig import faults
 from benchmarks.rig.history import OutputSeen
-from benchmarks.rig.languages import Language
 from benchmarks.rig.processes import ServiceProcess
 from benchmarks.rig.streams import Case, Kind, Load, StreamRecord
-from benchmarks.scenarios.languages.models import Model
 from engine_svc.features.structured_output.constraint import Constraint
+from tests.acceptance.rig.languages import Language
+from tests.acceptance.scenarios.languages.models import Model
 from triptych.api.v1 import (
     chat_message_pb2,
     chat_pb2_grpc,

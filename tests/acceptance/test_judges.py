@@ -9,7 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import triptych_cli.tiny_model
-from benchmarks.rig.languages import (
+from engine_svc.features.structured_output.backends.backend import Vocabulary
+from tests.acceptance.rig.languages import (
     Completions,
     Language,
     lark_language,
@@ -18,7 +19,6 @@ from benchmarks.rig.languages import (
     regex_language,
     schema_language,
 )
-from engine_svc.features.structured_output.backends.backend import Vocabulary
 
 TOKENIZER_JSON = (Path(triptych_cli.tiny_model.__file__).parent / "weights" / "tokenizer.json").read_text()
 NUMBERS = schema_language("schema", {"type": "array", "items": {"type": "integer"}, "maxItems": 2})

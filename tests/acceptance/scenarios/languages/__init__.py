@@ -1,7 +1,7 @@
 """Answers in many languages at temperature 1: they are texts of them, and the same whatever happens to them.
 
-    python -m benchmarks languages --public MASKBENCH --json benchmarks/results/languages.json
-    python -m benchmarks languages --model FOLDER:TEMPLATE.jinja --disturbed 64
+    python -m tests.acceptance languages --public MASKBENCH --json benchmarks/results/languages.json
+    python -m tests.acceptance languages --model FOLDER:TEMPLATE.jinja --disturbed 64
 
 Engines and a frontend serve each model in processes of their own. An answer has to be accepted by a
 validator that knows no grammar backend, or be marked as incomplete and have a completion that is accepted;
@@ -29,12 +29,12 @@ import grpc.aio
 
 from benchmarks.report import Report, Row
 from benchmarks.rig.history import OutputSeen, outputs_of
-from benchmarks.rig.languages import Completions, Language, make_languages
 from benchmarks.rig.processes import Fleet, ServicePlan
 from benchmarks.rig.streams import Case, Kind, StreamRecord
-from benchmarks.scenarios.languages.answers import changed, chat, kill_amid, make_cases, send
-from benchmarks.scenarios.languages.models import Model, make_models
 from frontend_svc.generation.preprocess import child_seed
+from tests.acceptance.rig.languages import Completions, Language, make_languages
+from tests.acceptance.scenarios.languages.answers import changed, chat, kill_amid, make_cases, send
+from tests.acceptance.scenarios.languages.models import Model, make_models
 from triptych.common.v1 import output_pb2
 from triptych_kit.channel import open_channel
 

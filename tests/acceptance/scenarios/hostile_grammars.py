@@ -1,7 +1,7 @@
 """Gaps of streams and memory of a stack beside constraints that cost much.
 
-    python -m benchmarks hostile_grammars --json benchmarks/results/hostile_grammars.json
-    python -m benchmarks hostile_grammars --only "regex of 3 s" --rounds 1
+    python -m tests.acceptance hostile_grammars --json benchmarks/results/hostile_grammars.json
+    python -m tests.acceptance hostile_grammars --only "regex of 3 s" --rounds 1
 
 `triptych serve` with the embedded model has 8 streams. For each load, quiet and loaded windows take turns; in
 a loaded one another process sends the load, to the frontend or, as a client that is no frontend of ours, to
@@ -31,8 +31,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.report import Report, Row
-from benchmarks.rig.hostile_grammars import HARMLESS, LOADS
 from benchmarks.rig.lines import Line, LineProcess, module
+from tests.acceptance.rig.hostile_grammars import HARMLESS, LOADS
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.channel import open_channel
@@ -97,25 +97,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=list(LOADS), default=list(LOADS), metavar="NAME")
     parser.add_argument("--to", nargs="+", choices=_TARGETS, default=_TARGETS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--max-added-ms", type=float, default=MAX_ADDED_MS, help="promised, of a gap")
 
 
 def run(options: argparse.Namespace) -> Report:
     rows = asyncio.run(_measure(options.only, options.to, options.rounds))
     settings = {"num_streams": NUM_STREAMS, "rounds": options.rounds, "window_s": _WINDOW_S}
-    return Report("hostile_grammars", settings, rows, shortfalls(rows))
+    return Report("hostile_grammars", settings, rows, shortfalls(rows, options.max_added_ms))
 
 
-def shortfalls(rows: Sequence[Row]) -> list[str]:
-    found = []
+def shortfalls(rows: Sequence[Row], max_added_ms: float) -> list[str]:
+    unkept = []
     for row in rows:
         name = f"{row['load']} to the {row['to']}"
-        if float(row["added_ms"] or 0) > MAX_ADDED_MS:
-            found.append(f"{name}: {row['added_ms']:.0f} ms more, at most {MAX_ADDED_MS:g} are promised")
+        if float(row["added_ms"] or 0) > max_added_ms:
+            unkept.append(f"{name}: {row['added_ms']:.0f} ms more, at most {max_added_ms:g} are promised")
         if float(row["added_mib"] or 0) > MAX_ADDED_MIB:
-            found.append(f"{name}: {row['added_mib']:.0f} MiB more, at most {MAX_ADDED_MIB:g} are promised")
+            unkept.append(f"{name}: {row['added_mib']:.0f} MiB more, at most {MAX_ADDED_MIB:g} are promised")
         if row["added_processes"]:
-            found.append(f"{name}: {row['added_processes']} processes more")
-    return found
+            unkept.append(f"{name}: {row['added_processes']} processes more")
+    return unkept
 
 
 async def _measure(names: Sequence[str], targets: Sequence[str], rounds: int) -> list[Row]:
@@ -123,7 +124,7 @@ async def _measure(names: Sequence[str], targets: Sequence[str], rounds: int) ->
     with _serving() as (pid, ready):
         engine = next(each for each in ready["processes"] if each["service"] == "engine")["address"]
         addresses = (f"--frontend={ready['grpc']}", f"--engine={engine}")
-        with LineProcess(module("benchmarks.rig.hostile_grammars", *addresses)) as sender:
+        with LineProcess(module("tests.acceptance.rig.hostile_grammars", *addresses)) as sender:
             async with _streaming(ready["grpc"]) as streams:
                 for name in names:
                     for target in targets:

@@ -1,6 +1,6 @@
 """Where the masks of llguidance and xgrammar differ, and which known difference of the two each case is.
 
-    python -m benchmarks mask_agreement --json benchmarks/results/mask_agreement.json
+    python -m tests.acceptance mask_agreement --json benchmarks/results/mask_agreement.json
 
 Random JSON schemas of keywords that both enforce, regular expressions and grammars are compiled by both, for
 the embedded model's vocabulary and for one of single bytes, and walked at random over tokens that both allow.
