@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ TOP_LEVEL = {path.name for path in ROOT.iterdir() if not path.name.startswith(".
 @functools.cache
 def text_of(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
+
+
+def test_every_result_file_is_cited_by_a_document() -> None:
+    cited = {name for document in DOCUMENTS for name in re.findall(r"\w[\w*-]*\.json", text_of(document))}
+    results = [file.name for file in (ROOT / "benchmarks" / "results").iterdir()]
+    assert [name for name in results if not any(fnmatch(name, pattern) for pattern in cited)] == []
 
 
 @pytest.mark.parametrize("document", MOST_LINES)
