@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,8 @@ def test_a_text_is_accepted_where_it_is_one_of_the_language(
 def test_a_cut_text_is_viable_where_a_text_of_the_language_begins_with_it(
     language: Language, text: str, is_viable: bool
 ) -> None:
-    completions = Completions(Vocabulary(TOKENIZER_JSON, 2048, (0,)))
-    assert completions.is_viable(language, completions.encode(text), text) == is_viable
+    with closing(Completions(Vocabulary(TOKENIZER_JSON, 2048, (0,)))) as completions:
+        assert completions.is_viable(language, completions.encode(text), text) == is_viable
 
 
 def test_the_same_seed_makes_the_same_languages() -> None:

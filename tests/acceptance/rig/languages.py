@@ -339,6 +339,9 @@ class Completions:
         closing = [token for token, text in texts if text and set(text) <= set(_CLOSING)]
         self._closing = torch.tensor(sorted(closing))
 
+    def close(self) -> None:
+        self._grammars.close()
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids

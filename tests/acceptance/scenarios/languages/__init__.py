@@ -295,7 +295,7 @@ def _judge(
     model: Model, languages: Sequence[Language], records: Sequence[StreamRecord], results: _Results
 ) -> None:
     """A row for each kind of language."""
-    completions: Completions | None = None
+    completions = Completions(model.vocabulary)
     counts: dict[str, dict[str, int]] = {}
     for record in sorted(records, key=lambda record: record.case.key):
         language = languages[record.case.key]
@@ -314,7 +314,6 @@ def _judge(
         if is_whole:
             is_right = not seen.is_incomplete and language.accepts(seen.text)
         else:
-            completions = completions or Completions(model.vocabulary)
             is_length = seen.reason == output_pb2.FINISH_REASON_LENGTH
             is_right = (
                 is_length
@@ -325,6 +324,7 @@ def _judge(
         count["valid" if is_whole else "viable"] += is_right
         if not is_right:
             print(f"{language.constraint.text}: {seen.reason} {seen.text!r}", file=sys.stderr)
+    completions.close()
     for kind, count in sorted(counts.items()):
         share = count["finished"] / count["asked"]
         results.answers.append({"model": model.name, "kind": kind, **count, "finished_share": share})

@@ -39,6 +39,7 @@ def test_answers_are_in_their_languages_and_the_same_under_preemption():
         )
         assert is_right, (language.constraint.text, text)
         num_whole += is_whole
+    completions.close()
     assert num_whole >= LEAST_FINISHED * len(languages)
     assert [one.token_ids for one in answers] == [one.token_ids for one in others]
     assert sum(one.request.num_preemptions for one in others) > 0
