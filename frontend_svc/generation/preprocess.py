@@ -37,10 +37,7 @@ CORE_FIELDS = frozenset((
 _SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
 
 # Prompts check their inputs in slices.
-_CHECKED_APART = (
-    "token_ids", "messages", "tools", "template_options",
-    *(name for option in OPTIONS for name in option.fields_without_rules),
-)  # fmt: skip
+_CHECKED_APART = ("token_ids", "messages", "tools", "template_options")
 _RULES: dict[type[AnyRequest], MessageRules] = {
     message: MessageRules(message, apart=_CHECKED_APART)
     for message in (generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)

@@ -66,7 +66,6 @@ class RequestOption(Protocol):
     """
 
     fields: Sequence[str]
-    fields_without_rules: Sequence[str] = ()
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
         return

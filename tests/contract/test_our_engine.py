@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import grpc.aio
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 
 from tests.contract import scripted_frontend
 from tests.contract.conftest import StartFrontend
@@ -21,9 +23,22 @@ from tests.system.stack import WAIT_LIMIT_S, Stack
 from tests.system.wire_proxy import proxied
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+# Keywords that no grammar backend has, at an engine that rewrites them.
+SCHEMA = {
+    "$defs": {"legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "type": "object",
+    "properties": {
+        "legs": {"$ref": "#/$defs/legs"},
+        "kind": {"oneOf": [{"const": "crab"}, {"const": "fox"}]},
+    },
+    "patternProperties": {"^x": {"type": "null"}},
+    "required": ["legs", "kind"],
+    "additionalProperties": False,
+}
 NUM_STREAMS = 8
 NUM_TOKENS = 200
 NUM_CUTS = 6
@@ -74,6 +89,27 @@ async def test_another_frontend_streams_what_our_engine_generates(
         answer = await collect(stub, request_of(prompt, NUM_TOKENS))
     _check([answer], await engine.greedy([prompt], NUM_TOKENS))
     assert answer.text == "".join(f"w{token_id} " for token_id in answer.token_ids)
+
+
+async def test_another_frontend_has_every_keyword_of_a_schema(
+    engine: OurEngine, second_frontend: StartFrontend
+) -> None:
+    requests = [request_of(prompts_of(seed, 1)[0], 200, ignore_eos=False) for seed in range(4)]
+    for request in requests:
+        request.sampling.structured_output.json_schema = json.dumps(SCHEMA)
+        request.sampling.structured_output.disable_any_whitespace = True
+    refused = request_of(prompts_of(4, 1)[0], 5)
+    refused.sampling.structured_output.json_schema = '{"minProperties": 3}'
+    async with client_of(second_frontend([engine.address])) as stub:
+        answers = [await collect(stub, request) for request in requests]
+        with pytest.raises(grpc.aio.AioRpcError, match="no backend enforces minProperties at #") as caught:
+            await collect(stub, refused)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+    whole = [answer for answer in answers if answer.reason == output_pb2.FINISH_REASON_STOP]
+    assert whole
+    for answer in whole:
+        pytest.importorskip("jsonschema").validate(json.loads(tokenizer.decode(answer.token_ids)), SCHEMA)
 
 
 async def test_a_client_of_another_frontend_that_cancels_frees_our_engine_of_its_request(

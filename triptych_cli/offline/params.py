@@ -30,7 +30,7 @@ _ANY_MODEL = ServedModel(
     vocab_size=2**32,
     eos_token_ids=(),
 )
-_RULES = MessageRules(generate_pb2.GenerateRequest, apart=("sampling.structured_output",))
+_RULES = MessageRules(generate_pb2.GenerateRequest)
 _PREFIX = "sampling."
 _FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
 _WITH_TRUTH_VALUES = frozenset({"structured_output"})

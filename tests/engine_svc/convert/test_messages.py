@@ -20,7 +20,7 @@ from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import column, make_entry, make_facts, read_add
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
-from triptych_kit.errors import InvalidArgument, ServiceError, Unimplemented
+from triptych_kit.errors import InvalidArgument, ServiceError, Unimplemented, from_status
 
 FEATURES = make_wire_features()
 
@@ -319,6 +319,17 @@ def test_an_error_has_its_status():
     ]
     step = messages.to_step(StepOutput(4, [9, 10], [0, 0], [], finished=finished), {}, FEATURES, 0.0)
     assert [(end.code, end.message) for end in step.finished] == [(3, "no such thing"), (0, "no luck")]
+
+
+def test_an_error_of_a_field_says_so_with_its_reason():
+    refused = FinishedRow(
+        0, FinishReason.ERROR, message="no", code="INVALID_ARGUMENT", error_reason="NO", error_field="a.b"
+    )
+    step = messages.to_step(StepOutput(4, [9], [0], [], finished=[refused]), {}, FEATURES, 0.0)
+    (end,) = step.finished
+    error = from_status(end.code, end.message, end.details)
+    assert isinstance(error, InvalidArgument)
+    assert (error.reason, error.violations) == ("NO", [("a.b", "no")])
 
 
 def test_an_end_has_the_drafts_of_its_request_if_there_were_any():

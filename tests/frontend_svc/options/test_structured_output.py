@@ -63,7 +63,7 @@ async def sent(request: generate_pb2.GenerateRequest, model: ServedModel | None 
         ({"json_object": False}, f"{FIELD}.json_object", "must be true"),
         ({"regex": ""}, f"{FIELD}.regex", "0 characters"),
         ({"regex": "a\0b"}, f"{FIELD}.regex", "NUL"),
-        ({"choice": {}}, f"{FIELD}.choice.choices", "must not be empty"),
+        ({"choice": {}}, f"{FIELD}.choice.choices", "has 0 texts, must have 1..4096"),
         ({"choice": {"choices": ["a", ""]}}, f"{FIELD}.choice.choices", r"choices\[1\] has 0 characters"),
         ({"choice": {"choices": ["a\0"]}}, f"{FIELD}.choice.choices", "NUL"),
         ({"grammar": ""}, f"{FIELD}.grammar", "0 characters"),

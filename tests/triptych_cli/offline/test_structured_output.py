@@ -115,7 +115,7 @@ def test_a_continued_message_is_constrained_from_where_it_ends(llm: LLM) -> None
         assert re.fullmatch("[0-9]" if one.is_incomplete else "[0-9]{2}}", one.text)
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword_before_it_reaches_the_engine(
+def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword(
     llm: LLM,
 ) -> None:
     overlapping = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "multipleOf": 3}]}

@@ -140,6 +140,18 @@ def test_a_model_without_an_end_token_or_a_tokenizer_serves_none(tmp_path):
     assert make(EngineConfig(model=str(tmp_path), enable_structured_output=False)) is None
 
 
+def test_the_backends_that_may_be_chosen_are_those_of_the_engine_or_the_one_that_is_named():
+    feature = StructuredOutputOfAdd(("llguidance", "xgrammar"))
+    for backend, backends in (
+        ("", ("llguidance", "xgrammar")),
+        ("auto", ("llguidance", "xgrammar")),
+        ("xgrammar", ("xgrammar",)),
+    ):
+        entry = entry_of(regex="a", backend=backend)
+        found = feature.parse(entry, AddContext(FACTS, None, [1]))
+        assert found is not None and found.extra.backends == backends
+
+
 def test_the_backends_are_announced():
     ready = session_pb2.Ready(eos_token_ids=[0])
     FEATURE.announce(ready)
