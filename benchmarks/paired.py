@@ -49,7 +49,7 @@ class Checkout:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the command of one turn may use."""
+    """The surroundings of one turn's command."""
 
     checkout: Path
     model: Path

@@ -1,4 +1,4 @@
-"""What every benchmark does with its results: percentiles, intervals, tables, JSON. Knows no benchmark."""
+"""Results of benchmarks: percentiles, intervals, tables, JSON. Knows no benchmark."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that so many percent of the values do not exceed, interpolated between neighbours."""
+    """The `percent`-th percentile, interpolated between neighbours."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -152,7 +152,7 @@ class EngineStream:
             expect(handle not in record.rejected, ended, f"rejected: {record.rejected.get(handle)!r}")
 
     async def until_tokens(self, handle: int, num_tokens: int = 1) -> None:
-        """Wait until the request has so many tokens, or has ended."""
+        """Wait until the request has that number of tokens, or has ended."""
         record = self.record
         await self.until(
             lambda: len(record.tokens[handle]) >= num_tokens or record.has_ended(handle),

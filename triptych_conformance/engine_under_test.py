@@ -33,7 +33,7 @@ _RECONNECT_S = 0.05
 
 @dataclass(slots=True)
 class EngineFacts:
-    """What is the same for all cases of a run.
+    """The constants of a run, common to all its cases.
 
     drain: makes the engine drain.  restart: kills the engine and starts another process at its address.  Both
     if the caller knows how.
@@ -221,7 +221,7 @@ async def inspect_engine(
     drain: Callable[[], Awaitable[object]] | None = None,
     restart: Callable[[], Awaitable[object]] | None = None,
 ) -> EngineFacts:
-    """What an engine says of itself in its first messages. Raises a Finding if it does not say it."""
+    """An engine's facts from its first messages. Raises a Finding where they are missing."""
     facts = EngineFacts(
         parse_target(target), patience_s, session_pb2.HelloAck(), session_pb2.Ready(), drain, restart
     )

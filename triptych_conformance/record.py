@@ -1,4 +1,4 @@
-"""What a session has received from an engine, checked against the rules that hold for every message."""
+"""Messages of an engine to a session, checked against the rules that hold for every message."""
 
 from __future__ import annotations
 

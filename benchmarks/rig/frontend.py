@@ -50,7 +50,7 @@ class Clients:
         self.pid = process.pid
 
     async def counters(self) -> Line:
-        """What came until now; raises RuntimeError where a request failed."""
+        """The deltas received until now; raises RuntimeError where a request failed."""
         counters = await asyncio.to_thread(self._process.ask)
         if counters["failures"]:
             raise RuntimeError(f"{len(counters['failures'])} requests failed: {counters['failures'][0]}")

@@ -1,4 +1,4 @@
-"""What clients saw, held against what an undisturbed run says: errors, gaps, repeats, differences."""
+"""Streams of clients compared with an undisturbed run: errors, gaps, repeats, differences."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _append(output: OutputSeen, delta) -> None:
 
 
 class Oracle:
-    """What each case is answered with when nothing happens."""
+    """The answer to each case in an undisturbed run."""
 
     def __init__(self, records: Sequence[StreamRecord]) -> None:
         broken = [violation for record in records for violation in order_violations(record)]

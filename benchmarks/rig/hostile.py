@@ -1,6 +1,6 @@
 """Messages of the largest size that a frontend reads, and a process that sends them.
 
-Answers `{"name": NAME, "times": N}` with the statuses of so many calls, one after the other.
+Answers `{"name": NAME, "times": N}` with the statuses of N calls, one after the other.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def send_line(line: Line) -> None:
 
 
 async def answer_lines(answer: Callable[[Line], Awaitable[Line]]) -> None:
-    """In the process: answer each line of the standard input until it ends."""
+    """Answer each line of this process's standard input until it ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -57,7 +57,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class Watched:
-    """What one stack went through: its stretches, and every stream that was under way."""
+    """Stretches of one stack, and every stream that was under way."""
 
     flow: Flow
     stretches: list[Stretch] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the streams of a stack say. Times in s."""
+    """The verdict of a stack's streams. Times in s."""
 
     num_streams: int
     num_errors: int
@@ -96,7 +96,7 @@ class Verdict:
 
     @property
     def over_s(self) -> float:
-        """By how much the longest gap of an outage exceeds what it may be; 0 or less is well."""
+        """The excess of an outage's longest gap over its limit; 0 or less is well."""
         return self.outage_max_s - self.calm_p999_s - MAX_ADDED_GAP_S
 
 
@@ -179,7 +179,7 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def stretch(watched: Watched, *, is_outage: bool) -> AsyncIterator[None]:
-    """What happens in the block is one stretch."""
+    """Record the block as one stretch."""
     began_at = time.monotonic()
     yield
     watched.stretches.append(Stretch(is_outage, began_at, time.monotonic()))
@@ -232,7 +232,7 @@ def frontend_flags(coordinator: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to a coordinator, for how long, and how often."""
+    """A fault of a coordinator, its duration, and its repetitions."""
 
     name: str
     # Strikes a coordinator and lets it be well again; what there is to report of it.

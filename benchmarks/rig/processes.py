@@ -34,7 +34,7 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """What to run: a service, its number, its flags without those of ports, and what its environment adds."""
+    """A service to run: its number, its flags without those of ports, and additions to its environment."""
 
     service: str
     index: int
@@ -75,7 +75,7 @@ class ServiceProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """What waitpid said of its newest life, a signal's number negative; None while it runs."""
+        """The exit status of its newest process, a signal's number negative; None while it runs."""
         return self._started().exit_code
 
     async def start(self) -> None:

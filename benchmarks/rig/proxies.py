@@ -81,7 +81,7 @@ class Proxy:
 
     @property
     def num_processes(self) -> int:
-        """Those of now and those that still have streams, without the one that supervises them."""
+        """Count of the present workers and of those that still have streams, without their supervisor."""
         return len(psutil.Process(self._running().pid).children(recursive=True))
 
     async def stop(self) -> None:

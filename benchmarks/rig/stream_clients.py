@@ -65,7 +65,7 @@ class Load:
 
 @dataclass(slots=True)
 class Window:
-    """From the last first token to the last end."""
+    """The time from the last first token to the last end."""
 
     pid: int
     num_waiting: int

@@ -32,7 +32,7 @@ _MET_STOPS = (" ran", " said")
 
 
 class Kind(Enum):
-    """What a stream asks for; the load has each in its share of sixteen."""
+    """The kind of a stream's request; the load has each in its share of sixteen."""
 
     GREEDY = "greedy"
     SEEDED = "seeded"
@@ -159,7 +159,7 @@ class Load:
 
     @property
     def num_begun(self) -> int:
-        """Of the open ones, those with output."""
+        """The open streams with output."""
         return sum(record.ended_at is None and record.num_tokens > 0 for record in self.records)
 
     async def finish(self) -> list[StreamRecord]:
@@ -216,7 +216,7 @@ class Flow:
             await asyncio.wait((looking,))
 
     async def begin_more(self, num_streams: int) -> None:
-        """Wait until so many streams more have begun; TimeoutError where they do not."""
+        """Wait until that number of further streams has begun, or raise TimeoutError."""
         until = len(self.load.records) + num_streams
         async with asyncio.timeout(_BEGIN_LIMIT_S):
             while len(self.load.records) < until:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""What frontends report about streams and engines while a fault is under way, and how slow the machine is."""
+"""Reports of frontends about streams and engines during a fault, and the speed of the machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _NOMINAL_GAP_S = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What an undisturbed run on this machine shows, and what limits of time are multiplied by for it."""
+    """Gaps of an undisturbed run on this machine, and the factor for time limits that follows from them."""
 
     gap_p99_s: float
     scale: float
 
 
 def calibrate(records: Sequence[StreamRecord]) -> Calibration:
-    """From the gaps between the tokens of streams that nothing happened to."""
+    """Calibrate by the gaps between tokens of undisturbed streams."""
     gap_p99_s = percentile([gap for record in records for gap in record.gaps_s], 99)
     return Calibration(gap_p99_s, max(1.0, gap_p99_s / _NOMINAL_GAP_S))
 

@@ -51,7 +51,7 @@ _MAX_RECOVERY_S = 2.0
 
 @dataclass(slots=True)
 class EngineStrikes:
-    """What strikes of engines did, one value for each."""
+    """Effects of strikes on engines, one value for each."""
 
     num_on_victim: list[int] = field(default_factory=list)
     num_moved: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class EngineStrikes:
 
     @property
     def recovered_s(self) -> list[float]:
-        """Of each stream on a struck engine, the time until its tokens went on."""
+        """The time until tokens went on, of each stream on a struck engine."""
         return [each for at, records in self.struck for each in recoveries(records, at)]
 
 

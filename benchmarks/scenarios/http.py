@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def shortfalls(rows: Sequence[Row]) -> list[str]:
-    """What is worse than promised in the whole interval of 95 %."""
+    """The promises that the whole interval of 95 % falls short of."""
     found = []
     for row in rows:
         label = f"{row['part']}: {row['mode']} at {row['streams']} streams"

@@ -113,7 +113,7 @@ class Question:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the streams of one protocol through one proxy."""
+    """The ends of the streams of one protocol through one proxy."""
 
     num_streams: int = 0
     num_differing: int = 0

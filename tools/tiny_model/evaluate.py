@@ -37,7 +37,7 @@ RAW_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model wrote after a prompt."""
+    """The model's continuation of a prompt."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -49,7 +49,7 @@ class RunningServe:
 
 
 def running_serves() -> list[RunningServe]:
-    """What all running `serve` of this user have written."""
+    """The ready files of all running `serve` of this user."""
     found: list[RunningServe] = []
     folder = runtime_folder()
     for path in sorted(folder.glob("serve-*.json")) if folder is not None else ():

@@ -1,4 +1,4 @@
-"""What `serve` shows a person: how far the engines have loaded, and what is served where."""
+"""Output of `serve` on a terminal: the progress of loading, and the addresses that are served."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _show_progress_of(address: str, display: LoadDisplay) -> None:
 
 
 async def describe_engine(address: str) -> session_pb2.Ready:
-    """What a ready engine states of itself; empty if it does not answer."""
+    """The facts of a ready engine; empty if it does not answer."""
     async with open_channel(address) as channel:
         try:
             return (await _info(channel)).ready

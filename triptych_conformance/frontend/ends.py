@@ -164,7 +164,7 @@ async def goodbye(frontend: FrontendUnderTest) -> None:
 
 
 async def _hello(frontend: FrontendUnderTest, engine: PlayedEngine, num_hellos: int) -> None:
-    """Wait until the engine has got more hellos than so many."""
+    """Wait until the engine has received more than `num_hellos` hellos."""
     await frontend.until(lambda: engine.num_hellos > num_hellos, "a hello")
 
 

@@ -112,7 +112,7 @@ def _measure(side: str, num_requests: int, options: argparse.Namespace, cores: S
 
 
 def _count(frontend: LineProcess, num_tokens: int, since: Line) -> Line:
-    """The frontend's counters once so many tokens have come."""
+    """The frontend's counters once that number of tokens has come."""
     for _ in range(_MAX_LOOKS):
         counters = frontend.ask(do="count")
         if (num_come := counters["num_tokens"] - since["num_tokens"]) == num_tokens:

@@ -46,7 +46,7 @@ _LIMITS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What all clients have got, and what the frontend has used, at an instant."""
+    """Tokens of all clients and CPU of the frontend at an instant."""
 
     at: float
     num_tokens: int

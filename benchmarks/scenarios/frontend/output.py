@@ -1,4 +1,4 @@
-"""What a token costs on its way from a step's columns to its reader's buffer, without any gRPC."""
+"""The cost of a token from a step's columns to its reader's buffer, without any gRPC."""
 
 from __future__ import annotations
 

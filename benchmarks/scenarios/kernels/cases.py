@@ -1,4 +1,4 @@
-"""What the ops are measured on: the shapes of one decoder, and beside each op what torch has for it.
+"""Cases of the ops: the shapes of one decoder, and beside each op its counterpart in torch.
 
 Bytes and operations are those that cannot be avoided: what must be read or written once, and multiplied.
 """

@@ -32,7 +32,7 @@ class WrongLoad(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """What is served, and by a scheduler of which size. The peer gets the same."""
+    """The requests, and the size of the scheduler. The peer gets the same."""
 
     num_running: int
     overlapped: bool  # a step is planned while the one before it is in flight

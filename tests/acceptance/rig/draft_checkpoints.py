@@ -34,7 +34,7 @@ _LAYOUT = MTP_LAYOUTS[0]
 def make_draft_checkpoints(
     model: Path, texts: Sequence[Sequence[int]], folder: Path, num_steps: int = NUM_STEPS
 ) -> None:
-    """Write the three checkpoints for `model` below `folder`; heads are trained in so many steps."""
+    """Write the three checkpoints for `model` below `folder`; heads are trained in `num_steps`."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     target.requires_grad_(False)
@@ -46,7 +46,7 @@ def make_draft_checkpoints(
 
 
 class _Seen:
-    """What a head is trained on: ids [B, T], whether they are padding, and the target's hidden states."""
+    """Training data of a head: ids [B, T], whether they are padding, and the target's hidden states."""
 
     def __init__(self, ids: Tensor, is_real: Tensor, streams: Sequence[Tensor], last: Tensor) -> None:
         self.ids, self.is_real, self.streams, self.last = ids, is_real, streams, last

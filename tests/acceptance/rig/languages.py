@@ -130,7 +130,7 @@ def lark_language(grammar: str) -> Language:
 def make_languages(
     num_schemas: int, num_patterns: int, num_grammars: int, *, public: Path | None = None, seed: int = 33
 ) -> list[Language]:
-    """Of all kinds, mixed. Half of the schemas are of `public`, a folder of MaskBench, if there is one."""
+    """Languages of all kinds, mixed. Half of the schemas are from `public`, a folder of MaskBench."""
     rng = random.Random(seed)
     languages: list[Language] = []
     if public is not None:
@@ -238,7 +238,7 @@ def make_grammar(rng: random.Random, index: int) -> str:
 
 
 def public_languages(folder: Path, number: int, rng: random.Random) -> list[Language]:
-    """Of MaskBench, what can be limited in size and is served."""
+    """Schemas of MaskBench that can be limited in size and are served."""
     paths = sorted(folder.glob("*.json"))
     rng.shuffle(paths)
     found: list[Language] = []

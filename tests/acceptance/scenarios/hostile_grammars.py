@@ -54,7 +54,7 @@ _STOP_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the processes of a stack hold."""
+    """Memory and threads of a stack's processes."""
 
     mib_of: dict[int, float]  # by process id
     num_threads: int

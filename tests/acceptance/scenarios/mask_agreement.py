@@ -291,7 +291,7 @@ def _mask(matcher: Matcher, vocabulary: Vocabulary) -> np.ndarray[Any, Any]:
 
 
 class Language:
-    """What both backends say of texts, byte by byte, and how what they say of a token is put into a class."""
+    """Verdicts of both backends on texts, byte by byte, and the classes of tokens on which they differ."""
 
     def __init__(self, constraint: Constraint, backends: dict[str, GrammarBackend]) -> None:
         self._grammars = [backends[name].compile(constraint) for name in _NAMES]

@@ -374,7 +374,7 @@ def _changed(value: Any, noise: random.Random, names: list[str]) -> tuple[Any, b
 
 
 def _isolated(call: Callable[[], Any]) -> Any:
-    """What a call returns in a child process; None where a limit ends it."""
+    """The result of a call in a child process; None where a limit ends it."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

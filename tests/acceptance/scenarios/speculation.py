@@ -271,7 +271,7 @@ async def _stack(
 
 
 def _make_checkpoints(model: Path, texts: Sequence[Sequence[int]], folder: Path, num_steps: int) -> None:
-    """In a process of its own, as that needs much memory."""
+    """Make the checkpoints in a process of its own, which needs much memory."""
     folder.mkdir()
     (folder / "texts.json").write_text(json.dumps([list(text) for text in texts]))
     command = [sys.executable, "-m", "tests.acceptance.rig.draft_checkpoints", f"--steps={num_steps}"]
@@ -289,7 +289,7 @@ async def _answers(channel: grpc.aio.Channel, cases: Sequence[Case], at_once: in
 
 
 def _of_records(records: Sequence[StreamRecord]) -> Answers:
-    """Of the streams that did not fail, by key."""
+    """Answers of the streams that did not fail, by key."""
     for record in records:
         if record.code is not grpc.StatusCode.OK:
             print(f"{record.request_id}: {record.code} {record.details}", file=sys.stderr)

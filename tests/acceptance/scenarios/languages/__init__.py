@@ -342,7 +342,7 @@ def _judge(
 
 
 def _answers(records: Sequence[StreamRecord]) -> dict[int, list[OutputSeen]]:
-    """Of the streams that did not fail, by their keys."""
+    """Answers of the streams that did not fail, by key."""
     failed = [record for record in records if record.code is not grpc.StatusCode.OK]
     for record in failed[:5]:
         print(f"{record.request_id}: {record.code} {record.details}", file=sys.stderr)

@@ -65,7 +65,7 @@ async def send(
     at_once: int,
     meanwhile: Callable[[Load], Awaitable[None]] | None = None,
 ) -> list[StreamRecord]:
-    """The answers of all cases, of which so many are open at any time; `meanwhile` runs beside them."""
+    """Streams of all cases, at most `at_once` open at any time; `meanwhile` runs beside them."""
     load, gate = Load(label=label, limit_s=_LIMIT_S), asyncio.Semaphore(at_once)
 
     async def answer(case: Case) -> None:
@@ -82,7 +82,7 @@ async def send(
 
 
 async def kill_amid(engine: ServiceProcess, num_ended: int, num_begun: int, load: Load) -> None:
-    """Kill an engine once so many requests of a load have ended, and so many have begun."""
+    """Kill an engine once `num_ended` requests of a load have ended and `num_begun` have begun."""
     while len(load.records) - load.num_open < num_ended or load.num_begun < num_begun:
         if not load.num_open:
             raise faults.FaultMissed(f"all requests ended before {engine.name} was killed")
