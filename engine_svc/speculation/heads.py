@@ -82,8 +82,8 @@ class MtpHead:
         assert hidden is not None, "a head reads hidden states"
         target = self.target
         # As in vLLM and in training: the first token of a text has no token before it.
-        embedded = target.embed(token_ids).masked_fill_((positions == 0)[:, None], 0.0)
-        parts = [target.norm(embedded, self.token_norm), target.norm(hidden, self.hidden_norm)]
+        token_states = target.embed(token_ids).masked_fill_((positions == 0)[:, None], 0.0)
+        parts = [target.norm(token_states, self.token_norm), target.norm(hidden, self.hidden_norm)]
         residual = self.projection(torch.cat(parts[::-1] if self.layout.is_hidden_first else parts, dim=-1))
         x = target.norm(residual, self.layer.input_norm)
         x, residual = self.layer(x, residual, positions, target.cos_sin, context, rows)
@@ -131,12 +131,12 @@ class EagleHead:
         """See DraftNetwork."""
         assert hidden is not None, "a head reads hidden states"
         layer, ops = self.layer, self.layer.ops
-        embedded = (
+        token_states = (
             self.target.embed(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
         )
         normed = ops.rms_norm(hidden, self.hidden_norm, layer.eps)
         residual = normed if self.norms_residual else hidden.clone()
-        x = torch.cat([ops.rms_norm(embedded, layer.input_norm, layer.eps), normed], dim=-1)
+        x = torch.cat([ops.rms_norm(token_states, layer.input_norm, layer.eps), normed], dim=-1)
         x, residual = layer(x, residual, positions, self.cos_sin, context, rows)
         residual.add_(x)
         logits = self.head(ops.rms_norm(residual, self.final_norm, layer.eps))
