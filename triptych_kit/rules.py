@@ -9,7 +9,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -71,59 +71,65 @@ class MessageRules:
     def __init__(self, message: type[Message], *, apart: Collection[str] = ()) -> None:
         descriptor: Any = message.DESCRIPTOR
         compiled = {field: _compiled(field, apart) for field in descriptor.fields}
-        self._fields = {field.number: check for field, check in compiled.items() if check is not None}
+        self._checks = {field.name: check for field, check in compiled.items() if check is not None}
         # Texts without a rule are left alone: to list the fields of a message decodes all that are set.
-        named = [_Named(field, check) for field, check in compiled.items() if check is not None]
         leaves_texts = any(
             check is None and field.type in _TEXTS and not field.is_repeated
             for field, check in compiled.items()
         )
-        self._by_name = named if leaves_texts or any(map(_is_checked_unset, compiled)) else None
+        self._by_name = None
+        if leaves_texts or any(map(_is_checked_unset, compiled)):
+            self._by_name = [
+                (field.name, field.has_presence, _is_checked_unset(field), _where(field), check)
+                for field, check in compiled.items()
+                if check is not None
+            ]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._fields)
+        return bool(self._checks)
 
     def violations(self, message: Message, limits: Limits) -> Sequence[Violation]:
         """In the order of the fields in the contract or of their numbers."""
-        broken: Sequence[Violation] = ()
         if self._by_name is None:
-            for descriptor, value in message.ListFields():
-                check = self._fields.get(descriptor.number)
-                if check is not None and (found := check(value, limits)):
-                    broken = [*broken, *found]
-            return broken
-        for field in self._by_name:
-            if field.applies(message) and (found := field.check(getattr(message, field.name), limits)):
+            values = {descriptor.name: value for descriptor, value in message.ListFields()}
+            return self.violations_in(values, limits)
+        broken: Sequence[Violation] = ()
+        for name, has_presence, is_checked_unset, where, check in self._by_name:
+            if (has_presence and not message.HasField(name)) or (where and not getattr(message, where)):
+                continue
+            value = getattr(message, name)
+            if (value or has_presence or is_checked_unset) and (found := check(value, limits)):
+                broken = [*broken, *found]
+        return broken
+
+    def violations_in(self, values: Mapping[str, Any], limits: Limits) -> Sequence[Violation]:
+        """Those of the set fields of a message by name."""
+        broken: Sequence[Violation] = ()
+        for name, value in values.items():
+            check = self._checks.get(name)
+            if check is None or ((span := check.span) is not None and span[0] <= value <= span[1]):
+                continue
+            if found := check(value, limits):
                 broken = [*broken, *found]
         return broken
 
 
-_Check: TypeAlias = "Callable[[Any, Limits], Sequence[Violation]]"
 # The text of a violation by one value; None for a value that keeps the rules.
 _ValueCheck: TypeAlias = "Callable[[Any, Limits], str | None]"
 _CountCheck: TypeAlias = "Callable[[int, Limits], str | None]"
 
 
-class _Named:
-    """A field that is looked up by name."""
+class _Check(Protocol):
+    """The rules of one field. span: the range of a number that has no other rule."""
 
-    __slots__ = ("_has_presence", "_is_checked_unset", "_where", "check", "name")
+    span: tuple[float, float] | None
 
-    def __init__(self, field: FieldDescriptor, check: _Check) -> None:
-        self.name = field.name
-        self.check = check
-        self._has_presence = field.has_presence
-        self._is_checked_unset = _is_checked_unset(field)
-        self._where = rules.where if (rules := _rules(field)) is not None else ""
+    def __call__(self, value: Any, limits: Limits) -> Sequence[Violation]: ...
 
-    def applies(self, message: Message) -> bool:
-        """Whether the field has to be checked: it is set, or must be."""
-        if self._where:
-            return bool(getattr(message, self._where))
-        if self._has_presence:
-            return message.HasField(self.name)
-        return self._is_checked_unset or bool(getattr(message, self.name))
+
+def _where(field: FieldDescriptor) -> str:
+    return "" if (rules := _rules(field)) is None else str(rules.where)
 
 
 def _is_checked_unset(field: FieldDescriptor) -> bool:
@@ -152,16 +158,18 @@ def _compiled(field: FieldDescriptor, apart: Collection[str]) -> _Check | None:
         return _ListCheck(name, count, ids, checks, nested)
     if nested is not None:
         return _MessageCheck(field.name, nested)
-    return _ScalarCheck(name, checks) if checks else None
+    span = _span(rules) if len(checks) == 1 else None
+    return _ScalarCheck(name, checks, span) if checks else None
 
 
 class _ScalarCheck:
     """Of a number, text or bytes."""
 
-    __slots__ = ("_checks", "_name")
+    __slots__ = ("_checks", "_name", "span")
 
-    def __init__(self, name: str, checks: Sequence[_ValueCheck]) -> None:
+    def __init__(self, name: str, checks: Sequence[_ValueCheck], span: tuple[float, float] | None) -> None:
         self._name = name
+        self.span = span
         self._checks = checks
 
     def __call__(self, value: Any, limits: Limits) -> Sequence[Violation]:
@@ -172,11 +180,12 @@ class _ScalarCheck:
 
 
 class _MessageCheck:
-    __slots__ = ("_name", "_rules")
+    __slots__ = ("_name", "_rules", "span")
 
     def __init__(self, name: str, rules: MessageRules) -> None:
         self._name = name
         self._rules = rules
+        self.span: tuple[float, float] | None = None
 
     def __call__(self, value: Any, limits: Limits) -> Sequence[Violation]:
         broken = self._rules.violations(value, limits)
@@ -186,7 +195,7 @@ class _MessageCheck:
 class _ListCheck:
     """Of a list. Where it has too many entries or too few, none is looked at."""
 
-    __slots__ = ("_checks", "_count", "_ids", "_name", "_nested")
+    __slots__ = ("_checks", "_count", "_ids", "_name", "_nested", "span")
 
     def __init__(
         self,
@@ -197,6 +206,7 @@ class _ListCheck:
         nested: MessageRules | None,
     ) -> None:
         self._name = name
+        self.span: tuple[float, float] | None = None
         self._count = count
         self._ids = ids
         self._checks = checks
@@ -229,8 +239,10 @@ def _value_checks(field: FieldDescriptor, rules: Any) -> list[_ValueCheck]:
         checks += _column_checks(rules)
     elif rules.in_vocabulary and not field.is_repeated:
         checks.append(_id_check)
-    if rules.finite or rules.maximum_limit or rules.HasField("minimum") or rules.HasField("maximum"):
-        checks.append(_limited_check(rules) if rules.maximum_limit else _range_check(rules))
+    if rules.maximum_limit:
+        checks.append(_limited_check(rules))
+    elif (span := _span(rules)) is not None:
+        checks.append(_range_check(rules, span))
     if rules.defined and field.enum_type is not None:
         checks.append(_enum_check(field.enum_type))
     if rules.min_chars or rules.HasField("max_chars"):
@@ -246,14 +258,22 @@ def _value_checks(field: FieldDescriptor, rules: Any) -> list[_ValueCheck]:
     return checks
 
 
-def _range_check(rules: Any) -> _ValueCheck:
+def _span(rules: Any) -> tuple[float, float] | None:
+    """The least and the most of a range in the contract; None where it has none."""
+    has_range = rules.finite or rules.HasField("minimum") or rules.HasField("maximum")
+    if not has_range or rules.maximum_limit:
+        return None
     least = rules.minimum if rules.HasField("minimum") else -math.inf
     most = rules.maximum if rules.HasField("maximum") else math.inf
-    words = _range_words(rules)
     if rules.above_minimum:
         least = math.nextafter(least, math.inf)
     if rules.finite:
         least, most = max(least, -sys.float_info.max), min(most, sys.float_info.max)
+    return least, most
+
+
+def _range_check(rules: Any, span: tuple[float, float]) -> _ValueCheck:
+    (least, most), words = span, _range_words(rules)
     also = rules.also if rules.HasField("also") else None
 
     def check(value: float, limits: Limits) -> str | None:

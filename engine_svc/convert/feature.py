@@ -10,6 +10,7 @@ from engine_svc.core.extras import Extra, OutputExtra
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.request import ContentSpan
 from engine_svc.tensors.source import TensorSource
+from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 from triptych_kit.field_checks import unserved
 
@@ -90,6 +91,15 @@ class WireFeatures:
             for field in add_pb2.AddEntry.DESCRIPTOR.fields
             if field.name not in _CORE_FIELDS and field.name not in claimed
         ]
+
+    def served(self, sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
+        """Set sampling parameters by name. Raises Unimplemented for one that nothing reads."""
+        # Listed once: each access to a message costs time, and most requests set few parameters.
+        values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+        for name, value in values.items():
+            if name not in self.sampling_fields or (name == "n" and value != 1):
+                raise unserved(name)
+        return values
 
     @property
     def take_tensors(self) -> bool:

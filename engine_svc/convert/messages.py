@@ -6,8 +6,9 @@ Checks everything that arrives, without relying on the frontend's checks. Knows 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import Any
 
 from engine_svc.cache.observer import StoredBlocks
 from engine_svc.convert.feature import AddContext, WireFeatures, to_us
@@ -18,14 +19,23 @@ from engine_svc.core.request import NO_STOP_TOKEN, DraftUse, FinishReason, First
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventBatch, RemovedBlocks
 from engine_svc.loop.step_output import FinishedRow, StepOutput
 from engine_svc.tensors.source import TensorSource
-from triptych.common.v1 import error_pb2, output_pb2
+from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, kv_pb2, step_pb2
 from triptych_kit.errors import InvalidArgument, ServiceError, to_details, to_number, to_parts
-from triptych_kit.field_checks import check, check_id, to_token_ids
+from triptych_kit.field_checks import check, to_token_ids
+from triptych_kit.rules import MAX_LOGPROBS, VOCABULARY, MessageRules
 
-MAX_RESUME_STATE_BYTES = 64 * 1024
-_MAX_TEXT_CHARACTERS = 256
-_MAX_PRIORITY = 100
+# Columns are checked where they are decoded. Paths of sampling parameters begin at these.
+_RULES = MessageRules(add_pb2.AddEntry, apart=("prompt_token_ids", "output_token_ids", "sampling", "pooling"))
+# A feature checks a message of its own.
+_SAMPLING_RULES = MessageRules(
+    sampling_pb2.SamplingParams,
+    apart=[
+        field.name
+        for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+        if field.message_type is not None and not field.is_repeated and field.name != "repetition_detection"
+    ],
+)
 
 _REASONS = {
     FinishReason.STOP: output_pb2.FINISH_REASON_STOP,
@@ -58,17 +68,10 @@ def to_request(
 
     Raises InvalidArgument or Unimplemented, or what `tensors` raises; they concern this request alone.
     """
-    check_id(entry.request_id, "request_id", 1, _MAX_TEXT_CHARACTERS)
-    check_id(entry.cache_salt, "cache_salt", 0, _MAX_TEXT_CHARACTERS)
-    num_bytes = len(entry.resume_state)
-    check(
-        num_bytes <= MAX_RESUME_STATE_BYTES,
-        "resume_state",
-        num_bytes,
-        f"{MAX_RESUME_STATE_BYTES} bytes at most",
-    )
     if entry.WhichOneof("params") is None:
         raise InvalidArgument("params is not set, it takes sampling or pooling", field="params")
+    sampling = features.served(entry.sampling)
+    _check_rules(entry, sampling, facts)
     if entry.tenant:
         # Tenants never share prefix cache entries, whatever their salts are.
         cache_salt = f"{len(entry.tenant)}:{entry.tenant}{entry.cache_salt}"
@@ -93,7 +96,6 @@ def to_request(
     )
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
-    check(-_MAX_PRIORITY <= entry.priority <= _MAX_PRIORITY, "priority", entry.priority, "-100 to 100")
     request = Request(
         # Readable in logs, and unique for anything a frontend may send.
         request_id=f"{entry.request_id}/{session_number}.{entry.handle}.{entry.attempt}",
@@ -101,9 +103,9 @@ def to_request(
         num_prompt_tokens=len(prompt),
         sampling=to_sampling(
             entry,
+            sampling,
             facts,
             num_prompt_tokens=len(prompt),
-            fields=features.sampling_fields,
             skips_reading_prefix_cache=any(one.skips_reading_prefix_cache for one in parsed),
         ),
         priority=entry.priority,
@@ -115,6 +117,14 @@ def to_request(
     # Its age counts for its order in the queue; its queue time here starts now.
     request.timeline.queued_at = now
     return request
+
+
+def _check_rules(entry: add_pb2.AddEntry, sampling: Mapping[str, Any], facts: EngineFacts) -> None:
+    """Raise InvalidArgument for a field that breaks a rule."""
+    limits = {VOCABULARY: facts.vocab_size, MAX_LOGPROBS: facts.max_logprobs}
+    broken = _RULES.violations(entry, limits) or _SAMPLING_RULES.violations_in(sampling, limits)
+    if broken:
+        raise InvalidArgument(broken[0].message, field=broken[0].field)
 
 
 def to_deadline(entry: add_pb2.AddEntry, now: float) -> float | None:

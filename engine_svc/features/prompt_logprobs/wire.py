@@ -31,9 +31,6 @@ class PromptLogprobsOfAdd(WireFeature):
         if not sampling.HasField("prompt_logprobs"):
             return None
         num_top = sampling.prompt_logprobs
-        is_open = facts.max_logprobs == -1
-        minimum, maximum = (-1, facts.vocab_size) if is_open else (0, facts.max_logprobs)
-        check(minimum <= num_top <= maximum, "prompt_logprobs", num_top, f"{minimum} to {maximum}")
         num_each = facts.vocab_size if num_top == -1 else num_top
         num_cells = len(context.token_ids) * (num_each + len(sampling.logprob_token_ids))
         check(

@@ -22,9 +22,10 @@ from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
 from triptych_kit.clock import Clock
 from triptych_kit.errors import FailedPrecondition, NotFound, ServiceError
+from triptych_kit.rules import rules_of
 
 TOKEN_CHARACTERS = 32
-MAX_RESUME_STATE_BYTES = 64 * 1024
+MAX_RESUME_STATE_BYTES = rules_of(add_pb2.AddEntry, "resume_state").max_bytes
 _ID_BYTES = 16
 # An engine needs time to notice that a frontend is gone: 2 s if the frontend's host is lost or it hangs.
 _ASK_AGAIN_S = 0.05

@@ -8,7 +8,6 @@ from array import array
 
 import grpc
 
-from engine_svc.convert.messages import MAX_RESUME_STATE_BYTES
 from engine_svc.core.step import TokenLogprobs
 from tests.engine_svc.fakes import LIMIT_S, expected_tokens
 from tests.engine_svc.loop.logprob_executor import emit_logprobs
@@ -28,6 +27,7 @@ from tests.engine_svc.session.service_rig import (
     until_finished,
 )
 from triptych.engine.v1 import add_pb2, engine_pb2, session_pb2, step_pb2
+from triptych_kit.rules import rules_of
 
 FEATURES = {"features": ["adopt", "resume"]}
 NUM_TOKENS = 20
@@ -369,12 +369,12 @@ async def test_what_an_adopter_gets_of_a_request_is_limited_and_refused_by_name(
     async with served() as (_, stub):
         client = await another(stub)
         entry = resumable_entry(1)
-        entry.resume_state = b"x" * (MAX_RESUME_STATE_BYTES + 1)
+        entry.resume_state = b"x" * (rules_of(add_pb2.AddEntry, "resume_state").max_bytes + 1)
         await client.add(entry)
         await client.until(lambda: 1 in client.rejected)
         status = client.rejected[1].status
         assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-        assert status.message == "resume_state is 65537, it takes 65536 bytes at most"
+        assert status.message == "resume_state has 65537 bytes, must have at most 65536"
 
 
 # A request that is adopted with logprobs of its tokens: each of them has its position, known or not.

@@ -10,8 +10,7 @@ import random
 
 import pytest
 
-from engine_svc.convert.feature import AddContext
-from engine_svc.convert.sampling import to_sampling
+from engine_svc.convert.messages import to_request
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.sampling_params import SamplingParams
 from frontend_svc.generation.caller import LOCAL_CALLER
@@ -151,14 +150,7 @@ def drawn(rng: random.Random, facts: EngineFacts) -> sampling_pb2.SamplingParams
 
 def taken_by_an_engine(entry: add_pb2.AddEntry) -> SamplingParams:
     """What an engine makes of the sampling parameters; its features read theirs, too."""
-    WIRE_FEATURES.parse(entry, AddContext(FACTS, None, [1] * NUM_PROMPT_TOKENS))
-    return to_sampling(
-        entry,
-        FACTS,
-        num_prompt_tokens=NUM_PROMPT_TOKENS,
-        fields=WIRE_FEATURES.sampling_fields,
-        skips_reading_prefix_cache=False,
-    )
+    return to_request(entry, session_number=1, facts=FACTS, now=0.0, features=WIRE_FEATURES).sampling
 
 
 @pytest.mark.parametrize("defaults", [GenerationDefaults(), MODEL_DEFAULTS], ids=["plain", "the model's"])

@@ -21,13 +21,13 @@ def test_neutral_penalties_are_none():
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"presence_penalty": 2.5}, "presence_penalty", ["2.5", "-2 to 2"]),
-        ({"frequency_penalty": -2.5}, "frequency_penalty", ["-2.5", "-2 to 2"]),
+        ({"presence_penalty": 2.5}, "presence_penalty", ["2.5", "-2..2"]),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", ["-2.5", "-2..2"]),
         ({"frequency_penalty": float("nan")}, "frequency_penalty", ["nan"]),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", ["0.0", "0.001 to 1000"]),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", ["0.0", "0.001..1000"]),
         ({"repetition_penalty": float("inf")}, "repetition_penalty", ["inf", "1000"]),
         ({"repetition_penalty": float("nan")}, "repetition_penalty", ["nan"]),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty", ["0.001 to 1000"]),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty", ["0.001..1000"]),
         ({"repetition_penalty": 1001.0}, "repetition_penalty", ["1001", "1000"]),
     ],
     ids=lambda value: str(value)[:30],

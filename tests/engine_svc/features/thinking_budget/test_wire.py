@@ -29,9 +29,9 @@ def test_127_a_thinking_budget_comes_with_its_markers_and_minus_one_is_none():
     ("budget", "start", "end", "shown"),
     [
         (-2, [7], [8], "thinking_token_budget is -2"),
-        (5, [], [8], "start_token_ids is 0, it takes 1 to 16"),
-        (5, [7], [8] * 17, "end_token_ids is 17"),
-        (5, [10**6], [8], "start_token_ids is 1000000, it takes below"),
+        (5, [], [8], "start_token_ids is 0, it takes at least 1"),
+        (5, [7], [8] * 17, "end_token_ids has 17"),
+        (5, [10**6], [8], r"start_token_ids\[0\] is 1000000, must be below"),
     ],
 )
 def test_127_a_thinking_budget_that_cannot_be_kept_is_refused(budget, start, end, shown):

@@ -31,11 +31,11 @@ def test_bad_words_are_sequences_of_ids():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([column([])], "bad_words is 0, it takes 1 to 64 ids a word"),
-        ([column([1] * 65)], "bad_words is 65, it takes 1 to 64 ids a word"),
-        ([b"123"], "bad_words has 3 bytes"),
-        ([column([VOCAB_SIZE])], f"bad_words is {VOCAB_SIZE}, it takes below the vocabulary's size"),
-        ([column([1])] * 1025, "bad_words is 1025, it takes at most 1024 words"),
+        ([column([])], r"bad_words\[0\] has 0 ids, must have 1\.\.64"),
+        ([column([1] * 65)], r"bad_words\[0\] has 65 ids, must have 1\.\.64"),
+        ([b"123"], r"bad_words\[0\] has 3 bytes"),
+        ([column([VOCAB_SIZE])], rf"bad_words\[0\] is {VOCAB_SIZE}, must be below the vocabulary size"),
+        ([column([1])] * 1025, "bad_words has 1025 words, must have at most 1024"),
     ],
 )
 def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, message):
@@ -49,7 +49,7 @@ def test_bad_words_that_cannot_be_are_refused_with_value_and_limit(words, messag
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"logit_bias": [{"token_id": 1, "bias": 100.5}]}, "logit_bias", ["100.5", "-100 to 100"]),
+        ({"logit_bias": [{"token_id": 1, "bias": 100.5}]}, "logit_bias", ["100.5", "-100..100"]),
         ({"logit_bias": [{"token_id": 1, "bias": float("nan")}]}, "logit_bias", ["nan"]),
         ({"logit_bias": [{"token_id": VOCAB_SIZE}]}, "logit_bias", ["1000", "below"]),
         ({"logit_bias": [{"token_id": 1}] * 301}, "logit_bias", ["301", "300"]),
