@@ -33,6 +33,7 @@ from pathlib import Path
 from benchmarks.report import Report, Row
 from benchmarks.rig.lines import Line, LineProcess, module
 from tests.acceptance.rig.hostile_grammars import HARMLESS, LOADS
+from tests.processes import running
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.channel import open_channel
@@ -202,21 +203,22 @@ def _serving() -> Iterator[tuple[int, dict]]:
         command = [sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0"]
         # So small that the streams have used all of it before the first load.
         command += [f"--ready-file={ready_file}", "--kv-cache-memory=32M"]
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        try:
+        with (
+            log_file.open("wb") as log,
+            running(*command, stdout=log, stderr=log, start_new_session=True) as process,
+        ):
             deadline = time.monotonic() + _READY_LIMIT_S
             while not ready_file.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the stack did not get ready:\n{log_file.read_text()}")
                 time.sleep(0.1)
-            yield process.pid, json.loads(ready_file.read_text(encoding="utf-8"))
-        finally:
-            process.send_signal(signal.SIGTERM)
             try:
-                process.wait(_STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                yield process.pid, json.loads(ready_file.read_text(encoding="utf-8"))
+            finally:
+                # Ends its services, too.
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_LIMIT_S)
 
 
 async def _at_rest(sender: LineProcess, pid: int) -> Held:
