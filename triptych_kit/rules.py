@@ -50,12 +50,13 @@ class Violation(NamedTuple):
 def rules_of(message: type[Message], name: str) -> Any:
     """The rules of a field that has some, a message of the contract."""
     descriptor: Any = message.DESCRIPTOR
-    rules = _rules(descriptor.fields_by_name[name])
+    rules = declared_rules(descriptor.fields_by_name[name])
     assert rules is not None, f"{descriptor.full_name}.{name} has no rules"
     return rules
 
 
-def _rules(field: FieldDescriptor) -> Any:
+def declared_rules(field: FieldDescriptor) -> Any:
+    """The rules of a field, a message of the contract; None where it has none."""
     for extension, rules in field.GetOptions().ListFields():
         if extension.full_name == _OPTION:
             return rules
@@ -129,11 +130,11 @@ class _Check(Protocol):
 
 
 def _where(field: FieldDescriptor) -> str:
-    return "" if (rules := _rules(field)) is None else str(rules.where)
+    return "" if (rules := declared_rules(field)) is None else str(rules.where)
 
 
 def _is_checked_unset(field: FieldDescriptor) -> bool:
-    rules = _rules(field)
+    rules = declared_rules(field)
     if rules is None or field.has_presence:
         return False
     return bool(rules.where or rules.min_items or (rules.min_chars and not field.is_repeated))
@@ -143,7 +144,7 @@ def _compiled(field: FieldDescriptor, apart: Collection[str]) -> _Check | None:
     """The check of a field; None if it has no rules or is checked apart."""
     if field.name in apart:
         return None
-    checks = [] if (rules := _rules(field)) is None else _value_checks(field, rules)
+    checks = [] if (rules := declared_rules(field)) is None else _value_checks(field, rules)
     # Without a name, a violation is reported as the field that holds the message.
     name = "" if rules is not None and rules.in_parent_name else field.name
     nested = None
