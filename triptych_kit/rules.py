@@ -274,7 +274,7 @@ def _span(rules: Any) -> tuple[float, float] | None:
 
 
 def _range_check(rules: Any, span: tuple[float, float]) -> _ValueCheck:
-    (least, most), words = span, _range_words(rules)
+    (least, most), words = span, range_words(rules)
     also = rules.also if rules.HasField("also") else None
 
     def check(value: float, limits: Limits) -> str | None:
@@ -285,7 +285,8 @@ def _range_check(rules: Any, span: tuple[float, float]) -> _ValueCheck:
     return check
 
 
-def _range_words(rules: Any) -> str:
+def range_words(rules: Any) -> str:
+    """The range of a number in words."""
     finite = "finite and " if rules.finite else ""
     also = f"{rules.also:g} or " if rules.HasField("also") else ""
     if not rules.HasField("maximum"):
