@@ -91,6 +91,8 @@ def _values(field: FieldDescriptor, rules: Any) -> Iterator[str]:
     if rules.min_chars or rules.HasField("max_chars"):
         most = rules.max_chars if rules.HasField("max_chars") else None
         yield _count(rules.min_chars, most, "characters" + (" each" if field.is_repeated else ""))
+    if rules.HasField("max_total_chars"):
+        yield _count(0, rules.max_total_chars, "characters together")
     if rules.HasField("max_bytes"):
         yield _count(0, rules.max_bytes, "bytes")
     if rules.defined:

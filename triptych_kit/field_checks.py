@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
@@ -47,15 +47,6 @@ def to_token_ids(column: bytes, name: str, vocab_size: int) -> list[int]:
     largest = max(token_ids)
     check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
     return token_ids
-
-
-def check_token_ids(token_ids: Sequence[int], name: str, most: int, vocab_size: int) -> None:
-    """Raise InvalidArgument for more than `most` ids, or for one outside the vocabulary."""
-    if not token_ids:
-        return
-    check(len(token_ids) <= most, name, len(token_ids), f"at most {most} ids")
-    largest = max(token_ids)
-    check(largest < vocab_size, name, largest, f"below the vocabulary's size, {vocab_size}")
 
 
 def unserved(name: str) -> Unimplemented:

@@ -153,10 +153,11 @@ def _compiled(field: FieldDescriptor, apart: Collection[str]) -> _Check | None:
         nested = MessageRules(GetMessageClass(field.message_type), apart=inner) or None
     if field.is_repeated:
         count = None if rules is None else _count_check(rules)
+        total = rules.max_total_chars if rules is not None and rules.HasField("max_total_chars") else None
         ids = _ids_check if rules is not None and rules.in_vocabulary else None
-        if count is None and ids is None and not checks and nested is None:
+        if count is None and ids is None and total is None and not checks and nested is None:
             return None
-        return _ListCheck(name, count, ids, checks, nested)
+        return _ListCheck(name, count, ids, checks, total, nested)
     if nested is not None:
         return _MessageCheck(field.name, nested)
     span = _span(rules) if len(checks) == 1 else None
@@ -196,7 +197,7 @@ class _MessageCheck:
 class _ListCheck:
     """Of a list. Where it has too many entries or too few, none is looked at."""
 
-    __slots__ = ("_checks", "_count", "_ids", "_name", "_nested", "span")
+    __slots__ = ("_checks", "_count", "_ids", "_max_total_chars", "_name", "_nested", "span")
 
     def __init__(
         self,
@@ -204,6 +205,7 @@ class _ListCheck:
         count: _CountCheck | None,
         ids: Callable[[Sequence[int], Limits], tuple[int, str] | None] | None,
         checks: Sequence[_ValueCheck],
+        max_total_chars: int | None,
         nested: MessageRules | None,
     ) -> None:
         self._name = name
@@ -211,6 +213,7 @@ class _ListCheck:
         self._count = count
         self._ids = ids
         self._checks = checks
+        self._max_total_chars = max_total_chars
         self._nested = nested
 
     def __call__(self, value: Any, limits: Limits) -> Sequence[Violation]:
@@ -226,6 +229,9 @@ class _ListCheck:
                 text = next((text for text in texts if text is not None), None)
                 if text is not None:
                     broken.append(Violation(name, f"{name}[{index}]", text))
+        most = self._max_total_chars
+        if most is not None and (num := sum(map(len, value))) > most:
+            broken.append(Violation(name, name, _count(num, "characters", 0, most)))
         if self._nested is not None:
             for index, entry in enumerate(value):
                 inner = self._nested.violations(entry, limits)

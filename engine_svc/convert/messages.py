@@ -27,15 +27,7 @@ from triptych_kit.rules import MAX_LOGPROBS, VOCABULARY, MessageRules
 
 # Columns are checked where they are decoded. Paths of sampling parameters begin at these.
 _RULES = MessageRules(add_pb2.AddEntry, apart=("prompt_token_ids", "output_token_ids", "sampling", "pooling"))
-# A feature checks a message of its own.
-_SAMPLING_RULES = MessageRules(
-    sampling_pb2.SamplingParams,
-    apart=[
-        field.name
-        for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
-        if field.message_type is not None and not field.is_repeated and field.name != "repetition_detection"
-    ],
-)
+_SAMPLING_RULES = MessageRules(sampling_pb2.SamplingParams)
 
 _REASONS = {
     FinishReason.STOP: output_pb2.FINISH_REASON_STOP,

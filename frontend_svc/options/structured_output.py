@@ -20,7 +20,6 @@ from triptych_kit.subsequences import comes_last, end_of_first
 
 AUTO = "auto"
 _FIELD = "sampling.structured_output"
-_MAX_CHOICES_CHARS = 1024 * 1024  # of all together
 # Options that say something about JSON, and the kinds of constraints that have some.
 _JSON_OPTIONS = {
     "disable_any_whitespace": ("json_schema", "json_object", "structural_tag"),
@@ -158,9 +157,6 @@ def _check_constraint(
         return
     if kind == "json_object":
         violations.need(asked.json_object, f"{_FIELD}.{kind}", asked.json_object, "must be true")
-    elif kind == "choice":
-        num_chars = sum(map(len, asked.choice.choices))
-        violations.need_count(f"{_FIELD}.choice.choices", num_chars, "characters", 0, _MAX_CHOICES_CHARS)
     for name, kinds in _JSON_OPTIONS.items():
         is_fine = not getattr(asked, name) or kind in kinds
         violations.need(is_fine, f"{_FIELD}.{name}", getattr(asked, name), f"must be unset for {kind}")

@@ -53,6 +53,11 @@ def broken(limits=LIMITS, **fields) -> list[tuple[str, str]]:
             "structured_output.choice.choices has 0 texts, must have 1..4096",
         ),
         (
+            {"structured_output": {"choice": {"choices": ["x" * 16384] * 64 + ["x"]}}},
+            "structured_output.choice.choices",
+            "structured_output.choice.choices has 1048577 characters, must have at most 1048576",
+        ),
+        (
             {"structured_output": {"regex": "a\0"}},
             "structured_output.regex",
             "structured_output.regex is 'a\\x00', must not contain a NUL character",

@@ -13,14 +13,11 @@ from engine_svc.features.structured_output.json_schema.keywords import ENFORCED_
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
 from triptych_kit.errors import InvalidArgument
-from triptych_kit.field_checks import check, check_enum, check_token_ids, unserved
+from triptych_kit.field_checks import check, unserved
 from triptych_kit.subsequences import comes_last
 
 _FIELD = "structured_output"
 _AUTO = "auto"
-_MAX_MARKER_IDS = 16
-_MAX_TEXT_BYTES = 1 << 20  # of all texts of a constraint; backends may take less
-_MAX_CHOICES = 10_000
 _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT, ConstraintKind.STRUCTURAL_TAG)
 _AFTER_REASONING = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
 
@@ -68,30 +65,13 @@ def _to_constraint(asked: sampling_pb2.StructuredOutput) -> Constraint:
     if which is None:
         raise InvalidArgument("structured_output has no constraint, it takes exactly one", field=_FIELD)
     kind = ConstraintKind(which)
-    name = f"{_FIELD}.{which}"
-    choices: tuple[str, ...] = ()
-    text = ""
-    if kind is ConstraintKind.CHOICE:
-        choices = tuple(asked.choice.choices)
-        check(1 <= len(choices) <= _MAX_CHOICES, name, len(choices), f"1 to {_MAX_CHOICES} texts")
-        if "" in choices:
-            raise InvalidArgument(f"{name} has an empty text", field=name)
-    elif kind is ConstraintKind.JSON_OBJECT:
-        if not asked.json_object:
-            raise InvalidArgument(f"{name} is false, it takes true alone", field=name)
-    else:
-        text = getattr(asked, which)
-        if not text:
-            raise InvalidArgument(f"{name} is empty", field=name)
-    size = sum(len(each.encode()) for each in (text, *choices))
-    check(size <= _MAX_TEXT_BYTES, name, size, f"at most {_MAX_TEXT_BYTES} bytes")
-    if any("\0" in each for each in (text, *choices)):
-        raise InvalidArgument(f"{name} contains a NUL character", field=name)
+    if kind is ConstraintKind.JSON_OBJECT and not asked.json_object:
+        raise InvalidArgument(f"{_FIELD}.{which} is false, it takes true alone", field=f"{_FIELD}.{which}")
     _check_json_options(asked, kind)
     return Constraint(
         kind,
-        text,
-        choices,
+        "" if kind in (ConstraintKind.CHOICE, ConstraintKind.JSON_OBJECT) else getattr(asked, which),
+        tuple(asked.choice.choices),
         whitespace=Whitespace(not asked.disable_any_whitespace, asked.whitespace_pattern),
         has_additional_properties=not asked.disable_additional_properties,
         is_lenient=asked.lenient,
@@ -114,21 +94,12 @@ def _check_json_options(asked: sampling_pb2.StructuredOutput, kind: ConstraintKi
 
 def _reasoning_end(entry: add_pb2.AddEntry, context: AddContext) -> tuple[int, ...]:
     """The ids after which the constraint holds; () from the first token, as where reasoning has ended."""
-    start = entry.sampling.structured_output.start
-    check_enum(
-        start,
-        f"{_FIELD}.start",
-        sampling_pb2.StructuredOutputStart,
-        sampling_pb2.StructuredOutputStart.values(),
-    )
-    if start != _AFTER_REASONING:
+    if entry.sampling.structured_output.start != _AFTER_REASONING:
         return ()
-    vocab_size, markers = context.facts.vocab_size, entry.reasoning_options
-    name, end = "reasoning_options.end_token_ids", tuple(markers.end_token_ids)
-    check(len(end) >= 1, name, len(end), f"1 to {_MAX_MARKER_IDS} ids with a start AFTER_REASONING")
-    check_token_ids(end, name, _MAX_MARKER_IDS, vocab_size)
-    opening, name = tuple(markers.start_token_ids), "reasoning_options.start_token_ids"
-    check_token_ids(opening, name, _MAX_MARKER_IDS, vocab_size)
+    markers = entry.reasoning_options
+    end, opening = tuple(markers.end_token_ids), tuple(markers.start_token_ids)
+    name, limit = "reasoning_options.end_token_ids", "at least 1 id with a start AFTER_REASONING"
+    check(len(end) >= 1, name, len(end), limit)
     if entry.HasField("reasoning_ended"):
         return () if entry.reasoning_ended else end
     return () if comes_last(context.token_ids, end, opening) else end

@@ -22,7 +22,7 @@ RULES_FIELD_NUMBER: _ClassVar[int]
 rules: _descriptor.FieldDescriptor
 
 class Rules(_message.Message):
-    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name")
+    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "max_total_chars")
     UNSET_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_FIELD_NUMBER: _ClassVar[int]
     ABOVE_MINIMUM_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Rules(_message.Message):
     NO_NUL_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     IN_PARENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_CHARS_FIELD_NUMBER: _ClassVar[int]
     unset: str
     minimum: float
     above_minimum: bool
@@ -65,4 +66,5 @@ class Rules(_message.Message):
     no_nul: bool
     where: str
     in_parent_name: bool
-    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ...) -> None: ...
+    max_total_chars: int
+    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., max_total_chars: _Optional[int] = ...) -> None: ...
