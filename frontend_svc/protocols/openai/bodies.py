@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import msgspec.inspect
 
+from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.plain_fields import plain_fields
 
 # Accepted, without an effect on the answer; a header of the response names them.
 IGNORED = frozenset(
@@ -30,6 +32,12 @@ REFUSED = {
     "use_beam_search": "there is no beam search",
     "web_search_options": "there is no web search",
 }
+# Sampling parameters that some bodies lack, or have by another name or in another form.
+_OF_SOME_BODIES = frozenset(
+    {"max_tokens", "n", "seed", "stop", "logprobs", "prompt_logprobs", "include_stop_in_output"}
+)
+# Sampling parameters that no body has.
+_OF_GRPC = frozenset({"detokenize", "logprob_token_ids", "stream_interval", "skip_reading_prefix_cache"})
 _MAX_NAME_CHARS = 64  # of an unknown field that is compared with those that there are
 _STEP = re.compile(r"(\w+)|\[")
 _MAX_DEPTH_MESSAGE = "the body is nested too deeply"
@@ -126,34 +134,38 @@ class Message(Base):
     function_call: None = None
 
 
-class SamplingBody(Base, kw_only=True):
+# Of every body: the sampling parameters that have the contract's names and types there.
+SAME_SAMPLING = {
+    name: kind
+    for name, kind in plain_fields(sampling_pb2.SamplingParams).items()
+    if name not in _OF_SOME_BODIES | _OF_GRPC
+}
+if TYPE_CHECKING:
+    SameSampling = Base
+else:
+    SameSampling = msgspec.defstruct(
+        "SameSampling",
+        [(name, kind | None, None) for name, kind in SAME_SAMPLING.items()],
+        bases=(Base,),
+        module=__name__,
+        kw_only=True,
+    )
+
+
+class SamplingBody(SameSampling, kw_only=True):
     """What completions and chats have in common."""
 
     model: str = ""
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # vLLM's.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -161,12 +173,10 @@ class SamplingBody(Base, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    thinking_token_budget: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
-    max_draft_tokens: int | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):

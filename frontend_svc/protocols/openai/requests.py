@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from frontend_svc.protocols.openai.bodies import (
+    SAME_SAMPLING,
     CalledTool,
     ChatBody,
     CompletionBody,
@@ -26,12 +27,6 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
 _SEED_MASK = (1 << 64) - 1
 
-_SAME_NAME = (
-    "temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "top_k", "min_p",
-    "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "skip_special_tokens",
-    "spaces_between_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs",
-    "thinking_token_budget", "max_draft_tokens",
-)  # fmt: skip
 _OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
 _MODES = {
     "none": chat_message_pb2.TOOL_CHOICE_MODE_NONE,
@@ -132,7 +127,7 @@ def _call_of(call: CalledTool, index: int) -> chat_message_pb2.ToolCall:
 
 def _sampling(body: SamplingBody) -> sampling_pb2.SamplingParams:
     sampling = sampling_pb2.SamplingParams()
-    for name in (*_SAME_NAME, "max_tokens"):
+    for name in (*SAME_SAMPLING, "max_tokens", "n", "prompt_logprobs"):
         set_field(sampling, name, getattr(body, name))
     set_field(
         sampling, "include_stop_in_output", body.include_stop_str_in_output, "include_stop_str_in_output"

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from frontend_svc.generation.answers.chat import ChatAnswers
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.protocols.openai.bodies import (
+    SAME_SAMPLING,
     Base,
     ChatBody,
     Function,
@@ -25,6 +26,7 @@ from frontend_svc.protocols.openai.bodies import (
     NamedFunction,
     NamedTool,
     ResponseFormat,
+    SameSampling,
     StreamOptions,
     StructuredOutputs,
     Tool,
@@ -60,11 +62,9 @@ _encode = msgspec.json.Encoder().encode
 
 # Fields that a chat has by the same name.
 _SAME_IN_CHAT = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "seed", "stop", "presence_penalty",
-    "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos",
-    "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "priority", "cache_salt",
-    "return_token_ids", "max_draft_tokens", "chat_template", "chat_template_kwargs",
+    *SAME_SAMPLING, "model", "parallel_tool_calls", "seed", "stop", "logit_bias",
+    "include_stop_str_in_output", "structured_outputs", "priority", "cache_salt", "return_token_ids",
+    "chat_template", "chat_template_kwargs",
 )  # fmt: skip
 _FIELDS = {
     "messages": "input",
@@ -106,7 +106,7 @@ class NamedFunctionTool(Base):
     name: str
 
 
-class ResponseBody(Base, kw_only=True):
+class ResponseBody(SameSampling, kw_only=True):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -144,26 +144,12 @@ class ResponseBody(Base, kw_only=True):
     # vLLM's, as in chat completions.
     seed: int | None = None
     stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
-    thinking_token_budget: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    max_draft_tokens: int | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
