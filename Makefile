@@ -67,6 +67,7 @@ up:  ## the stack in containers: on the GPUs of this host, or the embedded model
 protos: setup  ## regenerate the stubs beside the protos
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
 		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:protos/%=%)
+	$(BIN)/python -m tools.params_stub
 
 released-protos: setup $(BUF_STAMP)  ## record the contract of a release: later ones are checked against it
 	$(BUF) breaking protos --against $(RELEASED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.sources import ROOT
+from tools import params_stub
 
 PROTOS = sorted((ROOT / "protos" / "triptych").rglob("*.proto"))
 
@@ -25,3 +26,7 @@ def test_each_proto_has_its_stubs(proto: Path) -> None:
         importlib.import_module(module + "_pb2").DESCRIPTOR.name
         == proto.relative_to(ROOT / "protos").as_posix()
     )
+
+
+def test_the_types_of_the_parameters_of_the_contract_are_up_to_date() -> None:
+    assert (ROOT / params_stub.PATH).read_text() == params_stub.stub(), "run: make protos"

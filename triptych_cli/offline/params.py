@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field, make_dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -16,7 +16,11 @@ from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.vllm_names import with_checked_arguments
 from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.plain_fields import plain_fields
 from triptych_kit.rules import MAX_LOGPROBS, MAX_N, MessageRules
+
+if TYPE_CHECKING:
+    from triptych_cli.offline.plain_params import PlainParams  # `make protos` writes its stub.
 
 # What a server may be configured to accept, and a model of every size.
 _WIDEST_LIMITS = {MAX_N: 2**31, MAX_LOGPROBS: -1}
@@ -33,6 +37,8 @@ _ANY_MODEL = ServedModel(
 _RULES = MessageRules(generate_pb2.GenerateRequest)
 _PREFIX = "sampling."
 _FIELDS = sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+# Written in another form than the contract's, and of streams alone.
+_NOT_PLAIN = frozenset({"stop", "stream_interval"})
 _WITH_TRUTH_VALUES = frozenset({"structured_output"})
 
 
@@ -62,9 +68,28 @@ class StructuredOutput:
     lenient: bool = False
 
 
+def plain_params() -> list[tuple[str, Any, Any]]:
+    """Name, type and default of each parameter that Python writes as the contract does."""
+    params: list[tuple[str, Any, Any]] = []
+    for name, kind in plain_fields(sampling_pb2.SamplingParams).items():
+        if name in _NOT_PLAIN:
+            continue
+        if _FIELDS[name].is_repeated:
+            params.append((name, Sequence[kind.__args__], ()))  # type: ignore[name-defined]
+        elif _FIELDS[name].has_presence:
+            params.append((name, kind | None, None))
+        else:
+            params.append((name, kind, _FIELDS[name].default_value))
+    return params
+
+
+if not TYPE_CHECKING:
+    PlainParams = make_dataclass("PlainParams", plain_params(), frozen=True, slots=True, kw_only=True)
+
+
 @with_checked_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(PlainParams):
     """How tokens are sampled and returned; the fields are those of `triptych.common.v1.SamplingParams`.
 
     Without `max_tokens` an output goes on to the model's own max_new_tokens, else until its context is full.
@@ -72,35 +97,10 @@ class SamplingParams:
     None, or an empty list, means unset: the model's or the server's default.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
     stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_in_output: bool = False
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    detokenize: bool | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()
-    bad_words: Sequence[str] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] = ()
     structured_output: StructuredOutput | None = None
-    thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetection | None = None
-    skip_reading_prefix_cache: bool | None = None
-    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a value of a wrong type or range."""
