@@ -17,8 +17,10 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.failover import Move
 from frontend_svc.output.engine_times import EngineTimes, Stay
 from frontend_svc.output.request_state import RequestState
+from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import ServiceError
+from triptych_kit.rules import rules_of
 from triptych_kit.telemetry import conventions as names
 from triptych_kit.telemetry.spans import SpanEvent, SpanRecord, TraceContext, Value
 from triptych_kit.telemetry.traces import begin_trace, bind_log_fields, current_method, record_trace
@@ -26,7 +28,7 @@ from triptych_kit.telemetry.traces import begin_trace, bind_log_fields, current_
 logger = logging.getLogger(__name__)
 
 # A longer id is refused later, when the request is checked.
-_MAX_ID_CHARS = 128
+_MAX_ID_CHARS = rules_of(generate_pb2.GenerateRequest, "request_id").max_chars
 # Of one trace, whatever n is and however often a request is moved or preempted.
 _MAX_STAYS = 126
 _MAX_MOMENTS = 128

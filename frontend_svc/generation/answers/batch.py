@@ -12,12 +12,13 @@ from frontend_svc.generation.caller import Caller
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import error_pb2
 from triptych_kit.errors import AlreadyExists, InvalidArgument, ResourceExhausted, ServiceError, to_parts
+from triptych_kit.rules import rules_of
 
 StreamOf = Callable[
     [generate_pb2.GenerateRequest, Caller], AsyncGenerator[generate_pb2.GenerateResponse, None]
 ]
 
-MAX_BATCH_ITEMS = 1024
+MAX_BATCH_ITEMS = rules_of(inference_pb2.GenerateBatchRequest, "requests").max_items
 # One batch must leave most of the queue to other calls.
 _MAX_RUNNING_ITEMS = 256
 # Messages queued for the call. While the queue is full the items wait, and their outputs are merged.

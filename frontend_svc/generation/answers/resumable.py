@@ -22,6 +22,7 @@ from frontend_svc.text.prompt import MAX_ORPHAN_GRACE_MS
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych_kit.errors import Aborted, InvalidArgument, OutOfRange, ServiceError
 from triptych_kit.resumable_stream import Link, ReplayLog, ResumableStream
+from triptych_kit.rules import rules_of
 
 Response = generate_pb2.GenerateResponse
 StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Response, None]]
@@ -30,7 +31,7 @@ StreamOf = Callable[[generate_pb2.GenerateRequest, Caller], AsyncGenerator[Respo
 _MAX_READ_LOGS = 1024
 _TOKEN_BYTES = TOKEN_CHARACTERS // 2
 # No stream reaches this position, and later positions do not overflow.
-_MAX_POSITION = 2**48
+_MAX_POSITION = int(rules_of(inference_pb2.ResumeRequest, "last_position").maximum)
 
 
 class RestOf(Protocol):

@@ -21,7 +21,9 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.protocols.openai.bodies import BodyT
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
+from triptych.api.v1 import generate_pb2
 from triptych_kit.errors import Cancelled, Internal, ServiceError
+from triptych_kit.rules import rules_of
 from triptych_kit.security.identity import current_identity
 from triptych_kit.telemetry.logs import bind_log_fields
 
@@ -31,7 +33,8 @@ PROBES = ("/health", "/ready")
 DONE = b"data: [DONE]\n\n"
 # A comment, which readers of events pass over.
 HEARTBEAT = b": heartbeat\n\n"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MAX_ID_CHARS = rules_of(generate_pb2.GenerateRequest, "request_id").max_chars
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{_MAX_ID_CHARS}}}")
 _IGNORED_HEADER = "x-triptych-ignored-fields"
 _encode = msgspec.json.Encoder().encode
 

@@ -30,7 +30,8 @@ MAX_JSON_CHARS = rules_of(chat_message_pb2.ChatTemplateOptions, "arguments_json"
 MAX_CALL_CHARS = 1024 * 1024
 # For so long a large conversation holds the event loop at once.
 _SLICE_S = 0.005
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_NAME_CHARS = rules_of(chat_message_pb2.Tool, "name").max_chars
+_TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{_MAX_NAME_CHARS}}}")
 _ROLES = {
     chat_message_pb2.CHAT_ROLE_SYSTEM: "system",
     chat_message_pb2.CHAT_ROLE_DEVELOPER: "developer",
@@ -193,7 +194,7 @@ async def _check_tools(
     for index, tool in enumerate(tools):
         await slices.turn()
         is_named = _TOOL_NAME.fullmatch(tool.name) is not None
-        rule = "must be 1..64 letters, digits, dots, dashes or underscores"
+        rule = f"must be 1..{_MAX_NAME_CHARS} letters, digits, dots, dashes or underscores"
         violations.need(is_named, f"tools[{index}].name", tool.name, rule)
         violations.need(tool.name not in seen, f"tools[{index}].name", tool.name, "must not be given twice")
         seen.add(tool.name)

@@ -1,6 +1,7 @@
 from triptych.api.v1 import generate_pb2 as _generate_pb2
 from triptych.common.v1 import error_pb2 as _error_pb2
 from triptych.common.v1 import output_pb2 as _output_pb2
+from triptych.options.v1 import rules_pb2 as _rules_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
