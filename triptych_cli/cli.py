@@ -33,7 +33,7 @@ _DEFAULT_PORTS = {"frontend": 50051, "engine": 50061, "coordinator": 50071}
 _ENVIRONMENT = process_environment()
 
 # Groups of the options of `complete`, in the order in which it has them.
-_RULES, _OUTPUT, _REQUEST = "Penalties and rules", "Output", "Request"
+_OUTPUT, _REQUEST = "Output", "Request"
 
 Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
 Model = Annotated[str, typer.Option(help="served name of the model; needed if there are several")]
@@ -152,8 +152,33 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
-@app.command(cls=GroupedCommand)
+class SamplingCommand(GroupedCommand):
+    """A command that has flags of sampling parameters, too; their values by name are its context's `obj`."""
+
+    only: frozenset[str] | None = None  # None: all
+
+    def get_params(self, ctx: Any) -> Any:
+        # Imports protobuf, which other verbs do without.
+        from triptych_cli.verbs.sampling_flags import sampling_flags
+
+        declared = super().get_params(ctx)
+        place = next(i for i, option in enumerate(declared) if option.name in ("as_json", "help"))
+        return [*declared[:place], *sampling_flags(self.only), *declared[place:]]
+
+    def invoke(self, ctx: Any) -> Any:
+        names = {option.name for option in self.get_params(ctx)} - {option.name for option in self.params}
+        values = {name: ctx.params.pop(name) for name in names & ctx.params.keys()}
+        ctx.obj = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value not in (None, ())
+        }
+        return super().invoke(ctx)
+
+
+@app.command(cls=SamplingCommand)
 def complete(
+    context: typer.Context,
     prompt_argument: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="the prompt as text; without it, stdin")
     ] = None,
@@ -168,66 +193,6 @@ def complete(
     request_id: Annotated[
         str, typer.Option(help="an id of your own for the request", rich_help_panel=_REQUEST)
     ] = "",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="most tokens to sample; unset: the model's max_new_tokens, else all that fit its context"
-        ),
-    ] = None,
-    min_tokens: Annotated[
-        int | None, typer.Option(help="tokens before the output may end", rich_help_panel=_RULES)
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="smallest set of tokens that reaches this share")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="the k most likely tokens; 0 is all")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="least share of the most likely token", rich_help_panel=_RULES)
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="against tokens that occurred", rich_help_panel=_RULES)
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="against each occurrence", rich_help_panel=_RULES)
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="divides logits of seen tokens", rich_help_panel=_RULES)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
-    n: Annotated[int | None, typer.Option(help="outputs to sample")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; repeatable")] = None,
-    stop_token_ids: Annotated[list[str] | None, typer.Option(help="ids that end it: 1,2,3")] = None,
-    ignore_eos: Annotated[
-        bool | None, typer.Option(help="go on past the end of sequence", rich_help_panel=_RULES)
-    ] = None,
-    include_stop_in_output: Annotated[
-        bool | None, typer.Option(help="keep the stop string", rich_help_panel=_OUTPUT)
-    ] = None,
-    skip_special_tokens: Annotated[
-        bool | None, typer.Option(help="leave special tokens out", rich_help_panel=_OUTPUT)
-    ] = None,
-    spaces_between_special_tokens: Annotated[
-        bool | None, typer.Option(help="if they are shown", rich_help_panel=_OUTPUT)
-    ] = None,
-    detokenize: Annotated[
-        bool | None, typer.Option(help="return text, not ids alone", rich_help_panel=_OUTPUT)
-    ] = None,
-    allowed_token_ids: Annotated[
-        list[str] | None, typer.Option(help="the only ids to sample", rich_help_panel=_RULES)
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None, typer.Option(help="text not to be written; repeatable", rich_help_panel=_RULES)
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="likeliest tokens to return per position", rich_help_panel=_OUTPUT)
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="the same for the prompt", rich_help_panel=_OUTPUT)
-    ] = None,
-    stream_interval: Annotated[
-        int | None, typer.Option(help="tokens to gather for a message", rich_help_panel=_OUTPUT)
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="print one object instead of text", rich_help_panel=_OUTPUT)
     ] = False,
@@ -241,6 +206,7 @@ def complete(
     Exits 1 with the status on stderr if the request is refused.
     """
     arguments = dict(locals())
+    sampling = arguments.pop("context").obj
     if prompt_argument is not None and prompt is not None:
         _refuse("complete", ValueError("give one of PROMPT and --prompt"))
     arguments["prompt"] = arguments.pop("prompt_argument") if prompt is None else prompt
@@ -248,24 +214,19 @@ def complete(
     prepare_process("client")
     from triptych_cli.verbs.complete import Completion, run_complete
 
-    shown = ("url", "prompt", "prompt_token_ids", "model", "request_id", "as_json", "stream", "timeout_s")
-    sampling = {name: value for name, value in arguments.items() if name not in shown}
-    raise typer.Exit(run_complete(Completion(sampling=sampling, **{name: arguments[name] for name in shown})))
+    raise typer.Exit(run_complete(Completion(sampling=sampling, **arguments)))
 
 
-@app.command()
+class ChatCommand(SamplingCommand):
+    only = frozenset({"max_tokens", "temperature", "seed"})
+
+
+@app.command(cls=ChatCommand)
 def chat(
+    context: typer.Context,
     url: Url = _DEFAULT_URL,
     model: Model = "",
     quick: Annotated[str | None, typer.Option(help="send only this message, then exit")] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="most tokens of an answer; unset: the model's max_new_tokens, else all that fit its context"
-        ),
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
-    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
 ) -> None:
     """Chat with a model, a turn a line.
 
@@ -278,7 +239,7 @@ def chat(
     from triptych_cli.verbs.chat import Chat, run_chat
     from triptych_cli.verbs.complete import sampling_of
 
-    sampling = sampling_of({"max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+    sampling = sampling_of(context.obj)
     raise typer.Exit(run_chat(Chat(url, model, sampling, quick)))
 
 

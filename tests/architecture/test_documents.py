@@ -28,6 +28,7 @@ from triptych.engine.v1 import add_pb2
 from triptych_client.channel_options import ChannelOptions
 from triptych_kit.errors import InvalidArgument, Unimplemented
 from triptych_kit.limits import PUBLIC
+from triptych_kit.plain_fields import plain_fields
 
 GUIDES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = (
@@ -244,7 +245,8 @@ def without_flags_of_others(text: str) -> str:
 @functools.cache
 def known_flags() -> frozenset[str]:
     """Every flag that a configuration, a verb of the command line or a benchmark has."""
-    flags = {"--help", "--version"}
+    sampling = (name.replace("_", "-") for name in plain_fields(sampling_pb2.SamplingParams))
+    flags = {"--help", "--version"} | {f"--{prefix}{name}" for name in sampling for prefix in ("", "no-")}
     for path, text in sources(
         "*_svc/config.py",
         "engine_svc/features/*/options.py",

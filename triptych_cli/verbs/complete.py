@@ -15,9 +15,13 @@ from triptych_cli.client_channel import open_client_channel
 from triptych_cli.verbs.failures import Asked, run_verb
 from triptych_cli.verbs.generation import Generation, event_record
 from triptych_kit.errors import InvalidArgument
+from triptych_kit.plain_fields import plain_fields
 
 # Fields that take ids in the format of --prompt-token-ids.
-_ID_LISTS = frozenset({"stop_token_ids", "allowed_token_ids"})
+_ID_LISTS = frozenset(
+    name for name, kind in plain_fields(sampling_pb2.SamplingParams).items() if str(kind) == "list[int]"
+)
+_SHOWN_AS_JSON = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 _USAGE_ERROR = 2
 
@@ -132,7 +136,7 @@ def _check_shown(completion: Completion) -> None:
     """Raise UsageError for options whose effect would not be seen as text."""
     if completion.as_json:
         return
-    asked = {name: completion.sampling.get(name) is not None for name in ("logprobs", "prompt_logprobs")}
+    asked = {name: completion.sampling.get(name) is not None for name in _SHOWN_AS_JSON}
     asked |= {"stream": completion.stream, "no_detokenize": completion.sampling.get("detokenize") is False}
     for name, is_asked in asked.items():
         if is_asked:
