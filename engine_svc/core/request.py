@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
 
@@ -225,9 +226,7 @@ class RequestOutput:
     stop_token_id: int | None = None  # the stop token that ended it, or NO_STOP_TOKEN; None: end of sequence
     first: FirstOutput | None = None  # in the first output of the request only
     message: str = ""  # for people, if it ended by an error
-    code: str = ""  # the name of its gRPC status code then, if it has one
-    error_reason: str = ""  # of that status, for programs
-    error_field: str = ""  # of the ADD, if the status refuses one
+    failure: RequestFailed | None = None  # the status of that error, if it has one
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
     drafts: DraftUse | None = None  # in the last output of the request only, if any draft was verified

@@ -93,16 +93,9 @@ class OutputRouter:
 
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
-    return FinishedRow(
-        row,
-        reason,
-        output.stop_token_id,
-        output.message,
-        output.code,
-        output.drafts,
-        output.error_reason,
-        output.error_field,
-    )
+    failure = output.failure
+    code, why, field = ("", "", "") if failure is None else (failure.code, failure.reason, failure.field)
+    return FinishedRow(row, reason, output.stop_token_id, output.message, code, output.drafts, why, field)
 
 
 def _aborted(handle: int, step_number: int) -> StepOutput:

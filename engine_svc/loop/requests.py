@@ -122,8 +122,7 @@ class EngineRequests:
     def _fail(self, request_id: str, failure: RequestFailed) -> None:
         now = self._clock.now()
         for output in self._scheduler.abort([request_id], now, "unprepared", FinishReason.ERROR):
-            output.code, output.message = failure.code, failure.message
-            output.error_reason, output.error_field = failure.reason, failure.field
+            output.message, output.failure = failure.message, failure
             self._ended.append(output)
 
     def _publish(

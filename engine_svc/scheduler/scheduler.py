@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache, NewBlocks
 from engine_svc.cache.prefix import PrefixHit
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import (
     NO_STOP_TOKEN,
     DraftUse,
@@ -480,7 +481,9 @@ class Scheduler:
             output.new_token_ids = output.new_token_ids[:num_kept]
             if (logprobs := result.logprobs.pop(row, None)) is not None and num_kept:
                 result.logprobs[row] = logprobs.part(0, num_kept)
-        output.code, output.message = verdict.code, verdict.message
+        output.message = verdict.message
+        if verdict.code:
+            output.failure = RequestFailed(verdict.code, verdict.message)
         return verdict.reason, NO_STOP_TOKEN if verdict.reason is FinishReason.STOP else None
 
     def _settle(self, request: Request, num_tokens: int) -> None:

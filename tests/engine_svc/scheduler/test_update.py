@@ -314,6 +314,10 @@ def test_only_requests_that_need_a_verdict_are_judged():
     ]
 
 
+def code_of(output: RequestOutput) -> str:
+    return "" if output.failure is None else output.failure.code
+
+
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ERROR, FinishReason.LENGTH])
 @pytest.mark.parametrize("num_tokens", [None, 0])
 @pytest.mark.parametrize("max_tokens", [2, 9])
@@ -326,7 +330,7 @@ def test_a_verdict_ends_its_request_with_or_without_the_token(reason, num_tokens
     ends = {output.request_id: output for output in outputs if output.finish_reason is not None}
     end = ends["judged"]
     kept = [NEW_TOKEN] if num_tokens is None else []
-    assert (end.new_token_ids, end.finish_reason, end.code, end.message) == (
+    assert (end.new_token_ids, end.finish_reason, code_of(end), end.message) == (
         kept,
         reason,
         "INTERNAL",
@@ -373,7 +377,11 @@ def test_a_verdict_that_fails_ends_its_request_alone(fault, caplog):
     outputs = run_until_idle(stage)
     ends = {output.request_id: output for output in outputs if output.finish_reason is not None}
     end = ends["judged"]
-    assert (end.finish_reason, end.code, end.new_token_ids) == (FinishReason.ERROR, "INTERNAL", [NEW_TOKEN])
+    assert (end.finish_reason, code_of(end), end.new_token_ids) == (
+        FinishReason.ERROR,
+        "INTERNAL",
+        [NEW_TOKEN],
+    )
     assert end.message.startswith("Failing failed: ")
     assert ends["other"].finish_reason is FinishReason.LENGTH
     assert [record.feature for record in caplog.records] == ["Failing"]

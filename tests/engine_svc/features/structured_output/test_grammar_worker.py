@@ -68,11 +68,16 @@ def test_a_schema_is_rewritten_for_the_backend_that_enforces_it(worker):
 
 
 def test_what_takes_too_long_or_too_much_ends_alone(worker):
-    """A grammar that is only written takes a third of the time, and nearly no memory."""
+    """A grammar that is only written takes a third of the time, and nearly no memory.
+
+    A fast processor meets the most symbols of a grammar before it meets the limit of time.
+    """
     objects = [{"properties": {f"p{number}_{index}": {} for index in range(2000)}} for number in range(9)]
-    with pytest.raises(ConstraintRefused, match=r"json_schema took .* to compile") as caught:
+    with pytest.raises(
+        ConstraintRefused, match=r"json_schema took .* to compile|grammar\.symbols\.len"
+    ) as caught:
         worker.check(schema({"prefixItems": objects}))
-    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+    assert (caught.value.reason == "CONSTRAINT_TOO_COMPLEX") == ("to compile" in str(caught.value))
     assert worker.check(schema({"type": "string"}))
 
 
