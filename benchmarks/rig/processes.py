@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +28,8 @@ _STOP_LIMIT_S = 30.0
 _STATUS_LIMIT_S = 60.0
 _POLL_S = 0.02
 _KEEP_LIMIT_S = 600.0
+_FIRST_PORT = 10_000
+_NUM_PORT_ATTEMPTS = 100
 
 
 class StartFailed(Exception):
@@ -230,11 +234,19 @@ def is_engine_key(key: str, fact: str) -> bool:
 
 
 def free_port() -> int:
-    """A loopback port that was free just now and that the kernel will not hand out again soon."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    """A loopback port that is free and that the kernel gives to no connection in the meantime.
+
+    Not one of those that it gives: another process gets it before the service starts, and to a listener that
+    is not there yet, a connection can be its own peer. Raises OSError if none of a sample is free.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    # Where the kernel gives nearly all of them, one of those has to do.
+    ports = range(_FIRST_PORT, max(first_given, _FIRST_PORT + _NUM_PORT_ATTEMPTS))
+    for port in random.SystemRandom().sample(ports, _NUM_PORT_ATTEMPTS):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port from {ports.start} to {ports.stop} is free")
 
 
 def log_instant(record: dict) -> float:

@@ -22,11 +22,11 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from benchmarks.rig.processes import free_port
 from tests.architecture.sources import ROOT
 from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_POSITION, EngineFault, write_distribution
 from tests.chaos.served import ServedStack
 from tests.processes import running_async
-from tests.system.ports import free_port
 from tests.system.test_observability import panels, rules
 from triptych_client.aio import Client
 from triptych_client.errors import TriptychError

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from benchmarks.rig.processes import free_port
 from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import collect, random_prompt, read_to_end, request_of
-from tests.system.ports import free_port
 from tests.system.slowed_engine import Brake
 from tests.system.stack import Stack, address_of
 from triptych_kit.process.child import Child
