@@ -1,6 +1,9 @@
 """Time to the first token of a stack that `triptych serve` runs, one request at a time.
 
 python first_token.py MODEL NUM_REQUESTS
+
+Three medians: of requests without a constraint, with a schema that the engine has compiled already, and with
+a schema that it has not seen. The three kinds take turns.
 """
 
 from __future__ import annotations
@@ -45,36 +48,77 @@ def main() -> None:
                     raise SystemExit(f"the stack did not get ready:\n{log_file.read_text()}")
                 time.sleep(0.02)
             address = json.loads(ready_file.read_text(encoding="utf-8"))["grpc"]
-            times = _first_token_times(address, num_requests)
+            metrics = _first_token_metrics(address, num_requests)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(_STOPPED_WITHIN_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-    print(json.dumps({"first_token_ms": 1e3 * statistics.median(times)}))
+    print(json.dumps(metrics))
 
 
-def _first_token_times(address: str, num_requests: int) -> list[float]:
+def _first_token_metrics(address: str, num_requests: int) -> dict[str, float]:
     choose = random.Random(1)
-    times = []
+    times: dict[str, list[float]] = {}
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        for _ in range(_WARM_UP + num_requests):
-            ids = [choose.randrange(_FIRST_ID, _END_ID) for _ in range(_PROMPT_TOKENS)]
-            request = generate_pb2.GenerateRequest(
-                token_ids=generate_pb2.TokenIds(ids=ids),
-                sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
-            )
-            started_at = time.perf_counter()
-            first_at = None
-            for response in stub.Generate(request):
-                if first_at is None and response.delta.token_ids:
-                    first_at = time.perf_counter()
-            if first_at is None:
-                raise SystemExit("a stream ended without a token")
-            times.append(first_at - started_at)
-    return times[_WARM_UP:]
+        for index in range(_WARM_UP + num_requests):
+            schemas = {
+                "first_token_ms": "",
+                "cached_schema_ms": _schema(0),
+                "new_schema_ms": _schema(1 + index),
+            }
+            for metric, schema in schemas.items():
+                ids = [choose.randrange(_FIRST_ID, _END_ID) for _ in range(_PROMPT_TOKENS)]
+                sampling = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=2)
+                if schema:
+                    sampling.structured_output.json_schema = schema
+                else:
+                    sampling.ignore_eos = True
+                request = generate_pb2.GenerateRequest(
+                    token_ids=generate_pb2.TokenIds(ids=ids), sampling=sampling
+                )
+                times.setdefault(metric, []).append(_first_token_s(stub, request))
+    return {metric: 1e3 * statistics.median(values[_WARM_UP:]) for metric, values in times.items()}
+
+
+def _first_token_s(
+    stub: inference_pb2_grpc.InferenceServiceStub, request: generate_pb2.GenerateRequest
+) -> float:
+    started_at = time.perf_counter()
+    first_at = None
+    for response in stub.Generate(request):
+        if first_at is None and response.delta.token_ids:
+            first_at = time.perf_counter()
+    if first_at is None:
+        raise SystemExit("a stream ended without a token")
+    return first_at - started_at
+
+
+def _schema(index: int) -> str:
+    """An invoice, of the usual size; another text for each index."""
+    text = {"type": "string", "maxLength": 40}
+    line = {
+        "type": "object",
+        "properties": {"article": text, "count": {"type": "integer"}, "price": {"type": "number"}},
+        "required": ["article", "count", "price"],
+        "additionalProperties": False,
+    }
+    properties = {
+        f"customer_{index}": text,
+        "status": {"enum": ["open", "paid", "late"]},
+        "lines": {"type": "array", "items": line, "minItems": 1, "maxItems": 20},
+        "note": {"anyOf": [text, {"type": "null"}]},
+    }
+    return json.dumps(
+        {
+            "type": "object",
+            "properties": properties,
+            "required": sorted(properties),
+            "additionalProperties": False,
+        }
+    )
 
 
 if __name__ == "__main__":
