@@ -9,7 +9,8 @@ from google.protobuf.message import Message
 from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, add_reasoning_markers
 from frontend_svc.output.request_state import OutputReader
-from frontend_svc.text.chat.call_tags import call_tags, demands_call, has_call_tags, has_strict_tools
+from frontend_svc.parsers.declared_tools import call_tags, call_trigger, demands_call, has_strict_tools
+from frontend_svc.parsers.registry import tool_parser
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
@@ -69,7 +70,7 @@ class StructuredOutput(RequestOption):
             sent.CopyFrom(request.sampling.structured_output)
         else:
             assert isinstance(request, chat_message_pb2.ChatRequest)
-            sent.structural_tag = call_tags(request, prompt.model)
+            sent.structural_tag = call_tags(request, tool_parser(prompt.model.parsers.tool))
             prompt.client_fields[_FIELD] = "tools"
         if sent.backend == AUTO:
             # As engines know it that are older than the name.
@@ -123,7 +124,11 @@ class _EndReader:
 def _is_constrained(request: AnyRequest, model: ServedModel) -> bool:
     if request.sampling.HasField("structured_output"):
         return True
-    return isinstance(request, chat_message_pb2.ChatRequest) and has_call_tags(request, model)
+    return isinstance(request, chat_message_pb2.ChatRequest) and _has_call_tags(request, model)
+
+
+def _has_call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> bool:
+    return bool(call_trigger(request, tool_parser(model.parsers.tool), model.ready))
 
 
 def _check_served(field: str, model: ServedModel) -> None:
@@ -139,7 +144,7 @@ def _check_strict_tools(request: chat_message_pb2.ChatRequest, model: ServedMode
     index = next(index for index, tool in enumerate(request.tools) if tool.strict)
     field = f"tools[{index}].strict"
     _check_served(field, model)
-    if not has_call_tags(request, model):
+    if not _has_call_tags(request, model):
         raise Unimplemented(
             f"not served: {field} (no grammar is known for the calls of tool parser {model.parsers.tool!r})",
             reason="PARAMETER_NOT_SERVED",

@@ -19,6 +19,7 @@ READERS = (
     "frontend_svc/generation/preprocess.py",
     "frontend_svc/generation/tracing.py",
     "frontend_svc/options/*.py",
+    "frontend_svc/parsers/declared_tools.py",
     "frontend_svc/text/chat/*.py",
     "frontend_svc/text/limits.py",
     "frontend_svc/text/pooling.py",

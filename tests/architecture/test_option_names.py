@@ -17,7 +17,7 @@ NAMES = {
     "prompt_embeddings": r"embeds|embedded|prompt_?embed",
     "prompt_logprobs": r"prompt_?logprob",
     "sampling_limits": r"repetition_?detection|max_draft_tokens|top_k|\bmin_p\b|SamplingLimits",
-    "structured_output": r"structured|(?<!parameters_)json_?schema|structural_?tag",
+    "structured_output": r"structured|json_?schema|structural_?tag",
     "thinking_budget": r"thinking_?(token_?)?budget",
     "token_rules": r"bad_?word|logit_?bias|allowed_token|token_?rules",
 }
@@ -41,7 +41,7 @@ ALLOWED = {
     },
     "sampling_limits": DEFAULTS,
     "structured_output": {
-        "frontend_svc/text/chat/call_tags.py": "tool calls in the form of a parser, as tags that hold them",
+        "frontend_svc/parsers/declared_tools.py": "schemas of tools, as tags in the form of a parser",
     },
     "token_rules": {"frontend_svc/generation/answers/models.py": "the limits of ServerInfo"},
 }
@@ -87,6 +87,19 @@ def test_only_its_own_file_names_it(option: str) -> None:
 @pytest.mark.parametrize("option", ALLOWED)
 def test_each_exception_is_needed(option: str) -> None:
     assert ALLOWED[option].keys() <= files_that_name(NAMES[option]).keys()
+
+
+def test_the_language_of_an_output_is_named_in_its_option_and_where_it_is_translated() -> None:
+    """In comments and pages, too: what it means is known to engines alone."""
+    naming = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "frontend_svc").rglob("*")
+        if file.is_file()
+        and file.suffix != ".pyc"
+        and re.search(rb"(?i)json_schema|structured", file.read_bytes())
+    }
+    own = "frontend_svc/options/structured_output.py"
+    assert naming == {own, *FOR_ALL, *ALLOWED["structured_output"]}
 
 
 def test_every_option_is_in_the_list() -> None:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
-from collections.abc import Sequence
 from typing import TypeAlias
 
+from frontend_svc.parsers.declared_tools import (
+    num_schema_chars,
+    object_violations,
+    template_form,
+    tool_violations,
+)
 from frontend_svc.text.limits import Violations
 from triptych.api.v1 import chat_message_pb2, tokenizer_pb2
 from triptych_kit.errors import Unimplemented
@@ -30,8 +34,6 @@ MAX_JSON_CHARS = rules_of(chat_message_pb2.ChatTemplateOptions, "arguments_json"
 MAX_CALL_CHARS = 1024 * 1024
 # For so long a large conversation holds the event loop at once.
 _SLICE_S = 0.005
-_MAX_NAME_CHARS = rules_of(chat_message_pb2.Tool, "name").max_chars
-_TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{_MAX_NAME_CHARS}}}")
 _ROLES = {
     chat_message_pb2.CHAT_ROLE_SYSTEM: "system",
     chat_message_pb2.CHAT_ROLE_DEVELOPER: "developer",
@@ -66,7 +68,11 @@ async def check_conversation(
     slices = _Slices()
     for index, message in enumerate(request.messages):
         await _check_message(f"messages[{index}]", message, violations, slices)
-    await _check_tools(request.tools, violations, slices)
+    names: set[str] = set()
+    for index, tool in enumerate(request.tools):
+        await slices.turn()
+        violations.extend(tool_violations(f"tools[{index}]", tool, names))
+        names.add(tool.name)
     options = request.template_options
     if options.chat_template and not takes_templates:
         violations.add(
@@ -80,22 +86,7 @@ async def check_conversation(
         is_fine = bool(final.parts) and not final.tool_calls
         rule = "must be false where the last message does not end with text"
         violations.need(is_fine, "template_options.continue_final_message", True, rule)
-    _check_json_object("template_options.arguments_json", options.arguments_json, violations)
-
-
-def check_tool_choice(request: chat_message_pb2.ChatRequest, violations: Violations) -> None:
-    """Add violations for a tool choice that the request's tools do not allow."""
-    choice = request.tool_choice
-    kind = choice.WhichOneof("choice")
-    if kind == "name":
-        names = ", ".join(tool.name for tool in request.tools) or "none is given"
-        is_known = any(tool.name == choice.name for tool in request.tools)
-        violations.need(is_known, "tool_choice.name", choice.name, f"must be one of the tools: {names}")
-    if kind == "mode":
-        needs_tools = choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
-        violations.need(
-            not needs_tools or bool(request.tools), "tool_choice.mode", "REQUIRED", "must come with tools"
-        )
+    violations.extend(object_violations("template_options.arguments_json", options.arguments_json))
 
 
 async def conversation_of(request: ConversationRequest, *, shows_tools: bool) -> dict[str, object]:
@@ -115,7 +106,7 @@ async def conversation_of(request: ConversationRequest, *, shows_tools: bool) ->
         "arguments": arguments,
     }
     if shows_tools and request.tools:
-        conversation["tools"] = [_tool(tool) for tool in request.tools]
+        conversation["tools"] = [template_form(tool) for tool in request.tools]
     if options.chat_template:
         conversation["chat_template"] = options.chat_template
     return conversation
@@ -135,11 +126,10 @@ def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
     num_json = sum(len(call.arguments_json) for message in messages for call in message.tool_calls)
     num_chars = sum(len(part.text) for message in messages for part in message.parts)
     num_chars += num_json + sum(len(message.reasoning) for message in messages)
-    num_schema = sum(len(tool.parameters_json_schema) for tool in tools)
     sizes = [
         violations.need_count("messages", num_chars, "characters", 0, MAX_CHARS),
         violations.need_count("messages", num_json, "characters of JSON", 0, MAX_CALL_CHARS),
-        violations.need_count("tools", num_schema, "characters of JSON", 0, MAX_JSON_CHARS),
+        violations.need_count("tools", num_schema_chars(tools), "characters of JSON", 0, MAX_JSON_CHARS),
         violations.need_count(
             "template_options.arguments_json", len(options.arguments_json), "characters", 0, MAX_JSON_CHARS
         ),
@@ -184,31 +174,7 @@ async def _check_message(
         violations.need_printable(f"{field}.id", call.id)
         rule = "must be false: an incomplete call was not made"
         violations.need(not call.incomplete, f"{field}.incomplete", True, rule)
-        _check_json_object(f"{field}.arguments_json", call.arguments_json, violations)
-
-
-async def _check_tools(
-    tools: Sequence[chat_message_pb2.Tool], violations: Violations, slices: _Slices
-) -> None:
-    seen: set[str] = set()
-    for index, tool in enumerate(tools):
-        await slices.turn()
-        is_named = _TOOL_NAME.fullmatch(tool.name) is not None
-        rule = f"must be 1..{_MAX_NAME_CHARS} letters, digits, dots, dashes or underscores"
-        violations.need(is_named, f"tools[{index}].name", tool.name, rule)
-        violations.need(tool.name not in seen, f"tools[{index}].name", tool.name, "must not be given twice")
-        seen.add(tool.name)
-        _check_json_object(f"tools[{index}].parameters_json_schema", tool.parameters_json_schema, violations)
-
-
-def _check_json_object(field: str, text: str, violations: Violations) -> None:
-    if not text:
-        return
-    try:
-        is_object = isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    violations.need(is_object, field, text, "must be a JSON object")
+        violations.extend(object_violations(f"{field}.arguments_json", call.arguments_json))
 
 
 async def _message(message: chat_message_pb2.ChatMessage, slices: _Slices) -> dict[str, object]:
@@ -237,10 +203,3 @@ async def _message(message: chat_message_pb2.ChatMessage, slices: _Slices) -> di
 def _call(call: chat_message_pb2.ToolCall) -> dict[str, object]:
     function = {"name": call.name, "arguments": call.arguments_json or "{}"}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _tool(tool: chat_message_pb2.Tool) -> dict[str, object]:
-    function: dict[str, object] = {"name": tool.name, "description": tool.description}
-    schema = tool.parameters_json_schema
-    function["parameters"] = json.loads(schema) if schema else {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}

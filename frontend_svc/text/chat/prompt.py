@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from frontend_svc.parsers.declared_tools import call_trigger, choice_violations, demands_call, forbids_calls
 from frontend_svc.parsers.message import MessageParser, open_message
 from frontend_svc.parsers.parser import CallRules
 from frontend_svc.parsers.registry import reasoning_parser, tool_parser
-from frontend_svc.text.chat.call_tags import call_trigger, demands_call, forbids_calls
-from frontend_svc.text.chat.conversation import check_conversation, check_tool_choice, conversation_of
+from frontend_svc.text.chat.conversation import check_conversation, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2
@@ -30,7 +30,7 @@ class ChatPrompt:
         self._tools = tool_parser(model.parsers.tool)
         self._reasoning = reasoning_parser(model.parsers.reasoning)
         self._forced_prefix = ""
-        self._opening = call_trigger(request, model)
+        self._opening = call_trigger(request, self._tools, model.ready)
         self._text = ""
         self._shows_tools = not forbids_calls(request.tool_choice)
         self._is_demanded = demands_call(request.tool_choice)
@@ -53,7 +53,7 @@ class ChatPrompt:
     async def check(self, model: ServedModel, violations: Violations) -> None:
         """Add violations for an invalid conversation. Raises Unimplemented for media."""
         await check_conversation(self._request, violations, takes_templates=self._takes_templates)
-        check_tool_choice(self._request, violations)
+        violations.extend(choice_violations(self._request))
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The token ids of the rendered text. Raises InvalidArgument."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 from engine_svc.core.request import FinishReason
 from engine_svc.features.structured_output.constraint import ConstraintKind
+from frontend_svc.parsers.declared_tools import call_tags
 from frontend_svc.parsers.parser import CallRules
-from frontend_svc.parsers.registry import TOOL_PARSERS, ParserNames
-from frontend_svc.text.chat.call_tags import call_tags
+from frontend_svc.parsers.registry import TOOL_PARSERS
 from tests.engine_svc.features.structured_output.engine_rig import Asked, Rig, spec, text_of
-from tests.frontend_svc.options.asking import model_of
 from tests.frontend_svc.parsers.transcripts import run
 from triptych.api.v1 import chat_message_pb2
-from triptych.engine.v1 import session_pb2
 
 FORMS = sorted(name for name, format_ in TOOL_PARSERS.items() if format_.form is not None)
 SCHEMAS = {
@@ -44,14 +41,10 @@ def test_a_demanded_answer_is_calls_in_the_format_of_each_parser():
     asked = {}
     try:
         for name in FORMS:
-            model = replace(
-                model_of(ready=session_pb2.Ready(structured_output_backends=["llguidance"])),
-                parsers=ParserNames(name, "none"),
-            )
             for choice, is_one in ((REQUIRED, False), (REQUIRED, True), ({"name": "draw"}, True)):
                 request = chat_message_pb2.ChatRequest(tools=TOOLS, tool_choice=choice)
                 request.parallel_tool_calls = not is_one
-                tags = spec(ConstraintKind.STRUCTURAL_TAG, call_tags(request, model))
+                tags = spec(ConstraintKind.STRUCTURAL_TAG, call_tags(request, TOOL_PARSERS[name]))
                 asked[name, str(choice), is_one] = [Asked(tags, options={"max_tokens": 300})] * NUM_ANSWERS
         flat = [one for each in asked.values() for one in each]
         answers = iter(rig.answer(flat))

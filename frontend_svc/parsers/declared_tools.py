@@ -1,0 +1,128 @@
+"""The tools that a chat declares: their check, their form for templates, and calls held to their schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from frontend_svc.parsers.parser import ToolParserFormat
+from triptych.api.v1 import chat_message_pb2
+from triptych.engine.v1 import session_pb2
+from triptych_kit.rules import Violation, rules_of, shown
+
+_MAX_NAME_CHARS = rules_of(chat_message_pb2.Tool, "name").max_chars
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{_MAX_NAME_CHARS}}}")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
+
+
+def num_schema_chars(tools: Sequence[chat_message_pb2.Tool]) -> int:
+    """Characters of the schemas of all arguments."""
+    return sum(len(tool.parameters_json_schema) for tool in tools)
+
+
+def tool_violations(
+    field: str, tool: chat_message_pb2.Tool, earlier_names: Collection[str]
+) -> Iterator[Violation]:
+    """The violations of one declared tool. field: its path, such as `tools[3]`."""
+    name, schema = tool.name, tool.parameters_json_schema
+    if _NAME.fullmatch(name) is None:
+        rule = f"must be 1..{_MAX_NAME_CHARS} letters, digits, dots, dashes or underscores"
+        yield _violation(f"{field}.name", name, rule)
+    if name in earlier_names:
+        yield _violation(f"{field}.name", name, "must not be given twice")
+    yield from object_violations(f"{field}.parameters_json_schema", schema)
+
+
+def choice_violations(request: chat_message_pb2.ChatRequest) -> Iterator[Violation]:
+    """The violations of a tool choice that the declared tools do not allow."""
+    choice = request.tool_choice
+    if choice.WhichOneof("choice") == "name":
+        names = [tool.name for tool in request.tools]
+        if choice.name not in names:
+            rule = f"must be one of the tools: {', '.join(names) or 'none is given'}"
+            yield _violation("tool_choice.name", choice.name, rule)
+    elif demands_call(choice) and not request.tools:
+        yield _violation("tool_choice.mode", "REQUIRED", "must come with tools")
+
+
+def object_violations(field: str, text: str) -> Iterator[Violation]:
+    """The violation of a text that is set and no JSON object."""
+    if not text:
+        return
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        yield _violation(field, text, "must be a JSON object")
+
+
+def template_form(tool: chat_message_pb2.Tool) -> dict[str, object]:
+    """A checked tool as chat templates expect it."""
+    schema = tool.parameters_json_schema
+    parameters = json.loads(schema) if schema else {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def call_trigger(
+    request: chat_message_pb2.ChatRequest, tool_format: ToolParserFormat | None, ready: session_pb2.Ready
+) -> str:
+    """The beginning of calls that a grammar holds to the schemas of their tools; empty where none does.
+
+    tool_format: of the model's calls. ready: the announcement of its engine.
+    """
+    if tool_format is None or tool_format.form is None or not ready.structured_output_backends:
+        return ""
+    is_held = demands_call(request.tool_choice) or has_strict_tools(request)
+    return tool_format.form.trigger if is_held else ""
+
+
+def call_tags(request: chat_message_pb2.ChatRequest, tool_format: ToolParserFormat | None) -> str:
+    """The structural tags of a checked request with a `call_trigger`. Tools that are not strict are lenient.
+
+    A demanded answer has calls and nothing else. Otherwise calls may stand in any text.
+    """
+    assert tool_format is not None and tool_format.form is not None, "checked by call_trigger"
+    form, choice, tools = tool_format.form, request.tool_choice, list(request.tools)
+    is_demanded, is_named = demands_call(choice), choice.WhichOneof("choice") == "name"
+    if is_named:
+        tools = [tool for tool in tools if tool.name == choice.name]
+    is_one = request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
+    kind: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.trigger]}
+    if is_demanded:
+        kind = {"type": "tags_with_separator", "separator": form.separator}
+    tags = [_tag(tool_format.forced_prefix(tool.name), tool, form.end) for tool in tools]
+    ends = {"at_least_one": is_demanded, "stop_after_first": is_named or is_one}
+    return json.dumps({"type": "structural_tag", "format": {**kind, "tags": tags, **ends}})
+
+
+def has_strict_tools(request: chat_message_pb2.ChatRequest) -> bool:
+    """Whether the model may call a tool whose arguments must follow the schema."""
+    return not forbids_calls(request.tool_choice) and any(tool.strict for tool in request.tools)
+
+
+def demands_call(choice: chat_message_pb2.ToolChoice) -> bool:
+    if choice.WhichOneof("choice") == "name":
+        return True
+    return choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED
+
+
+def forbids_calls(choice: chat_message_pb2.ToolChoice) -> bool:
+    is_mode = choice.WhichOneof("choice") == "mode"
+    return is_mode and choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_NONE
+
+
+def _tag(begin: str, tool: chat_message_pb2.Tool, end: str) -> dict[str, Any]:
+    schema = json.loads(tool.parameters_json_schema) if tool.parameters_json_schema else _NO_ARGUMENTS
+    # Arguments are an object in every format.
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": schema | {"type": "object"}}
+    if not tool.strict:
+        content["lenient"] = True
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _violation(field: str, value: str, rule: str) -> Violation:
+    return Violation(field, field, f"is {shown(value)}, {rule}")
