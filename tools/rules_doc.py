@@ -91,12 +91,15 @@ def _values(field: FieldDescriptor, rules: Any) -> Iterator[str]:
     if rules.min_chars or rules.HasField("max_chars"):
         most = rules.max_chars if rules.HasField("max_chars") else None
         yield _count(rules.min_chars, most, "characters" + (" each" if field.is_repeated else ""))
-    if rules.HasField("max_total_chars"):
-        yield _count(0, rules.max_total_chars, "characters together")
+    for total in rules.totals:
+        fields = " and ".join(f"`{path}`" for path in total.paths)
+        yield _count(0, total.maximum, total.unit or "characters") + (
+            f" in all {fields}" if fields else " together"
+        )
     if rules.HasField("max_bytes"):
         yield _count(0, rules.max_bytes, "bytes")
     if rules.defined:
-        yield "a name of the enum"
+        yield "a name of the enum" + (" but UNSPECIFIED" if rules.specified else "")
     if rules.printable:
         yield "characters that can be printed"
     if rules.no_nul:

@@ -137,7 +137,8 @@ def _is_checked_unset(field: FieldDescriptor) -> bool:
     rules = declared_rules(field)
     if rules is None or field.has_presence:
         return False
-    return bool(rules.where or rules.min_items or (rules.min_chars and not field.is_repeated))
+    is_text_required = rules.min_chars and not field.is_repeated
+    return bool(rules.where or rules.min_items or rules.specified or is_text_required)
 
 
 def _compiled(field: FieldDescriptor, apart: Collection[str]) -> _Check | None:
@@ -153,11 +154,11 @@ def _compiled(field: FieldDescriptor, apart: Collection[str]) -> _Check | None:
         nested = MessageRules(GetMessageClass(field.message_type), apart=inner) or None
     if field.is_repeated:
         count = None if rules is None else _count_check(rules)
-        total = rules.max_total_chars if rules is not None and rules.HasField("max_total_chars") else None
+        totals = [] if rules is None else [_total_check(field, total) for total in rules.totals]
         ids = _ids_check if rules is not None and rules.in_vocabulary else None
-        if count is None and ids is None and total is None and not checks and nested is None:
+        if count is None and ids is None and not totals and not checks and nested is None:
             return None
-        return _ListCheck(name, count, ids, checks, total, nested)
+        return _ListCheck(name, count, ids, checks, totals, nested)
     if nested is not None:
         return _MessageCheck(field.name, nested)
     span = _span(rules) if len(checks) == 1 else None
@@ -195,9 +196,13 @@ class _MessageCheck:
 
 
 class _ListCheck:
-    """Of a list. Where it has too many entries or too few, none is looked at."""
+    """Of a list. Where it has too many entries or too few, none is looked at.
 
-    __slots__ = ("_checks", "_count", "_ids", "_max_total_chars", "_name", "_nested", "span")
+    Texts in entries are not counted where inner lists have too many entries together. Where a total is too
+    large, no message of the list is looked at.
+    """
+
+    __slots__ = ("_checks", "_count", "_ids", "_name", "_nested", "_totals", "span")
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class _ListCheck:
         count: _CountCheck | None,
         ids: Callable[[Sequence[int], Limits], tuple[int, str] | None] | None,
         checks: Sequence[_ValueCheck],
-        max_total_chars: int | None,
+        totals: Sequence[_TotalCheck],
         nested: MessageRules | None,
     ) -> None:
         self._name = name
@@ -213,7 +218,7 @@ class _ListCheck:
         self._count = count
         self._ids = ids
         self._checks = checks
-        self._max_total_chars = max_total_chars
+        self._totals = totals
         self._nested = nested
 
     def __call__(self, value: Any, limits: Limits) -> Sequence[Violation]:
@@ -222,6 +227,9 @@ class _ListCheck:
             return (Violation(name, name, text),)
         if self._ids is not None and (outside := self._ids(value, limits)) is not None:
             return (Violation(name, f"{name}[{outside[0]}]", outside[1]),)
+        totals = self._violated_totals(value)
+        if totals and self._nested is not None:
+            return totals
         broken: list[Violation] = []
         if self._checks:
             for index, entry in enumerate(value):
@@ -229,14 +237,19 @@ class _ListCheck:
                 text = next((text for text in texts if text is not None), None)
                 if text is not None:
                     broken.append(Violation(name, f"{name}[{index}]", text))
-        most = self._max_total_chars
-        if most is not None and (num := sum(map(len, value))) > most:
-            broken.append(Violation(name, name, _count(num, "characters", 0, most)))
+        broken += totals
         if self._nested is not None:
             for index, entry in enumerate(value):
                 inner = self._nested.violations(entry, limits)
                 broken += [violation.below(name, f"{name}[{index}]") for violation in inner]
         return broken
+
+    def _violated_totals(self, value: Any) -> list[Violation]:
+        for of_texts in (False, True):
+            texts = [total.check(value) for total in self._totals if total.is_of_texts is of_texts]
+            if any(texts):
+                return [Violation(self._name, self._name, text) for text in texts if text is not None]
+        return []
 
 
 def _value_checks(field: FieldDescriptor, rules: Any) -> list[_ValueCheck]:
@@ -251,7 +264,7 @@ def _value_checks(field: FieldDescriptor, rules: Any) -> list[_ValueCheck]:
     elif (span := _span(rules)) is not None:
         checks.append(_range_check(rules, span))
     if rules.defined and field.enum_type is not None:
-        checks.append(_enum_check(field.enum_type))
+        checks.append(_enum_check(field.enum_type, is_specified=rules.specified))
     if rules.min_chars or rules.HasField("max_chars"):
         checks.append(
             _length_check(rules.min_chars, rules.max_chars if rules.HasField("max_chars") else None)
@@ -325,9 +338,10 @@ def _limit_name(rules: Any, number: int) -> str:
     return str(enum.values_by_number[number].name)
 
 
-def _enum_check(enum: EnumDescriptor) -> _ValueCheck:
-    numbers = frozenset(enum.values_by_number)
-    words = ", ".join(value.name for value in enum.values)
+def _enum_check(enum: EnumDescriptor, *, is_specified: bool) -> _ValueCheck:
+    accepted = [value for value in enum.values if value.number or not is_specified]
+    numbers = frozenset(value.number for value in accepted)
+    words = ", ".join(value.name for value in accepted)
 
     def check(value: int, limits: Limits) -> str | None:
         return None if value in numbers else f"is {value}, must be one of {words}"
@@ -348,6 +362,34 @@ def _count_check(rules: Any) -> _CountCheck | None:
         return None if num >= least and (limit is None or num <= limit) else _count(num, unit, least, limit)
 
     return check
+
+
+class _TotalCheck(NamedTuple):
+    """Of all entries of a list together. is_of_texts: characters are counted, not entries of inner lists."""
+
+    check: Callable[[Any], str | None]
+    is_of_texts: bool
+
+
+def _total_check(field: FieldDescriptor, total: Any) -> _TotalCheck:
+    counts = [_len_below(field.message_type, path) for path in total.paths]
+    most, unit = total.maximum, total.unit or "characters"
+
+    def check(entries: Any) -> str | None:
+        num = sum(count(entries) for count, _ in counts) if counts else sum(map(len, entries))
+        return _count(num, unit, 0, most) if num > most else None
+
+    return _TotalCheck(check, all(is_of_texts for _, is_of_texts in counts))
+
+
+def _len_below(message: Any, path: str) -> tuple[Callable[[Any], int], bool]:
+    """The function that sums lengths at `path` in messages, and whether they are those of texts."""
+    name, _, rest = path.partition(".")
+    field = message.fields_by_name[name]
+    if not rest:
+        return lambda entries: sum(len(getattr(entry, name)) for entry in entries), not field.is_repeated
+    inner, is_of_texts = _len_below(field.message_type, rest)
+    return lambda entries: sum(inner(getattr(entry, name)) for entry in entries), is_of_texts
 
 
 def _length_check(least: int, most: int | None) -> _ValueCheck:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from frontend_svc.parsers.parser import ToolParserFormat
@@ -15,11 +15,6 @@ from triptych_kit.rules import Violation, rules_of, shown
 _MAX_NAME_CHARS = rules_of(chat_message_pb2.Tool, "name").max_chars
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{_MAX_NAME_CHARS}}}")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
-
-
-def num_schema_chars(tools: Sequence[chat_message_pb2.Tool]) -> int:
-    """Characters of the schemas of all arguments."""
-    return sum(len(tool.parameters_json_schema) for tool in tools)
 
 
 def tool_violations(

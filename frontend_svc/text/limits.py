@@ -86,16 +86,6 @@ class Violations:
             self._found.append((field, f"{_field_path(field, index)} has {num} {unit}, must have {limit}"))
         return is_fine
 
-    def need_texts(self, field: str, texts: Sequence[str], unit: str, most: int, *, max_chars: int) -> None:
-        """Record violations unless `field` has at most `most` texts, each of 1..`max_chars` characters."""
-        self.need_count(field, len(texts), unit, 0, most)
-        for index, text in enumerate(texts[:most]):
-            self.need_count(field, len(text), "characters", 1, max_chars, index=index)
-
-    def need_printable(self, field: str, text: str) -> None:
-        """Record a violation for control characters and the like: names get into logs and other processes."""
-        self.need(text.isprintable(), field, text, "must have only characters that can be printed")
-
     def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int, *, first: int = 0) -> bool:
         """Record a violation for the first id that is not in the vocabulary. Returns whether all are.
 

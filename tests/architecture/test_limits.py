@@ -27,17 +27,12 @@ READERS = (
     "triptych_cli/offline/params.py",
 )
 LIMIT = re.compile(r"_?(MAX|MIN)_[A-Z_]+")
-CHECKS = {"need", "need_count", "need_texts", "check", "check_id"}
+CHECKS = {"need", "need_count", "check", "check_id"}
 _LENGTHS = "over a prompt's length and two fields"
-_CONVERSATION = "over all messages of a conversation"
 _OWN = "the service's own work and memory"
 ALLOWED = {
     "engine_svc/features/prompt_logprobs/wire.py _MAX_CELLS": _LENGTHS,
     "frontend_svc/options/prompt_logprobs.py _MAX_ENTRIES": _LENGTHS,
-    "frontend_svc/text/chat/conversation.py MAX_CALLS": _CONVERSATION,
-    "frontend_svc/text/chat/conversation.py MAX_CALL_CHARS": _CONVERSATION,
-    "frontend_svc/text/chat/conversation.py MAX_CHARS": _CONVERSATION,
-    "frontend_svc/text/chat/conversation.py MAX_PARTS": _CONVERSATION,
     "frontend_svc/text/chat/template.py MAX_TEMPLATE_CHARS": "of a model's own template too",
     "frontend_svc/text/chat/template.py _MAX_COMPILED": _OWN,
     "frontend_svc/text/limits.py _MAX_FOUND": _OWN,

@@ -11,7 +11,6 @@ import time
 from typing import TypeAlias
 
 from frontend_svc.parsers.declared_tools import (
-    num_schema_chars,
     object_violations,
     template_form,
     tool_violations,
@@ -19,19 +18,19 @@ from frontend_svc.parsers.declared_tools import (
 from frontend_svc.text.limits import Violations
 from triptych.api.v1 import chat_message_pb2, tokenizer_pb2
 from triptych_kit.errors import Unimplemented
-from triptych_kit.rules import rules_of
+from triptych_kit.rules import MessageRules
 
 # The two requests with a conversation.
 ConversationRequest: TypeAlias = "chat_message_pb2.ChatRequest | tokenizer_pb2.ApplyChatTemplateRequest"
 
-MAX_MESSAGES = rules_of(chat_message_pb2.ChatRequest, "messages").max_items
-MAX_TOOLS = rules_of(chat_message_pb2.ChatRequest, "tools").max_items
-MAX_PARTS = 16_384
-MAX_CALLS = 16_384
-MAX_CHARS = 4 * 1024 * 1024
-# JSON is parsed on the event loop, where a character may take 25 ns, twice that for tools and options.
-MAX_JSON_CHARS = rules_of(chat_message_pb2.ChatTemplateOptions, "arguments_json").max_chars
-MAX_CALL_CHARS = 1024 * 1024
+# Both requests keep the rules of a ChatRequest; messages are checked in slices. The sizes bound the time of
+# JSON on the event loop, where a character may take 25 ns, twice that for tools and options.
+_SIZES = MessageRules(
+    chat_message_pb2.ChatRequest,
+    apart=("messages.role", "messages.name", "messages.tool_calls", "messages.tool_call_id", "tools.name"),
+)
+_OF_MESSAGE = MessageRules(chat_message_pb2.ChatMessage, apart=("tool_calls",))
+_OF_CALL = MessageRules(chat_message_pb2.ToolCall)
 # For so long a large conversation holds the event loop at once.
 _SLICE_S = 0.005
 _ROLES = {
@@ -63,7 +62,10 @@ async def check_conversation(
 
     takes_templates: whether a client may send its own template.
     """
-    if not _has_sizes(request, violations):
+    fields = {name: getattr(request, name) for name in ("messages", "tools", "template_options")}
+    too_large = _SIZES.violations_in(fields, {})
+    violations.extend(too_large)
+    if too_large:
         return
     slices = _Slices()
     for index, message in enumerate(request.messages):
@@ -112,38 +114,13 @@ async def conversation_of(request: ConversationRequest, *, shows_tools: bool) ->
     return conversation
 
 
-def _has_sizes(request: ConversationRequest, violations: Violations) -> bool:
-    """Add violations for what is too large; returns whether all else can be checked."""
-    messages, tools, options = request.messages, request.tools, request.template_options
-    has_counts = violations.need_count("messages", len(messages), "messages", 1, MAX_MESSAGES)
-    if not violations.need_count("tools", len(tools), "tools", 0, MAX_TOOLS) or not has_counts:
-        return False
-    num_parts = sum(len(message.parts) for message in messages)
-    num_calls = sum(len(message.tool_calls) for message in messages)
-    has_parts = violations.need_count("messages", num_parts, "parts", 0, MAX_PARTS)
-    if not violations.need_count("messages", num_calls, "tool calls", 0, MAX_CALLS) or not has_parts:
-        return False
-    num_json = sum(len(call.arguments_json) for message in messages for call in message.tool_calls)
-    num_chars = sum(len(part.text) for message in messages for part in message.parts)
-    num_chars += num_json + sum(len(message.reasoning) for message in messages)
-    sizes = [
-        violations.need_count("messages", num_chars, "characters", 0, MAX_CHARS),
-        violations.need_count("messages", num_json, "characters of JSON", 0, MAX_CALL_CHARS),
-        violations.need_count("tools", num_schema_chars(tools), "characters of JSON", 0, MAX_JSON_CHARS),
-        violations.need_count(
-            "template_options.arguments_json", len(options.arguments_json), "characters", 0, MAX_JSON_CHARS
-        ),
-    ]
-    return all(sizes)
-
-
 async def _check_message(
     message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations, slices: _Slices
 ) -> None:
     await slices.turn()
-    violations.need_enum(f"{message_field}.role", message.role, chat_message_pb2.ChatRole, _ROLES)
-    for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
-        violations.need_printable(f"{message_field}.{name}", value)
+    violations.extend(
+        violation.below(message_field, message_field) for violation in _OF_MESSAGE.violations(message, {})
+    )
     is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL
     if is_tool and not message.tool_call_id:
         violations.add(
@@ -169,9 +146,7 @@ async def _check_message(
     for index, call in enumerate(message.tool_calls):
         await slices.turn()
         field = f"{message_field}.tool_calls[{index}]"
-        violations.need(bool(call.name), f"{field}.name", call.name, "must not be empty")
-        violations.need_printable(f"{field}.name", call.name)
-        violations.need_printable(f"{field}.id", call.id)
+        violations.extend(violation.below(field, field) for violation in _OF_CALL.violations(call, {}))
         rule = "must be false: an incomplete call was not made"
         violations.need(not call.incomplete, f"{field}.incomplete", True, rule)
         violations.extend(object_violations(f"{field}.arguments_json", call.arguments_json))

@@ -1,7 +1,9 @@
 from google.protobuf import descriptor_pb2 as _descriptor_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -22,7 +24,7 @@ RULES_FIELD_NUMBER: _ClassVar[int]
 rules: _descriptor.FieldDescriptor
 
 class Rules(_message.Message):
-    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "max_total_chars")
+    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "specified", "totals")
     UNSET_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_FIELD_NUMBER: _ClassVar[int]
     ABOVE_MINIMUM_FIELD_NUMBER: _ClassVar[int]
@@ -44,7 +46,8 @@ class Rules(_message.Message):
     NO_NUL_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     IN_PARENT_NAME_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOTAL_CHARS_FIELD_NUMBER: _ClassVar[int]
+    SPECIFIED_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     unset: str
     minimum: float
     above_minimum: bool
@@ -66,5 +69,16 @@ class Rules(_message.Message):
     no_nul: bool
     where: str
     in_parent_name: bool
-    max_total_chars: int
-    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., max_total_chars: _Optional[int] = ...) -> None: ...
+    specified: bool
+    totals: _containers.RepeatedCompositeFieldContainer[Total]
+    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., specified: _Optional[bool] = ..., totals: _Optional[_Iterable[_Union[Total, _Mapping]]] = ...) -> None: ...
+
+class Total(_message.Message):
+    __slots__ = ("paths", "maximum", "unit")
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    MAXIMUM_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    maximum: int
+    unit: str
+    def __init__(self, paths: _Optional[_Iterable[str]] = ..., maximum: _Optional[int] = ..., unit: _Optional[str] = ...) -> None: ...

@@ -11,7 +11,6 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from frontend_svc.text.chat import conversation
 from frontend_svc.text.chat.conversation import check_conversation
 from frontend_svc.text.chat.template import (
     CHATML_FALLBACK,
@@ -334,7 +333,7 @@ def test_what_is_no_conversation_is_refused(messages):
 # How large a conversation may be: what there is too much of is not looked at, entry by entry.
 
 ROLE = chat_message_pb2.CHAT_ROLE_ASSISTANT
-CHARS, JSON_CHARS = conversation.MAX_CHARS, conversation.MAX_JSON_CHARS
+CHARS, JSON_CHARS = 4 * 2**20, 2**19
 NOTHING = chat_message_pb2.ChatMessage()
 
 
