@@ -222,7 +222,7 @@ def _work(setup: bytes) -> Callable[[StructuredOutput], WrittenConstraint]:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise grammar_error(matcher.get_error())
+            raise grammar_error(constraint, matcher.get_error())
         return grammar
 
     return lambda spec: check(spec.constraint, spec.backends, write)

@@ -42,6 +42,7 @@ STEP_MAX_ITEMS = 50_000  # of the parser in one mask; 3 ms
 MAX_ITEMS_IN_ROW = 2_000
 MAX_LEXER_STATES = 100_000  # at most 200 MB; a mask of usual schemas adds a few
 MAX_GRAMMAR_SIZE = 500_000  # symbols; 100 bytes each
+MAX_SYMBOLS = 65_524  # of those left after simplification: 16 bits number them, one more is a panic
 
 MAX_TEXT_BYTES = 1 << 20  # of a constraint
 MAX_NESTING = 256  # brackets of a constraint: the compiler recurses
@@ -57,6 +58,8 @@ MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outs
 _ESCAPES = '"\\bfnrt'
 _MAX_ERROR_CHARS = 300
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s\[\]]+>')
+_DETAILS = re.compile("<state>|<backtrace>")  # of a message: what follows is for developers of llguidance
+_PANIC = "panic: "
 _LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
 
 
@@ -309,15 +312,21 @@ def _escaped(text: str) -> str:
 
 
 def short_message(message: str) -> str:
-    """The message on one line, without the parser's state."""
-    text = " ".join(message.split("<state>")[0].split())
+    """The message on one line, without the parser's state or the backtrace of a panic."""
+    text = " ".join(_DETAILS.split(message)[0].split())
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."
 
 
-def grammar_error(message: str) -> GrammarError:
-    """The error of what llguidance says of a grammar."""
+def grammar_error(constraint: Constraint, message: str) -> GrammarError:
+    """The refusal of a constraint for llguidance's message about its grammar."""
     if "NoExtensionBias" in message:
         return GrammarError("the constraint allows no output")
     short = short_message(message)
+    if short.startswith(_PANIC):
+        # Its assertions guard the sizes that it was built for.
+        panic, name = short.removeprefix(_PANIC), constraint.kind.value
+        if "symbols.len()" in panic:
+            return GrammarTooComplex(f"{name} needs more than {MAX_SYMBOLS} symbols of a grammar")
+        return GrammarTooComplex(f"{name} cannot be compiled: {panic}")
     is_limit = any(word in message.lower() for word in _LIMIT_WORDS)
     return GrammarTooComplex(short) if is_limit else GrammarError(short)

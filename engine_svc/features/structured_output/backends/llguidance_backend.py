@@ -52,7 +52,7 @@ class LLGuidanceBackend:
             # Compiling takes several times what the grammar keeps.
             release_memory()
         if matcher.is_error():
-            raise grammar_error(matcher.get_error().replace(_UNUSED, ""))
+            raise grammar_error(constraint, matcher.get_error().replace(_UNUSED, ""))
         return _LLGuidanceGrammar(matcher, self.vocabulary, len(grammar))
 
     def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:

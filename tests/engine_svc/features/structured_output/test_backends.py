@@ -544,6 +544,21 @@ def test_a_hostile_constraint_ends_by_a_limit(constraint):
         backend("llguidance").compile(constraint)
 
 
+def test_symbols_of_a_grammar_have_a_limit():
+    properties = {f"p{index}": {} for index in range(100)}
+    objects = [{"properties": properties, "required": [f"p{index}"]} for index in range(180)]
+    with pytest.raises(GrammarTooComplex, match=r"^json_schema needs more than 65524 symbols of a grammar$"):
+        backend("llguidance").compile(schema({"prefixItems": objects}))
+
+
+def test_a_panic_of_the_compiler_reaches_clients_without_its_backtrace():
+    message = "panic: called `Option::unwrap()`\n on a `None` value\n<backtrace>\n 0: <unknown>\n</backtrace>"
+    error = llguidance_text.grammar_error(regex("a"), message)
+    assert isinstance(error, GrammarTooComplex)
+    assert str(error) == "regex cannot be compiled: called `Option::unwrap()` on a `None` value"
+    assert "backtrace" not in llguidance_text.short_message(message)
+
+
 def ambiguous(index: int) -> dict[str, str]:
     return {"pattern": f"^((a|b)*a(a|b){{{index}}}|c)$"}
 

@@ -56,7 +56,7 @@ def written(backend: str, constraint: Constraint, is_last: bool = False) -> str:
     grammar = grammar_text(constraint, {})
     message = LLMatcher.validate_grammar(grammar, None, limits=parser_limits())
     if message:
-        raise grammar_error(message)
+        raise grammar_error(constraint, message)
     return grammar
 
 

@@ -73,11 +73,10 @@ def test_what_takes_too_long_or_too_much_ends_alone(worker):
     A fast processor meets the most symbols of a grammar before it meets the limit of time.
     """
     objects = [{"properties": {f"p{number}_{index}": {} for index in range(2000)}} for number in range(9)]
-    with pytest.raises(
-        ConstraintRefused, match=r"json_schema took .* to compile|grammar\.symbols\.len"
-    ) as caught:
+    words = r"^json_schema (took .* to compile|needs more than 65524 symbols of a grammar)$"
+    with pytest.raises(ConstraintRefused, match=words) as caught:
         worker.check(schema({"prefixItems": objects}))
-    assert (caught.value.reason == "CONSTRAINT_TOO_COMPLEX") == ("to compile" in str(caught.value))
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
     assert worker.check(schema({"type": "string"}))
 
 
