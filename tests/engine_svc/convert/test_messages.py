@@ -280,8 +280,9 @@ def test_one_output_of_a_sampling_group_is_accepted():
 def test_a_deadline_is_on_the_engines_clock():
     entry = make_entry(1)
     assert messages.to_deadline(entry, 10.0) is None
-    entry.remaining_ms = 1500
-    assert messages.to_deadline(entry, 10.0) == 11.5
+    for remaining_ms, deadline in ((1500, 11.5), (0, 10.0)):
+        entry.remaining_ms = remaining_ms
+        assert messages.to_deadline(entry, 10.0) == deadline
 
 
 def test_a_step_becomes_packed_columns():

@@ -352,7 +352,6 @@ def column(values: Sequence[int]) -> bytes:
 
 LENGTH = output_pb2.FINISH_REASON_LENGTH
 ABORT = output_pb2.FINISH_REASON_ABORT
-STOP = output_pb2.FINISH_REASON_STOP
 
 
 async def added(rig: ServiceRig, client: StreamClient, *entries: add_pb2.AddEntry, hold_at: int) -> None:

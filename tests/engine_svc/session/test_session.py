@@ -38,7 +38,6 @@ from tests.engine_svc.loop.logprob_executor import emit_logprobs
 from tests.engine_svc.session.service_rig import (
     ABORT,
     LENGTH,
-    STOP,
     ServiceRig,
     StreamClient,
     added,
@@ -59,30 +58,6 @@ from triptych_kit import shared_memory
 from triptych_kit.channel import open_channel
 
 
-async def test_ten_requests_of_twenty_tokens_make_the_round_trip():
-    async with connected() as (_, _, client):
-        await client.add(*(make_entry(handle, max_tokens=20) for handle in range(10)))
-        await client.until_ended(*range(10))
-        assert client.tokens == {
-            handle: expected_tokens(prompt_of(handle), handle, 20) for handle in range(10)
-        }
-        assert client.finished == {handle: [LENGTH] for handle in range(10)}
-        assert client.kinds()[:2] == ["hello_ack", "ready"]
-
-
-async def test_two_frontends_see_only_their_own_requests():
-    async with served() as (_, stub):
-        one, two = StreamClient(stub, "one"), StreamClient(stub, "two")
-        await one.open()
-        await two.open()
-        await one.add(make_entry(1, max_tokens=8), make_entry(2, max_tokens=8))
-        await two.add(make_entry(1, prompt=[9, 9, 9], max_tokens=8))
-        await one.until_ended(1, 2)
-        await two.until_ended(1)
-        assert set(one.tokens) == {1, 2}
-        assert two.tokens == {1: expected_tokens([9, 9, 9], 1, 8)}
-
-
 async def test_an_abort_in_a_run_ends_it_at_once_and_frees_its_blocks():
     async with connected() as (rig, stub, client):
         rig.executor.gate.clear()
@@ -98,23 +73,6 @@ async def test_an_abort_in_a_run_ends_it_at_once_and_frees_its_blocks():
         assert client.finished == {1: [ABORT]}
         assert client.tokens == {1: []}
         assert (load.stats.num_used_blocks, load.stats.step_number, load.stats.num_running) == (0, 1, 0)
-
-
-async def test_aborting_every_even_request_leaves_the_odd_ones_whole():
-    async with connected() as (rig, _, client):
-        await added(rig, client, *(make_entry(handle, max_tokens=100) for handle in range(10)), hold_at=20)
-        await client.until(lambda: all(len(client.tokens.get(handle, [])) >= 15 for handle in range(10)))
-        await client.abort(*range(0, 10, 2))
-        await client.flush()
-        rig.executor.gate.set()
-        await client.until_ended(*range(10))
-        await client.abort(*range(10))
-        await client.until(lambda: "already_finished" in client.kinds())
-        for handle in range(10):
-            tokens = expected_tokens(prompt_of(handle), handle, 100)
-            assert client.tokens[handle] == tokens[: len(client.tokens[handle])]
-            assert client.finished[handle] == [ABORT if handle % 2 == 0 else LENGTH]
-        assert list(client.last("already_finished").already_finished.handles) == list(range(10))
 
 
 async def test_two_hundred_cancels_at_random_moments_end_each_request_once_and_leave_no_block():
@@ -140,17 +98,6 @@ async def test_two_hundred_cancels_at_random_moments_end_each_request_once_and_l
         assert all(len(reasons) == 1 for reasons in client.finished.values())
         for handle, tokens in client.tokens.items():
             assert tokens == expected_tokens(prompt_of(handle), handle, 100)[: len(tokens)]
-
-
-async def test_an_abort_of_another_attempt_is_not_meant_for_this_one():
-    async with connected() as (rig, _, client):
-        rig.executor.gate.clear()
-        await client.add(make_entry(1, attempt=3, max_tokens=30))
-        await client.abort(1, attempts=[2])
-        await client.flush()
-        rig.executor.gate.set()
-        await client.until_ended(1)
-        assert client.finished == {1: [LENGTH]}
 
 
 async def test_an_abort_of_very_many_is_acted_on_in_pieces():
@@ -193,24 +140,6 @@ async def test_goodbye_ends_the_stream_and_its_requests():
         assert client.error is None
         rig.executor.gate.set()
         await _until(stub, lambda load: load.stats.num_finished == 1 and load.stats.num_used_blocks == 0)
-
-
-async def test_a_bad_add_is_answered_alone_with_field_and_limit():
-    async with connected() as (_, _, client):
-        await client.add(
-            make_entry(1),
-            make_entry(2, temperature=float("nan")),
-            make_entry(3, prompt=[5, 4000]),
-            make_entry(4),
-        )
-        await client.until_ended(1, 4)
-        assert set(client.rejected) == {2, 3}
-        status = client.rejected[3].status
-        assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-        assert "4000" in status.message
-        assert "1000" in status.message
-        rich = status_pb2.Status.FromString(status.details)
-        assert b"prompt_token_ids" in b"".join(detail.value for detail in rich.details)
 
 
 async def test_an_add_that_a_bug_of_ours_stands_in_the_way_of_is_answered_alone(caplog):
@@ -291,15 +220,6 @@ async def test_a_request_for_another_rank_is_refused():
         assert "data_parallel_rank is 7" in client.rejected[2].status.message
 
 
-async def test_unknown_messages_are_ignored():
-    async with connected() as (_, _, client):
-        # Field 99 of a newer contract, length-delimited.
-        await client.send(engine_pb2.ConnectRequest.FromString(b"\x9a\x06\x02hi"))
-        await client.send(engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=1)))
-        await client.add(make_entry(1))
-        await client.until_ended(1)
-
-
 async def test_utility_calls_are_refused_by_name():
     async with connected() as (_, _, client):
         call = utility_pb2.UtilityCall(call_id=3, is_paused=utility_pb2.IsPausedCall())
@@ -308,25 +228,6 @@ async def test_utility_calls_are_refused_by_name():
         result = client.last("utility_result").utility_result
         assert (result.call_id, result.failure.code) == (3, grpc.StatusCode.UNIMPLEMENTED.value[0])
         assert "is_paused" in result.failure.message
-
-
-async def test_a_deadline_ends_a_request_with_abort():
-    async with connected() as (_, _, client):
-        late = make_entry(1, max_tokens=100)
-        late.remaining_ms = 0
-        await client.add(late, make_entry(2))
-        await client.until_ended(1, 2)
-        assert client.finished == {1: [ABORT], 2: [LENGTH]}
-
-
-async def test_stop_rows_tell_end_of_sequence_from_stop_tokens():
-    async with connected() as (_, _, client):
-        third = expected_tokens(prompt_of(1), 1, 3)[-1]
-        await client.add(make_entry(1, max_tokens=9, stop_token_ids=[third]))
-        await client.until_ended(1)
-        assert client.finished == {1: [STOP]}
-        assert client.last("step").step.finished[0].stop_token_id == third
-        assert len(client.tokens[1]) == 3
 
 
 async def test_a_frontend_that_does_not_read_is_cut_off_and_its_requests_end(caplog):
@@ -432,78 +333,6 @@ async def resumed(stub, first: StreamClient, **point: int) -> StreamClient:
     return client
 
 
-async def test_a_session_whose_stream_breaks_goes_on_and_is_sent_what_it_missed():
-    async with served() as (rig, stub):
-        first = await broken(stub, rig, 1, 2)
-        rig.executor.gate.set()
-        await until_finished(stub, 2)
-        second = StreamClient(stub, "f")
-        second.tokens = {handle: list(tokens) for handle, tokens in first.tokens.items()}
-        await second.open(**again(first))
-        await second.until_ended(1, 2)
-        ack = second.received[0].hello_ack
-        assert (ack.resume_ok, list(ack.features), ack.replay_window_ms) == (True, ["resume"], 5000)
-        assert [message.seq for message in second.received[1:]] == [
-            first.received[-1].seq + index for index in range(1, len(second.received))
-        ]
-        assert second.tokens == {handle: expected_tokens(prompt_of(handle), handle, 20) for handle in (1, 2)}
-        assert second.finished == {1: [LENGTH], 2: [LENGTH]}
-        stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
-        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (10, 40)
-
-
-async def test_what_was_not_heard_is_sent_again_with_its_old_numbers():
-    async with served() as (rig, stub):
-        first = await broken(stub, rig, 1)
-        second = await resumed(stub, first, last_seq=1)
-        await second.until(lambda: len(second.received) >= len(first.received) - 1)
-        repeated = {message.seq: message for message in second.received[1:]}
-        for message in first.received[2:]:
-            assert repeated[message.seq] == message
-
-
-@pytest.mark.parametrize(
-    "hello",
-    [{"features": ["resume"]}, {"feature_set": session_pb2.FeatureSet(resume=True)}],
-    ids=["names", "typed fields"],
-)
-async def test_a_feature_is_read_in_either_form_and_answered_in_both(hello):
-    """Section 3, rule 5."""
-    async with served() as (_, stub):
-        client = StreamClient(stub, "f")
-        await client.open(**hello)
-        await client.until(lambda: bool(client.received))
-        ack = client.received[0].hello_ack
-        assert list(ack.features) == ["resume"]
-        assert ack.feature_set == session_pb2.FeatureSet(resume=True)
-        assert ack.replay_window_ms == 5000
-
-
-async def test_an_add_that_is_repeated_after_a_break_is_run_once():
-    async with served() as (rig, stub):
-        first = await broken(stub, rig, 1)
-        second = await resumed(stub, first)
-        await second.add(make_entry(1, max_tokens=20), make_entry(2, max_tokens=20))
-        await second.flush()
-        rig.executor.gate.set()
-        await second.until_ended(1, 2)
-        await second.add(make_entry(1, max_tokens=20))
-        await second.flush()
-        assert second.rejected == {}
-        assert (await until_finished(stub, 2)).num_prompt_tokens == 10
-
-
-async def test_a_stream_that_looks_alive_is_taken_over():
-    async with served() as (rig, stub):
-        first = await begun(stub, rig, 1)
-        second = await resumed(stub, first)
-        await first.until(lambda: first.is_over)
-        rig.executor.gate.set()
-        await second.until_ended(1)
-        assert second.received[0].hello_ack.resume_ok
-        assert rig.servicer.num_sessions == 1
-
-
 async def test_when_the_window_is_over_the_requests_end_and_their_blocks_are_free():
     rig = ServiceRig()
     rig.engine.replay_window_s = 0.02
@@ -563,18 +392,6 @@ async def test_another_process_of_a_frontend_ends_what_the_one_before_left():
         await second.until(lambda: "ready" in second.kinds())
         rig.executor.gate.set()
         await until_finished(stub, 1)
-
-
-async def test_who_names_the_session_of_another_frontend_gets_one_of_its_own():
-    async with served() as (rig, stub):
-        first = await begun(stub, rig, 1)
-        stranger = StreamClient(stub, "another")
-        await stranger.open(session_id=session_id_of("f"), **again(first))
-        await stranger.until(lambda: bool(stranger.received))
-        assert not stranger.received[0].hello_ack.resume_ok
-        rig.executor.gate.set()
-        await first.until_ended(1)
-        assert first.finished == {1: [LENGTH]}
 
 
 async def test_closing_upstream_without_goodbye_is_a_break():

@@ -684,15 +684,6 @@ def ending_with(token_id: int) -> Script:
     return lambda engine, request: engine.step({request: [token_id]}, finished={request: AT_LENGTH})
 
 
-async def until_tokens_arrive(client: Client, request_id: str, num_tokens: int) -> None:
-    """Wait until the frontend has so many tokens of a request."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            received = await client.request.GetRequest(request_pb2.GetRequestRequest(request_id=request_id))
-            if received.usage.num_completion_tokens == num_tokens:
-                return
-
-
 async def lose_first(client: Client, engines: Sequence[FakeEngine]) -> None:
     """The first engine dies for good when the others are there."""
     for engine in engines[1:]:
@@ -724,7 +715,7 @@ async def test_what_has_begun_goes_past_an_engine_that_refuses_it_for_whatever_r
         call = client.generate(request_id="mine")
         (request,) = await engines[0].wait_for_requests(1)
         engines[0].step({request: [5]})
-        await until_tokens_arrive(client, "mine", 1)
+        await until_sampled(client, "mine", 1)
         await make_second_choice(client, frontend, engines[2])
         await lose_first(client, engines)
         assert (await read_all(call))[2] == [5, 6]
@@ -742,7 +733,7 @@ async def test_an_output_that_has_not_begun_goes_on_with_its_group():
         call = client.generate(request_id="mine", n=2)
         _, second = await engines[0].wait_for_requests(2)
         engines[0].step({second: [5]})
-        await until_tokens_arrive(client, "mine", 1)
+        await until_sampled(client, "mine", 1)
         await make_second_choice(client, frontend, engines[2])
         await lose_first(client, engines)
         assert sorted((await read_all(call))[2]) == [5, 6, 6]
@@ -760,7 +751,7 @@ async def test_a_begun_request_that_no_engine_takes_is_not_blamed_on_its_client(
         call = client.generate(request_id="mine")
         (request,) = await engines[0].wait_for_requests(1)
         engines[0].step({request: [5]})
-        await until_tokens_arrive(client, "mine", 1)
+        await until_sampled(client, "mine", 1)
         await lose_first(client, engines)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(call)

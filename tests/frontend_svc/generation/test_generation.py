@@ -142,20 +142,6 @@ async def test_cumulative_and_final_only_outputs():
     assert final == ["started", "delta", "finished"]
 
 
-async def test_84_stop_string_ends_the_stream_and_aborts_in_the_engine_once():
-    async with serving_one() as (engine, client, _):
-        call = client.generate(stop=["mat"])
-        (request,) = await engine.wait_for_requests(1)
-        ids = TOKENIZER.encode(TEXT).ids
-        for token_id in ids:
-            engine.step({request: [token_id]})
-        _, text, _, finished = await read_all(call)
-        await engine.wait(lambda: request.abort_reason is not None)
-    assert text == " sat on the "
-    assert finished.stop_match.string == "mat"
-    assert request.abort_reason == engine_pb2.ABORT_REASON_STOP_STRING
-
-
 async def test_output_that_repeats_itself_ends_whole_and_with_a_reason_of_its_own():
     ids = [*TOKENIZER.encode("the cat").ids, 7, 7]
     detection = sampling_pb2.RepetitionDetection(max_pattern_size=1, min_count=2)

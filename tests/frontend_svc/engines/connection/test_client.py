@@ -46,20 +46,6 @@ async def test_an_engine_that_starts_later_is_found():
         assert (await read_all(client.generate()))[1] == "late"
 
 
-async def test_a_loading_engine_gets_nothing_until_it_is_ready():
-    engine = FakeEngine(answer("done"), is_ready=False)
-    async with serving(engine, waits_ready=False) as (client, frontend):
-        await engine.wait(lambda: bool(engine.sessions))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read_all(client.generate())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        engine.become_ready()
-        await client.wait_ready()
-        assert (await read_all(client.generate()))[1] == "done"
-        assert engine.sessions[0].hello.frontend_id == frontend.engines.identity.frontend_id
-    assert engine.goodbyes == ["the frontend stops"]
-
-
 class SlowFiles(FakeEngine):
     """Gives its files once `gate` is open."""
 
@@ -131,27 +117,6 @@ async def test_a_step_that_comes_in_several_messages_reaches_its_request_whole_a
         assert (await read_all(call))[2] == [5, 6, 7, 8]
 
 
-async def test_a_gap_in_the_sequence_ends_the_stream_and_its_request_is_sent_again():
-    async with serving_one() as (engine, client, _):
-        call = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        request.session.skip()
-        engine.step({request: [5]})
-        _, second = await engine.wait_for_requests(2)
-        engine.step({second: [6]}, finished={second: AT_LENGTH})
-        assert (await read_all(call))[2] == [6]
-
-
-async def test_a_malformed_step_ends_the_stream_and_its_request_is_sent_again():
-    async with serving_one() as (engine, client, _):
-        call = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        request.session.send(step=step_pb2.Step(handles=b"xyz"))
-        _, second = await engine.wait_for_requests(2)
-        engine.step({second: [6]}, finished={second: AT_LENGTH})
-        assert (await read_all(call))[2] == [6]
-
-
 async def test_a_draining_engine_finishes_and_gets_no_more():
     async with serving_one(reconnect_window_s=0.0) as (engine, client, _):
         call = client.generate()
@@ -214,13 +179,6 @@ async def test_each_loss_of_an_engine_that_served_is_logged_whatever_its_reason(
                 while caplog.text.count("engine lost") < num_losses:  # noqa: ASYNC110
                     await asyncio.sleep(0)
     assert caplog.text.count("engine lost") == 2
-
-
-async def test_messages_are_acknowledged():
-    engine = FakeEngine(answer("the cat sat on the mat"))
-    async with serving(engine) as (client, _):
-        await read_all(client.generate())
-        await engine.wait(lambda: engine.num_acks > 0)
 
 
 async def test_files_are_fetched_once_for_all_engines_and_sessions():
@@ -386,21 +344,6 @@ async def test_a_ready_engine_takes_requests_until_it_is_ready_no_more(end):
             await adding
             await asyncio.gather(*(request.is_lost.wait() for request in requests))
     assert requests
-
-
-async def test_what_a_newer_engine_says_beside_what_is_known_is_passed_over():
-    engine = FakeEngine(schema_revision=2)
-    async with serving(engine) as (client, _):
-        call = client.generate()
-        (request,) = await engine.wait_for_requests(1)
-        # A message in a field that this contract does not have, and a field in one that it has.
-        request.session.send_bytes(b"\xca\x06\x02hi")
-        request.session.send_bytes(
-            engine_pb2.ConnectResponse(stats=session_pb2.Stats(num_running=1)).SerializeToString()
-            + b"\xc8\x06\x01"
-        )
-        engine.step({request: [5]}, finished={request: AT_LENGTH})
-        assert (await read_all(call))[2] == [5]
 
 
 # A frontend has one connection to an engine, whatever became of the ones before it.
