@@ -58,7 +58,7 @@ $(RUNTIME_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 demo: $(RUNTIME_STAMP)  ## answer one prompt through three processes: make demo PROMPT="..."
 	@$(BIN)/triptych demo $(if $(DEMO_PROMPT),--prompt="$$DEMO_PROMPT")
 
-serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 50051"
+serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL --port 8000"
 	$(BIN)/triptych serve $(ARGS)
 
 up:  ## the stack in containers: on the GPUs of this host, or the embedded model without a GPU

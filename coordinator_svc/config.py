@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from triptych_kit.config import option
+from triptych_kit.listeners import check_service_ports
 from triptych_kit.security.options import SecurityOptions
 
 _MIN_LEASE_MS = 300
@@ -35,6 +36,7 @@ class CoordinatorConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         self.check_security(self.host, self.admin_http_host)
+        check_service_ports(self)
         if not _MIN_LEASE_MS <= self.lease_ms <= _MAX_LEASE_MS:
             raise ValueError(f"lease_ms is {self.lease_ms}, the range is {_MIN_LEASE_MS}..{_MAX_LEASE_MS}")
         if self.drain_deadline_s < 0:

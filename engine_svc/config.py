@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine_svc.features import packages
 from triptych_kit.config import option, require
+from triptych_kit.listeners import check_service_ports
 from triptych_kit.security.options import SecurityOptions
 
 # Listen addresses that other machines cannot connect to.
@@ -241,6 +242,7 @@ class CoreConfig(SecurityOptions):
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid options. Those that depend on the model are checked after loading."""
         self.check_security(self.host, self.admin_http_host)
+        check_service_ports(self)
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "block_size", "data_parallel_size", "steps_in_flight",
             "tensor_parallel_size", "pipeline_parallel_size",

@@ -15,6 +15,7 @@ from triptych_kit.addresses import is_loopback
 from triptych_kit.channel import parse_target
 from triptych_kit.config import option
 from triptych_kit.errors import InvalidArgument
+from triptych_kit.listeners import check_service_ports
 from triptych_kit.process.setup import api_key_in_environment
 from triptych_kit.rules import rules_of
 from triptych_kit.security.credentials import Entry, digest_of
@@ -139,6 +140,7 @@ class FrontendConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         self.check_security(self.host, self.admin_http_host, has_key=bool(self.client_keys))
+        check_service_ports(self)
         if not self.engine and self.coordinator is None:
             raise ValueError("neither --engine nor --coordinator is given: no engine could be used")
         for address in (*self.engine, *([self.coordinator] if self.coordinator else [])):

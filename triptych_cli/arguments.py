@@ -23,6 +23,7 @@ from triptych_kit.config import (
     read_file_flags,
     switch_names,
 )
+from triptych_kit.listeners import Listener, check_listeners
 
 EMBEDDED_NAME = "triptych-tiny"
 
@@ -39,10 +40,10 @@ _FLAGS_OF_FRONTEND_SET_LATER = ("--coordinator=127.0.0.1:1",)
 _HELP_ORDER = ("engine", "frontend", "coordinator")
 # In this order.
 _COMMON = (
-    "--host", "--port", "--dtype", "--device", "--quantization", "--max-model-len",
-    "--gpu-memory-utilization", "--kv-cache-memory", "--max-num-seqs", "--data-parallel-size",
-    "--tensor-parallel-size", "--served-model-name", "--chat-template", "--tool-parser",
-    "--reasoning-parser", "--verbose", "--log-level",
+    "--host", "--port", "--grpc-port", "--http-port", "--dtype", "--device", "--quantization",
+    "--max-model-len", "--gpu-memory-utilization", "--kv-cache-memory", "--max-num-seqs",
+    "--data-parallel-size", "--tensor-parallel-size", "--served-model-name", "--chat-template",
+    "--tool-parser", "--reasoning-parser", "--verbose", "--log-level",
 )  # fmt: skip
 _OF_SEVERAL = "Options of several services, which all get them"
 _SECTIONS = {
@@ -67,6 +68,7 @@ class Serving:
     engine: EngineConfig | None = None  # of the first engine; None: one that is known to start
     tokenizer: str | None = None  # of the frontends, in place of the model's
     has_tls: bool = False  # whether clients use TLS
+    listeners: Sequence[Listener] = ()
 
     @property
     def model(self) -> str:
@@ -84,7 +86,9 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     flags["engine"] = with_model([*([config.model] if config.model else []), *flags["engine"]])
     fixed_flags = (f"--data-parallel-size={config.data_parallel_size}",)
     engine = load_config(EngineConfig, [*flags["engine"], *fixed_flags], service="engine")
-    load_config(config_of("coordinator"), flags["coordinator"], service="coordinator")
+    coordinator: Loaded[Any] = load_config(
+        config_of("coordinator"), flags["coordinator"], service="coordinator"
+    )
     frontend: Loaded[Any] = load_config(
         config_of("frontend"),
         [*flags["frontend"], f"--host={config.host}", *_FLAGS_OF_FRONTEND_SET_LATER],
@@ -93,6 +97,13 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
     sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))
+    hosts = {
+        "coordinator": coordinator.config.admin_http_host,
+        "engine": engine.config.admin_http_host,
+        "frontend": frontend.config.admin_http_host,
+    }
+    listeners = config.listeners(admin_http_hosts=hosts)
+    check_listeners(listeners)
     return Serving(
         config,
         flags,
@@ -101,6 +112,7 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         engine.config,
         frontend.config.tokenizer,
         frontend.config.ssl_certfile is not None,
+        listeners,
     )
 
 

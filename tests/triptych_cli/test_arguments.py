@@ -10,8 +10,8 @@ import pytest
 
 from triptych_cli.arguments import EMBEDDED_NAME, parse_serve, with_model
 from triptych_cli.flags import split_flags
-from triptych_cli.services import embedded_model
-from triptych_kit.config import ConfigError, option
+from triptych_cli.services import config_of, embedded_model
+from triptych_kit.config import ConfigError, load_config, option
 
 
 def test_without_a_model_the_embedded_one_is_served_under_its_name_with_one_thread() -> None:
@@ -81,6 +81,60 @@ def test_engines_that_share_experts_get_the_flag_and_their_group_is_known(tmp_pa
 def test_what_no_service_can_take_is_refused_before_anything_starts(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_serve(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "grpc", "http"),
+    [
+        ([], 50051, 8000),
+        (["--port=9000"], 50051, 9000),
+        (["--port=9000", "--grpc-port=9001"], 9001, 9000),
+        (["--port=9001", "--http-port=9000"], 9001, 9000),
+        (["--port=9001", "--no-http"], 9001, None),
+        (["--grpc-port=9001"], 9001, 8000),
+        (["--port=0"], 0, 0),
+        (["--port=0", "--grpc-port=9001"], 9001, 0),
+        (["--http-port=0"], 50051, 0),
+    ],
+)
+def test_a_port_alone_is_that_of_http_and_beside_one_of_http_that_of_grpc(arguments, grpc, http) -> None:
+    ports = {one.name: one.port for one in parse_serve(arguments).listeners}
+    assert (ports["gRPC of frontend-0"], ports.get("HTTP of frontend-0")) == (grpc, http)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port=9000", "--http-port=9000"], r"gRPC of frontend-0 \(--port\) and that of HTTP .* \(--http"),
+        (["--port=50051"], r"gRPC of frontend-0 \(--grpc-port\) and that of HTTP of frontend-0 \(--port\)"),
+        (
+            ["--grpc-port=8000"],
+            r"port 8000 is both .* \(--grpc-port\) and .* \(--http-port\): choose another",
+        ),
+        (
+            ["-dp=2", "--data-parallel-external-lb", "--grpc-port=7000", "--port=7001"],
+            "port 7001 is both that of gRPC of frontend-1",
+        ),
+        (["--port=9000", "--admin-http-port=8999"], "metrics of frontend-0"),
+        (["--port=9000", "--admin-http-port=8999", "--admin-http-host=0.0.0.0", "--insecure"], "frontend-0"),
+        (["--port=1", "--grpc-port=2", "--http-port=3"], "--port is 1, but other flags choose each port"),
+        (["--port=1", "--grpc-port=2", "--no-http"], "--port is 1, but other flags choose each port"),
+    ],
+)
+def test_ports_that_collide_are_refused(arguments, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_serve(arguments)
+
+
+def test_equal_ports_of_different_addresses_do_not_collide() -> None:
+    parse_serve(["--host=127.0.0.2", "--port=9000", "--admin-http-port=8999"])
+
+
+@pytest.mark.parametrize("service", ["coordinator", "engine", "frontend"])
+def test_ports_of_a_service_that_collide_are_refused(service: str) -> None:
+    flags = {"engine": ["MODEL"], "frontend": ["--engine=a:1"], "coordinator": []}[service]
+    with pytest.raises(ConfigError, match=r"port 9000 is both that of gRPC \(--port\) and that of the admin"):
+        load_config(config_of(service), [*flags, "--port=9000", "--admin-port=9000"], service=service)
 
 
 def test_a_file_has_options_of_all_services_below_flags_and_environment(

@@ -32,6 +32,7 @@ from triptych_cli.serve.terminal import banner, describe_engine, show_progress
 from triptych_cli.services import command_of
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError
+from triptych_kit.listeners import Listener
 from triptych_kit.process.child import ChildDied
 from triptych_kit.process.setup import leave_process
 from triptych_kit.process.supervision import SupervisorLimits, run_until_signal
@@ -51,7 +52,7 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
     ensure_loopback()
     config = serving.config
     try:
-        _check_ports(config.host, config.ports)
+        _check_ports(serving.listeners)
         _check_model(serving)
     except (ValueError, OSError) as error:
         write_log_line(f"triptych serve: {error}")
@@ -63,15 +64,15 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
     return asyncio.run(_serve(serving, environment))
 
 
-def _check_ports(host: str, ports: Iterable[int]) -> None:
+def _check_ports(listeners: Iterable[Listener]) -> None:
     """Raise ConfigError for a port that is in use, or a host that is not on this machine."""
-    for port in ports:
+    for one in listeners:
         try:
-            owner = find_port_owner(host, port)
+            owner = find_port_owner(one.host, one.port)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
+            raise ConfigError(f"cannot listen on {one.host}: {error.strerror}") from error
         if owner is not None:
-            raise ConfigError(f"port {port} is in use by {owner}")
+            raise ConfigError(f"port {one.port} is in use by {owner}: {one.flag} takes another")
 
 
 def _check_model(serving: Serving) -> None:
@@ -159,7 +160,7 @@ def plan_stack(serving: Serving, sockets: Path) -> StackPlan:
             *(plan("frontend", index) for index in range(len(frontends))),
         ),
         flags=flags,
-        ports={plan("frontend", index).name: config.port_of(index) for index in range(len(frontends))},
+        ports={plan("frontend", index).name: config.grpc_port_of(index) for index in range(len(frontends))},
         engine=lambda rank: plan("engine", rank),
         max_engines=MAX_ENGINES,
     )
@@ -173,7 +174,7 @@ def limits_of(config: ServeConfig) -> SupervisorLimits:
 def _extra_flags(plan: ProcessPlan, config: ServeConfig, num_engines: int) -> list[str]:
     flags = [f"--drain-deadline-s={config.drain_deadline_s}"]
     if config.admin_http_port:
-        flags.append(f"--admin-http-port={_admin_http_port(plan, config)}")
+        flags.append(f"--admin-http-port={config.admin_http_port_of(plan.service, plan.index)}")
     if plan.service == "frontend":
         flags.append(f"--host={config.host}")
         if config.http:
@@ -200,12 +201,6 @@ def _socket_flags(plan: ProcessPlan, serving: Serving, sockets: Path) -> list[st
     if not serving.config.admin_http_port and "--admin-http-host" not in given:
         flags.append(f"--admin-http-uds={at('.http')}")
     return flags
-
-
-def _admin_http_port(plan: ProcessPlan, config: ServeConfig) -> int:
-    """From the first port on: the coordinator's, the frontends', then the engines'."""
-    before = {"coordinator": 0, "frontend": 1, "engine": 1 + config.num_frontends}
-    return config.admin_http_port + before[plan.service] + plan.index
 
 
 async def _serve(serving: Serving, environment: Mapping[str, str]) -> NoReturn:

@@ -17,7 +17,8 @@ from triptych_kit.config import read_environment
 _LEAST_PYTHON = (3, 11)
 _PACKAGES = ("grpcio", "torch", "transformers", "safetensors", "tokenizers", "huggingface-hub")
 _COMPILERS = ("c++", "g++", "clang++")
-_PORT = 50051
+# The ports of `serve`, and the flags that choose others.
+_PORTS = {8000: "--port", 50051: "--grpc-port"}
 _GIB = 1 << 30
 
 
@@ -122,11 +123,16 @@ def check_cache() -> Finding:
     return Verdict.OK, f"{folder}, {free / _GIB:.1f} GiB free"
 
 
-def check_port() -> Finding:
-    owner = find_port_owner("127.0.0.1", _PORT)
-    if owner is not None:
-        return Verdict.NOTE, f"{_PORT} is in use by {owner}: serve with --port"
-    return Verdict.OK, f"{_PORT} is free"
+def check_ports() -> Finding:
+    owners = {port: find_port_owner("127.0.0.1", port) for port in _PORTS}
+    used = [
+        f"{port} is in use by {owner}: serve with {_PORTS[port]}"
+        for port, owner in owners.items()
+        if owner is not None
+    ]
+    if used:
+        return Verdict.NOTE, "; ".join(used)
+    return Verdict.OK, f"{' and '.join(map(str, _PORTS))} are free"
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {
@@ -138,5 +144,5 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "compiler": check_compiler,
     "memory": check_memory,
     "cache": check_cache,
-    "port": check_port,
+    "ports": check_ports,
 }

@@ -30,10 +30,12 @@ def test_what_is_lacking_is_named_and_counted(
 
 def test_a_port_that_is_taken_is_no_lack_as_another_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(doctor, "_PORT", server.getsockname()[1])
-        verdict, text = doctor.check_port()
+        port = server.getsockname()[1]
+        monkeypatch.setattr(doctor, "_PORTS", {0: "--port", port: "--grpc-port"})
+        verdict, text = doctor.check_ports()
     assert verdict is Verdict.NOTE
-    assert "is in use by pid" in text
+    assert text.startswith(f"{port} is in use by pid")
+    assert text.endswith("serve with --grpc-port")
 
 
 def test_a_machine_without_a_compiler_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
