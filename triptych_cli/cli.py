@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 import sys
+
+from triptych_cli.first_line import is_service, show_first_line
+
+# Imports take seconds.
+show_first_line(sys.argv[1:])
+
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from triptych_kit.process.setup import end_at_once_on_signals, prepare_process, process_environment
 from triptych_kit.process.stacks import write_when_asked
 
-if sys.argv[1:2] and sys.argv[1] in ("serve", "frontend", "engine", "coordinator"):
+if is_service(sys.argv[1:]):
     # Until it handles signals itself: a stop during the imports is no failure.
     write_when_asked()
     end_at_once_on_signals(0)
@@ -428,7 +434,9 @@ def _explain_flags(verb: str, arguments: list[str], config: type) -> None:
 
 
 def _refuse(verb: str, error: Exception) -> NoReturn:
-    print(f"triptych {verb}: {error}", file=sys.stderr)
+    from triptych_kit.telemetry.logs import write_log_line
+
+    write_log_line(f"triptych {verb}: {error}")
     raise typer.Exit(_USAGE_ERROR)
 
 

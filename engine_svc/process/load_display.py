@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine_svc.core.facts import LoadProgress
 from triptych_kit.clock import Clock
+from triptych_kit.telemetry.logs import ERASE_LINE
 
 # A model that loads faster than this is not logged.
 _MIN_INTERVAL_S = 0.5
@@ -59,6 +60,8 @@ class LoadDisplay:
 
     def _draw(self, bar: Progress, progress: LoadProgress, *, is_new_phase: bool) -> None:
         if not bar.task_ids:
+            # A line without an end may have been left for what comes next.
+            bar.console.file.write(ERASE_LINE)
             bar.start()
             bar.add_task(progress.phase)
         [task] = bar.task_ids

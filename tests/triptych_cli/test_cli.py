@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from engine_svc.config import EngineConfig
 from tests.triptych_cli.fakes import triptych
 from triptych_cli.bench.config import BenchServeConfig
 from triptych_cli.config import ServeConfig
+from triptych_cli.first_line import show_first_line
 from triptych_cli.services import SERVICES, config_of
 from triptych_cli.vllm_names import SENTENCES, explained
 from triptych_kit.config import flag_names
@@ -153,3 +155,32 @@ def test_the_command_line_imports_no_grpc_before_a_verb_prepares_for_it() -> Non
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == "False False\n"
+
+
+def test_the_first_line_of_a_service_needs_the_standard_library_alone() -> None:
+    program = "import sys, triptych_cli.first_line; print({'typer', 'yaml', 'grpc'} & sys.modules.keys())"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_terminal", "line"),
+    [
+        (["serve", "org/name", "-dp", "2"], True, "triptych serve: checking org/name ..."),
+        (["serve", "--port", "1", "org/name"], True, "triptych serve: starting ..."),
+        (["engine", "\udcff"], True, "triptych engine: checking ? ..."),
+        (["frontend", "--engine=a:1"], True, "triptych frontend: starting ..."),
+        (["serve", "--help"], True, ""),
+        (["complete", "text"], True, ""),
+        ([], True, ""),
+        (["serve", "org/name"], False, ""),
+    ],
+)
+def test_a_service_shows_at_once_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], is_terminal: bool, line: str
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    show_first_line(arguments)
+    assert stderr.getvalue() == line

@@ -249,7 +249,9 @@ class Supervisor:
                 late.release()
         if len(self._ready) == len(self._plans()):
             self._all_are_ready.set()
-        beside = f", admin_http {announced.admin_http}" if announced.admin_http else ""
+        # Nothing scrapes a socket.
+        has_port = announced.admin_http and port_in(announced.admin_http) is not None
+        beside = f", admin_http {announced.admin_http}" if has_port else ""
         self._report(f"{plan.name} READY at {address} (pid {child.pid}){beside}")
 
     def _only_frontends_are_late(self) -> bool:

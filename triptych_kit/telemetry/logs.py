@@ -51,7 +51,7 @@ _MAX_WRITE_BYTES = select.PIPE_BUF
 # Time for a slow reader; one that does not read holds up one line for it.
 _PATIENCE_MS = 50
 # A bar may be drawn in the line of the cursor.
-_ERASE_LINE = "\r\x1b[2K"
+ERASE_LINE = "\r\x1b[2K"
 
 
 class LogStream:
@@ -77,7 +77,7 @@ class LogStream:
                 return
             self._stream.flush()
             if os.isatty(fd):
-                text = _ERASE_LINE + text
+                text = ERASE_LINE + text
             self._write_all(fd, text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:

@@ -401,6 +401,7 @@ async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tm
             while part := await asyncio.wait_for(reader.read(4096), 60):
                 end += part
         assert await process.wait() == 0
+    assert start.startswith(b"triptych serve: starting ...\r\x1b[2K")
     lines = as_seen(start.decode())
     assert len(lines) <= 12, lines
     assert [" READY at " in line for line in lines[:3]] == [True] * 3
