@@ -14,12 +14,27 @@ END = "<|end|>"
 PAD = "<|pad|>"
 _ROLES = ("system", "user", "assistant")
 
+# Without tools and calls the text is that of the training. The form of a call is that of Hermes.
 CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
-    "{{- raise_exception('unknown role: ' + message['role']) -}}"
+    "{%- if tools -%}"
+    "{{- '<|system|>Tools:\\n' -}}"
+    "{%- for tool in tools -%}{{- tool['function'] | default(tool) | tojson + '\\n' -}}{%- endfor -%}"
+    '{{- \'A call: <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|end|>\' -}}'
     "{%- endif -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' -}}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'tool' -%}"
+    "{{- '<|user|><tool_response>\\n' + message['content'] | trim + '\\n</tool_response><|end|>' -}}"
+    "{%- elif message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{- raise_exception('unknown role: ' + message['role']) -}}"
+    "{%- else -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] | default('', true) | trim -}}"
+    "{%- for call in message['tool_calls'] | default([], true) -%}"
+    "{%- set function = call['function'] | default(call) -%}"
+    "{{- '<tool_call>\\n{\"name\": \"' + function['name'] + '\", \"arguments\": ' -}}"
+    "{{- function['arguments'] | tojson + '}\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )

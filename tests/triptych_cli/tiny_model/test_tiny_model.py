@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from frontend_svc.parsers.registry import detect
 from tools.tiny_model.corpus import Example, Turn, held_out_questions, outside_prompts
 from tools.tiny_model.evaluate import (
     RAW_PROMPTS,
@@ -20,6 +22,7 @@ from tools.tiny_model.evaluate import (
     render,
     words_of,
 )
+from tools.tiny_model.tokenizer import CHAT_TEMPLATE
 from tools.tiny_model.train import WEIGHTS_FOLDER
 
 _STORY_REQUESTS = (
@@ -69,6 +72,36 @@ def test_every_text_survives_the_tokenizer(loaded):
 def test_template_refuses_an_unknown_role(loaded):
     with pytest.raises(Exception, match="unknown role"):
         loaded[1].apply_chat_template([{"role": "stranger", "content": "Hello"}], tokenize=False)
+
+
+def test_template_without_tools_is_that_of_the_training(loaded):
+    messages = [
+        {"role": "system", "content": " Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello.\n"},
+    ]
+    rendered = loaded[1].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == "<|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|>Hello.<|end|><|assistant|>"
+
+
+def test_template_shows_tools_calls_and_their_results_in_the_form_of_hermes(loaded):
+    function = {"name": "get_weather", "parameters": {"type": "object"}}
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny"},
+    ]
+    tools = [{"type": "function", "function": function}]
+    rendered = loaded[1].apply_chat_template(messages, tools=tools, tokenize=False)
+    assert f"{json.dumps(function)}\n" in rendered.partition("<|user|>")[0]
+    shown = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    assert f"<|user|>Hello<|end|><|assistant|>{shown}<|end|><|user|><tool_response>\nsunny\n" in rendered
+    assert detect(loaded[1].chat_template, lambda text: False)[0] == "hermes"
+
+
+def test_the_packaged_template_is_that_of_the_training(loaded):
+    assert loaded[1].chat_template == CHAT_TEMPLATE
 
 
 def test_held_out_questions_get_the_right_nouns(loaded):
