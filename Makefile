@@ -64,10 +64,11 @@ serve: $(RUNTIME_STAMP)  ## run the stack until Ctrl-C: make serve ARGS="MODEL -
 up:  ## the stack in containers: on the GPUs of this host, or the embedded model without a GPU
 	docker compose $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,-f docker-compose.cpu.yml) up $(ARGS)
 
-protos: setup  ## regenerate the stubs beside the protos
+protos: setup  ## regenerate what is derived from the protos: stubs, types, docs/fields.md
 	cd protos && ../$(BIN)/python -m grpc_tools.protoc -I . \
 		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:protos/%=%)
-	$(BIN)/python -m tools.params_stub
+	$(BIN)/python -m tools.contract_types
+	$(BIN)/python tools/rules_doc.py
 
 released-protos: setup $(BUF_STAMP)  ## record the contract of a release: later ones are checked against it
 	$(BUF) breaking protos --against $(RELEASED)

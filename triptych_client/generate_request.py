@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, TypedDict
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_client.call_options import CALL_OPTION_NAMES, CallOptions
+from triptych_client.plain_options import PlainSamplingOptions
 
 Prompt: TypeAlias = str | Sequence[int] | generate_pb2.PromptEmbeds
 
@@ -18,44 +19,18 @@ _OUTPUT_KINDS = {
 }
 
 
-class SamplingOptions(TypedDict, total=False):
+class SamplingOptions(PlainSamplingOptions, total=False):
     """How tokens are sampled and returned, with the names of SamplingParams.
 
     `stop` may be one string. `logit_bias` is by token id. Without `max_tokens` an output goes on to the
     model's own max_new_tokens, else until its context is full.
     """
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    n: int
     stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    include_stop_in_output: bool
-    skip_special_tokens: bool
-    spaces_between_special_tokens: bool
-    detokenize: bool
     logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    bad_words: Sequence[str]
-    logprobs: int
-    prompt_logprobs: int
-    logprob_token_ids: Sequence[int]
     structured_output: sampling_pb2.StructuredOutput
     output_kind: Literal["delta", "cumulative", "final_only"]
-    stream_interval: int
-    thinking_token_budget: int
     repetition_detection: sampling_pb2.RepetitionDetection
-    skip_reading_prefix_cache: bool
-    max_draft_tokens: int
 
 
 class PlacementOptions(TypedDict, total=False):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.sources import ROOT
-from tools import params_stub
+from tools import contract_types
 
 PROTOS = sorted((ROOT / "protos" / "triptych").rglob("*.proto"))
 
@@ -28,5 +28,6 @@ def test_each_proto_has_its_stubs(proto: Path) -> None:
     )
 
 
-def test_the_types_of_the_parameters_of_the_contract_are_up_to_date() -> None:
-    assert (ROOT / params_stub.PATH).read_text() == params_stub.stub(), "run: make protos"
+@pytest.mark.parametrize("path", contract_types.FILES, ids=str)
+def test_the_types_of_the_parameters_of_the_contract_are_up_to_date(path: Path) -> None:
+    assert (ROOT / path).read_text() == contract_types.FILES[path](), "run: make protos"
