@@ -63,6 +63,16 @@ def declared_rules(field: FieldDescriptor) -> Any:
     return None
 
 
+def passed_on_fields(message: type[Message]) -> list[str]:
+    """Names of the fields that frontends send as they are."""
+    descriptor: Any = message.DESCRIPTOR
+    return [
+        field.name
+        for field in descriptor.fields
+        if (rules := declared_rules(field)) is not None and rules.passed_on
+    ]
+
+
 class MessageRules:
     """The rules of the fields of one type of message, and of the messages in it.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from frontend_svc.options.logprobs import SampledLogprobs
 from frontend_svc.options.option import RequestOption
+from frontend_svc.options.passed_on import PassedOn
 from frontend_svc.options.penalties import Penalties
 from frontend_svc.options.prompt_embeddings import PromptEmbeddings
 from frontend_svc.options.prompt_logprobs import PromptLogprobs
@@ -18,6 +19,7 @@ from frontend_svc.options.token_rules import TokenRules
 OPTIONS: tuple[RequestOption, ...] = (
     PromptEmbeddings(),
     SamplingLimits(),
+    PassedOn(),
     Penalties(),
     SampledLogprobs(),
     PromptLogprobs(),

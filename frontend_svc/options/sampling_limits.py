@@ -22,7 +22,7 @@ class SamplingLimits(RequestOption):
         "sampling.stop_token_ids", "sampling.ignore_eos", "sampling.include_stop_in_output",
         "sampling.skip_special_tokens", "sampling.spaces_between_special_tokens", "sampling.detokenize",
         "sampling.output_kind", "sampling.stream_interval", "sampling.repetition_detection",
-        "sampling.skip_reading_prefix_cache", "sampling.max_draft_tokens",
+        "sampling.skip_reading_prefix_cache",
     )  # fmt: skip
 
     def check(self, request: AnyRequest, model: ServedModel, violations: Violations) -> None:
@@ -49,8 +49,6 @@ class SamplingLimits(RequestOption):
             complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
         if asked.HasField("skip_reading_prefix_cache"):
             entry.skip_reading_prefix_cache = asked.skip_reading_prefix_cache
-        if asked.HasField("max_draft_tokens"):
-            complete.max_draft_tokens = asked.max_draft_tokens
 
 
 def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) -> None:

@@ -13,10 +13,11 @@ from tests.architecture.sources import ROOT
 # By the name of an option's file: what names that concern it alone have.
 NAMES = {
     "logprobs": r"logprob_token_id|SampledLogprobs",
+    "passed_on": r"passed_?on|max_draft_tokens",
     "penalties": r"penalt",
     "prompt_embeddings": r"embeds|embedded|prompt_?embed",
     "prompt_logprobs": r"prompt_?logprob",
-    "sampling_limits": r"repetition_?detection|max_draft_tokens|top_k|\bmin_p\b|SamplingLimits",
+    "sampling_limits": r"repetition_?detection|top_k|\bmin_p\b|SamplingLimits",
     "structured_output": r"structured|json_?schema|structural_?tag",
     "thinking_budget": r"thinking_?(token_?)?budget",
     "token_rules": r"bad_?word|logit_?bias|allowed_token|token_?rules",

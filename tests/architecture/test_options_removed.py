@@ -22,6 +22,7 @@ ASKED = {
     "thinking_budget": "prompt: 'x' sampling { thinking_token_budget: 5 }",
     "prompt_embeddings": "embeds { is_token: '0' }",
     "structured_output": "prompt: 'x' sampling { structured_output { json_object: true } }",
+    "passed_on": "prompt: 'x' sampling { max_draft_tokens: 1 }",
     "sampling_limits": "prompt: 'x' sampling { temperature: 1 }",
 }
 # Tests whose requests have lengths and sampling groups, which are parameters of this option.

@@ -28,8 +28,6 @@ from triptych_kit.errors import InvalidArgument
         {"seed": 2**64 - 1},
         {"max_tokens": 1, "min_tokens": 1},
         {"min_tokens": 0},
-        {"max_draft_tokens": 0},
-        {"max_draft_tokens": 64},
         {"n": 64, "temperature": 0.5},
         {"n": 1, "temperature": 0.0},
         {"stop": ["x" * 256] * 16},
@@ -76,8 +74,6 @@ def test_the_ends_of_each_range_are_taken(fields):
             "[1] is 600, must be below the vocabulary size of 600",
         ),
         ({"stop_token_ids": [0] * 4097}, "stop_token_ids", "has 4097 ids, must have at most 4096"),
-        ({"max_draft_tokens": -1}, "max_draft_tokens", "is -1, must be in 0..64"),
-        ({"max_draft_tokens": 65}, "max_draft_tokens", "is 65, must be in 0..64"),
         ({"stream_interval": 0}, "stream_interval", "is 0, must be in 1..4096"),
         ({"stream_interval": 4097}, "stream_interval", "is 4097, must be in 1..4096"),
         (
@@ -93,11 +89,6 @@ def test_a_violation_names_field_value_and_limit(fields, name, words):
     assert list(found) == [f"sampling.{name}"]
     assert f"sampling.{name}" in found[f"sampling.{name}"]
     assert words in found[f"sampling.{name}"]
-
-
-async def test_a_limit_of_drafts_is_sent_only_where_it_is_set():
-    assert (await completed(max_draft_tokens=0)).HasField("max_draft_tokens")
-    assert not (await completed()).HasField("max_draft_tokens")
 
 
 def test_of_too_many_stop_ids_none_is_looked_at():

@@ -24,7 +24,7 @@ RULES_FIELD_NUMBER: _ClassVar[int]
 rules: _descriptor.FieldDescriptor
 
 class Rules(_message.Message):
-    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "specified", "totals")
+    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "specified", "totals", "passed_on")
     UNSET_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_FIELD_NUMBER: _ClassVar[int]
     ABOVE_MINIMUM_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Rules(_message.Message):
     IN_PARENT_NAME_FIELD_NUMBER: _ClassVar[int]
     SPECIFIED_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_ON_FIELD_NUMBER: _ClassVar[int]
     unset: str
     minimum: float
     above_minimum: bool
@@ -71,7 +72,8 @@ class Rules(_message.Message):
     in_parent_name: bool
     specified: bool
     totals: _containers.RepeatedCompositeFieldContainer[Total]
-    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., specified: _Optional[bool] = ..., totals: _Optional[_Iterable[_Union[Total, _Mapping]]] = ...) -> None: ...
+    passed_on: bool
+    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., specified: _Optional[bool] = ..., totals: _Optional[_Iterable[_Union[Total, _Mapping]]] = ..., passed_on: _Optional[bool] = ...) -> None: ...
 
 class Total(_message.Message):
     __slots__ = ("paths", "maximum", "unit")
