@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from engine_svc.config import EngineConfig
-from engine_svc.core.extras import Extra
+from engine_svc.core.extras import Extra, Parameters
 from engine_svc.features import packages
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def wire_features(config: EngineConfig) -> WireFeatures:
     # Imported here: a rank, and a machine that only runs models, has no gRPC.
-    from engine_svc.convert.feature import WireFeatures
+    from engine_svc.convert.feature import ParametersOfAdd, WireFeatures, stage_parameters
 
-    return WireFeatures(_make("wire", config))
+    return WireFeatures([*_make("wire", config), ParametersOfAdd(stage_parameters())])
 
 
 def scheduler_features(config: EngineConfig, context: SchedulerContext) -> Sequence[SchedulerFeature]:
@@ -38,7 +38,7 @@ def runner_features(
 
 def extra_types() -> list[type[Extra]]:
     """The types that ranks know. Every process of an engine has them in the same order."""
-    return [kind for module in _modules("extras") for kind in module.EXTRAS]
+    return [Parameters, *(kind for module in _modules("extras") for kind in module.EXTRAS)]
 
 
 def _make(half: str, *arguments: object) -> list[Any]:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_svc.core.extras import Extra, OutputExtra
+from engine_svc.core.extras import Extra, OutputExtra, Parameters
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.request import ContentSpan
 from engine_svc.tensors.source import TensorSource
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 from triptych_kit.field_checks import unserved
+from triptych_kit.rules import passed_on_fields
 
 # What the core reads of an ADD, and what is for logs. Further fields need a feature that reads them.
 _CORE_FIELDS = frozenset({
@@ -74,6 +75,25 @@ class WireFeature:
 
     def announce(self, ready: session_pb2.Ready) -> None:
         """Add what frontends have to know."""
+
+
+class ParametersOfAdd(WireFeature):
+    """Reads parameters that only a stage of the runner needs. The contract's rules are their only checks."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.fields = [f"sampling.{name}" for name in names]
+
+    def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
+        sampling = entry.sampling
+        values = [(name, float(getattr(sampling, name))) for name in self._names if sampling.HasField(name)]
+        return Parsed(Parameters(tuple(values))) if values else None
+
+
+def stage_parameters() -> list[str]:
+    """Names of the parameters that frontends pass on and the core does not read."""
+    passed_on = passed_on_fields(sampling_pb2.SamplingParams)
+    return [name for name in passed_on if name not in _CORE_SAMPLING]
 
 
 class WireFeatures:

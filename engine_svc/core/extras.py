@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from engine_svc.core.binary_form import form_of
@@ -32,6 +33,13 @@ class Extra:
     def rules(self) -> tuple[str, ...]:
         """Public names of the rules in it that may exclude tokens."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters(Extra):
+    """Sampling parameters that only a stage of the runner reads: numbers by their names in the contract."""
+
+    values: tuple[tuple[str, float], ...]
 
 
 class OutputExtra(Extra, ABC):

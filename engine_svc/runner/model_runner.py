@@ -17,6 +17,7 @@ from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
+from engine_svc.runner.core_features import with_core_features
 from engine_svc.runner.cuda_graphs import DecodeGraphs
 from engine_svc.runner.failures import raise_translated
 from engine_svc.runner.feature import FeaturePart, RunnerContext, RunnerFeature, RunnerFeatures
@@ -25,7 +26,7 @@ from engine_svc.runner.memory.kv_tensors import KVTensors
 from engine_svc.runner.preparer import OnPrepared, Preparer
 from engine_svc.runner.profiler import Profiler
 from engine_svc.runner.running_step import RunningStep
-from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
+from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
 from engine_svc.runner.sampling.transfer import to_device
 from engine_svc.runner.sleep import Resident, WeightSource
 from engine_svc.runner.step_costs import StepTimer, measure_costs
@@ -101,8 +102,7 @@ class ModelRunner:
             token_ids=self._batch.token_ids,
             eos_token_ids=facts.eos_token_ids,
         )
-        # First: what a feature forces is forced regardless of `min_tokens`.
-        features = (MinTokens(facts.vocab_size, config.max_num_seqs, kv.device), *make_features(context))
+        features = with_core_features(make_features(context), context)
         self._features = RunnerFeatures(features, config.max_num_seqs)
         self._host_tokens = _HostTokens(self._features, kv.device)
         self.preparer = Preparer(features, on_prepared)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.model.decoder import Largest
-from engine_svc.runner.feature import FeaturePart, LogitRows, RunnerFeature, RunnerFeatures
+from engine_svc.runner.feature import FeaturePart, RunnerFeatures
 from engine_svc.runner.sampling.logprobs import LogprobSpecs, SampledLogprobs
 from engine_svc.runner.sampling.parameters import DrawParameters
-from engine_svc.runner.sampling.row_tokens import RowTokens
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kernels import Ops, uniform_noise
 from triptych_kernels.reference.sampling import MIN_TEMPERATURE, kept_weights
@@ -56,33 +55,6 @@ class Sampled:
     highest: Tensor
     logprobs: SampledLogprobs | None = None
     parts: list[FeaturePart] = field(default_factory=list)
-
-
-class MinTokens(RunnerFeature):
-    """Excludes every token that would end a row before its `min_tokens`."""
-
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
-        self._ends = RowTokens(vocab_size, device)
-        self._min_lengths: Ints = np.zeros(max_num_seqs, dtype=np.int64)  # of rows in _ends
-
-    def uses(self, admitted: AdmittedRequest) -> bool:
-        return admitted.sampling.min_tokens > 0 and bool(admitted.sampling.end_token_ids)
-
-    def add_row(self, row: int, admitted: AdmittedRequest) -> None:
-        self._ends.put(row, sorted(admitted.sampling.end_token_ids))
-        self._min_lengths[row] = admitted.num_prompt_tokens + admitted.sampling.min_tokens
-
-    def remove_row(self, row: int) -> None:
-        self._ends.drop(row)
-
-    def apply(self, logits: Tensor, logit_rows: LogitRows, positions: Ints, token_ids: Tensor) -> None:
-        is_below = positions < self._min_lengths[logit_rows.rows]
-        if not is_below.any():
-            return
-        if not is_below.all():
-            logit_rows = LogitRows(logit_rows.entries[is_below], logit_rows.rows[is_below])
-        if (kept := self._ends.logit_positions(logit_rows)) is not None:
-            logits.view(-1).index_fill_(0, kept.flat, float("-inf"))
 
 
 class Sampler:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from engine_svc.convert import messages
-from engine_svc.convert.feature import AddContext, Parsed, WireFeature, WireFeatures
-from engine_svc.core.extras import Extra
+from engine_svc.convert.feature import AddContext, ParametersOfAdd, Parsed, WireFeature, WireFeatures
+from engine_svc.core.extras import Extra, Parameters
 from engine_svc.core.request import ContentSpan, Request
 from engine_svc.loop.step_output import StepOutput
 from tests.engine_svc.request_options import make_wire_features
@@ -104,6 +104,13 @@ def test_a_sampling_parameter_that_no_feature_reads_is_refused_by_name(name: str
     entry = make_entry(1, **{name: value})
     assert refused_field(entry, Reading(fields=[name])) == name
     to_request(entry, Reading(fields=[f"sampling.{name}"]))
+
+
+def test_parameters_of_stages_become_one_extra_of_those_that_are_set():
+    reading = ParametersOfAdd(["min_p", "prompt_logprobs", "detokenize"])
+    request = to_request(make_entry(1, min_p=0.25, detokenize=False), reading)
+    assert request.extras == {Parameters: Parameters((("min_p", 0.25), ("detokenize", 0.0)))}
+    assert to_request(make_entry(1), reading).extras == {}
 
 
 def test_the_features_of_an_engine_read_none_of_the_fields_that_are_still_to_come():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine_svc.build.features import extra_types
 from engine_svc.core.binary_form import form_of
 from engine_svc.core.byte_fields import FieldReader, FieldWriter, MessageError
-from engine_svc.core.extras import Extra, ExtraCodec, Extras, UnknownExtra, merge_extras
+from engine_svc.core.extras import Extra, ExtraCodec, Extras, Parameters, UnknownExtra, merge_extras
 from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLogprobs
 from engine_svc.features.nan_counts.extras import NanCount
 from engine_svc.features.penalties.extras import Penalties
@@ -52,6 +52,7 @@ def embeddings(draw: st.DrawFn) -> PromptEmbeds:
 
 # Of each type that the ranks of an engine know, any value that a request or a step may have.
 VALUES: dict[type, st.SearchStrategy[Any]] = {
+    Parameters: st.builds(Parameters, values=st.lists(st.tuples(st.text(), numbers), max_size=4).map(tuple)),
     Penalties: st.builds(Penalties, presence=numbers, frequency=numbers, repetition=numbers),
     TokenRules: st.builds(
         TokenRules,

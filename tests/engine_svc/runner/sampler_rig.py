@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from engine_svc.core.step import AdmittedRequest
+from engine_svc.runner.core_features import with_core_features
 from engine_svc.runner.feature import RunnerContext, RunnerFeature, RunnerFeatures
-from engine_svc.runner.sampler import LogprobsMode, MinTokens, Sampled, Sampler
+from engine_svc.runner.sampler import LogprobsMode, Sampled, Sampler
 from tests.engine_svc.request_options import make_runner_features, split_options
 from triptych_kernels import REFERENCE, Ops
 
@@ -46,11 +47,7 @@ class SamplerRig:
         self.token_ids = self.token_ids.int().to(device)
         self.lengths = np.zeros(max_num_seqs, dtype=np.int64)
         context = RunnerContext(None, device, torch.float32, vocab_size, max_num_seqs, ops, self.token_ids)
-        all_features = (
-            MinTokens(vocab_size, max_num_seqs, device),
-            *make_runner_features(context),
-            *features,
-        )
+        all_features = with_core_features([*make_runner_features(context), *features], context)
         self.features = RunnerFeatures(all_features, max_num_seqs)
         self.sampler = Sampler(
             ops, max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device, features=self.features,
