@@ -2,8 +2,8 @@
 
 python first_token.py MODEL NUM_REQUESTS
 
-Three medians: of requests without a constraint, with a schema that the engine has compiled already, and with
-a schema that it has not seen. The three kinds take turns.
+Medians of requests without a constraint, with a schema that the engine has compiled already, with a schema of
+1 KB that it has not seen, and with one of 12 KB that it has not seen. The kinds take turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -26,6 +27,7 @@ from triptych.common.v1 import sampling_pb2
 
 _PROMPT_TOKENS = 16
 _WARM_UP = 5
+_NUM_LARGE = 16
 _READY_WITHIN_S = 60.0
 _STOPPED_WITHIN_S = 20.0
 _FIRST_ID, _END_ID = 300, 2_000
@@ -66,8 +68,9 @@ def _first_token_metrics(address: str, num_requests: int) -> dict[str, float]:
         for index in range(_WARM_UP + num_requests):
             schemas = {
                 "first_token_ms": "",
-                "cached_schema_ms": _schema(0),
-                "new_schema_ms": _schema(1 + index),
+                "cached_schema_ms": _schema(0, 1),
+                "new_schema_ms": _schema(1 + index, 1),
+                "new_large_schema_ms": _schema(1 + index, _NUM_LARGE),
             }
             for metric, schema in schemas.items():
                 ids = [choose.randrange(_FIRST_ID, _END_ID) for _ in range(_PROMPT_TOKENS)]
@@ -96,29 +99,26 @@ def _first_token_s(
     return first_at - started_at
 
 
-def _schema(index: int) -> str:
-    """An invoice, of the usual size; another text for each index."""
+def _schema(index: int, num_invoices: int) -> str:
+    """An object of invoices, each of the usual size; another text for each index."""
     text = {"type": "string", "maxLength": 40}
-    line = {
-        "type": "object",
-        "properties": {"article": text, "count": {"type": "integer"}, "price": {"type": "number"}},
-        "required": ["article", "count", "price"],
-        "additionalProperties": False,
-    }
-    properties = {
-        f"customer_{index}": text,
+    line = _object({"article": text, "count": {"type": "integer"}, "price": {"type": "number"}})
+    invoice = {
         "status": {"enum": ["open", "paid", "late"]},
         "lines": {"type": "array", "items": line, "minItems": 1, "maxItems": 20},
         "note": {"anyOf": [text, {"type": "null"}]},
     }
-    return json.dumps(
-        {
-            "type": "object",
-            "properties": properties,
-            "required": sorted(properties),
-            "additionalProperties": False,
-        }
-    )
+    names = [f"invoice_{index}_{number}" for number in range(num_invoices)]
+    return json.dumps(_object({name: _object({f"customer_{name}": text, **invoice}) for name in names}))
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties),
+        "additionalProperties": False,
+    }
 
 
 if __name__ == "__main__":
