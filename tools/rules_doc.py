@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from triptych.admin.v1 import admin_pb2
 from triptych.api.v1 import chat_message_pb2, embedding_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2
 from triptych.options.v1 import rules_pb2
@@ -22,6 +23,7 @@ REQUESTS = (
     embedding_pb2.RerankRequest,
     embedding_pb2.ClassifyRequest,
     add_pb2.AddEntry,
+    admin_pb2.WatchSchedulerRequest,
 )
 _TABLES = "<!-- What follows is written by tools/rules_doc.py. -->"
 _LIMITS = {
@@ -79,6 +81,12 @@ def _values(field: FieldDescriptor, rules: Any) -> Iterator[str]:
         yield range_words(rules)
     elif rules.finite:
         yield "finite"
+    if rules.HasField("raised_to"):
+        yield f"lower ones but 0 are raised to {rules.raised_to:,g}"
+    if rules.HasField("lowered_to"):
+        yield f"higher ones are lowered to {rules.lowered_to:,g}"
+    if rules.HasField("max_results"):
+        yield f"at most {rules.max_results:,} results for all positions"
     if rules.max_items_limit:
         yield f"no more {rules.unit or 'numbers'} than {_LIMITS[rules.max_items_limit]}"
     elif rules.min_items or rules.HasField("max_items"):

@@ -25,14 +25,15 @@ from triptych_kit.errors import (
     Unimplemented,
 )
 from triptych_kit.field_checks import check_enum
+from triptych_kit.rules import rules_of
 
 if TYPE_CHECKING:
     from engine_svc.loop.controls import EngineControls
 
 DEFAULT_TIMEOUT_MS = 60_000
-MAX_TIMEOUT_MS = 3_600_000
+_MAX_TIMEOUT_MS = int(rules_of(utility_pb2.UtilityCall, "timeout_ms").lowered_to)
 DEFAULT_SLEEP_LEVEL = 1
-_MAX_VERSION_CHARACTERS = 256
+_MAX_VERSION_CHARACTERS = rules_of(utility_pb2.SetWeightVersionCall, "version").max_chars
 
 _MODES: dict[utility_pb2.PauseMode, PauseMode] = {
     utility_pb2.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
@@ -87,7 +88,7 @@ class UtilityService:
         """Run `call`. Raises a ServiceError that names it. Cancelling prevents a call that has not begun."""
         entry = self.find(call, role)
         timeout_ms = call.timeout_ms if call.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
-        context = CallContext(self._engine, min(timeout_ms, MAX_TIMEOUT_MS) / 1000)
+        context = CallContext(self._engine, min(timeout_ms, _MAX_TIMEOUT_MS) / 1000)
         try:
             result = await entry.handler(context, call)
         except ServiceError as error:

@@ -17,16 +17,14 @@ from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call, LoopStats
 from triptych.admin.v1 import admin_pb2
 from triptych_kit.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
+from triptych_kit.rules import MessageRules
 
 if TYPE_CHECKING:
     from engine_svc.scheduler.watch import SchedulerWatch, WatchedRequest, WatchedState
 
 MAX_WATCHERS = 16
 DEFAULT_INTERVAL_MS = 1000
-MIN_INTERVAL_MS = 100
-MAX_INTERVAL_MS = 3_600_000
-MAX_REQUESTS = 4096
-MAX_BLOCKS = 65_536
+_RULES = MessageRules(admin_pb2.WatchSchedulerRequest)
 
 
 class SchedulerWatchers:
@@ -42,7 +40,9 @@ class SchedulerWatchers:
         self, request: admin_pb2.WatchSchedulerRequest
     ) -> AsyncGenerator[admin_pb2.WatchSchedulerResponse, None]:
         """The state now and after each interval, until the engine ends. Raises a ServiceError if refused."""
-        interval_s = _checked_interval_ms(request) / 1000
+        for violation in _RULES.violations(request, {}):
+            raise InvalidArgument(violation.message, field=violation.field)
+        interval_s = (request.interval_ms or DEFAULT_INTERVAL_MS) / 1000
         if self.num_watchers >= MAX_WATCHERS:
             raise ResourceExhausted(
                 f"engine has {self.num_watchers} watchers of its scheduler, the limit is {MAX_WATCHERS}",
@@ -103,19 +103,6 @@ class SchedulerWatchers:
     def _on_state(self, state: EngineState) -> None:
         if self._engine.lifecycle.has_ended:
             self._ended.set()
-
-
-def _checked_interval_ms(request: admin_pb2.WatchSchedulerRequest) -> int:
-    """The interval. Raises InvalidArgument for a field beyond its limits."""
-    interval_ms = request.interval_ms or DEFAULT_INTERVAL_MS
-    for field, value, minimum, maximum in (
-        ("interval_ms", interval_ms, MIN_INTERVAL_MS, MAX_INTERVAL_MS),
-        ("max_requests", request.max_requests, 0, MAX_REQUESTS),
-        ("max_blocks", request.max_blocks, 0, MAX_BLOCKS),
-    ):
-        if not minimum <= value <= maximum:
-            raise InvalidArgument(f"{field} is {value}, must be in {minimum}..{maximum}", field=field)
-    return interval_ms
 
 
 def _to_response(

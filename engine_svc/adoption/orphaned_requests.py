@@ -12,8 +12,9 @@ from typing import Protocol
 
 from triptych.engine.v1 import add_pb2, engine_pb2
 from triptych_kit.errors import FailedPrecondition, NotFound
+from triptych_kit.rules import rules_of
 
-_MAX_GRACE_S = 60.0
+_MAX_GRACE_S = rules_of(add_pb2.AddEntry, "orphan_grace_ms").lowered_to / 1000
 _MAX_REQUESTS = 16_384
 
 

@@ -25,8 +25,12 @@ from triptych_kit.errors import InvalidArgument, ServiceError, to_details, to_nu
 from triptych_kit.field_checks import check, to_token_ids
 from triptych_kit.rules import MAX_LOGPROBS, VOCABULARY, MessageRules
 
-# Columns are checked where they are decoded. Paths of sampling parameters begin at these.
-_RULES = MessageRules(add_pb2.AddEntry, apart=("prompt_token_ids", "output_token_ids", "sampling", "pooling"))
+# Columns are checked where they are decoded, tensors where they are read. Paths of sampling parameters begin
+# at these.
+_RULES = MessageRules(
+    add_pb2.AddEntry,
+    apart=("prompt_token_ids", "output_token_ids", "sampling", "pooling", "prompt_embeds", "media"),
+)
 _SAMPLING_RULES = MessageRules(sampling_pb2.SamplingParams)
 
 _REASONS = {

@@ -29,6 +29,7 @@ from triptych_kit.errors import (
     ResourceExhausted,
 )
 from triptych_kit.field_checks import check_id
+from triptych_kit.rules import rules_of
 from triptych_kit.security.identity import check_owner
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,6 @@ ADMIN_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_nam
 
 _HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
-_MAX_ID_CHARACTERS = 128
-# It is all that protects a session, and has to have room for many random bits.
-_MIN_SESSION_ID_CHARACTERS = 16
 _MAX_KV_SUBSCRIPTIONS = 16
 # Sessions without a stream. Beyond this limit the one that lost its stream first is ended.
 _MAX_PARKED_SESSIONS = 64
@@ -440,8 +438,9 @@ async def _read_hello(requests: AsyncIterator[engine_pb2.ConnectRequest]) -> ses
             reason="NO_HELLO",
         )
     hello = first.hello
-    check_id(hello.frontend_id, "hello.frontend_id", 1, _MAX_ID_CHARACTERS)
-    check_id(hello.session_id, "hello.session_id", _MIN_SESSION_ID_CHARACTERS, _MAX_ID_CHARACTERS)
+    for name in ("frontend_id", "session_id"):
+        rules = rules_of(session_pb2.Hello, name)
+        check_id(getattr(hello, name), f"hello.{name}", rules.min_chars, rules.max_chars)
     revisions = f"frontend has contract revision {hello.schema_revision}, this engine {SCHEMA_REVISION}"
     if hello.min_peer_revision > SCHEMA_REVISION:
         raise FailedPrecondition(

@@ -14,11 +14,12 @@ from engine_svc.tensors.host_tensor import HostTensor
 from triptych.engine.v1 import engine_pb2
 from triptych_kit.clock import Clock
 from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from triptych_kit.rules import rules_of
 
-MAX_CHUNK_BYTES = 1024 * 1024
+_MAX_CHUNK_BYTES = rules_of(engine_pb2.UploadBlobRequest, "chunk").max_bytes
 _MAX_UPLOADS = 8
 _MAX_UPLOAD_S = 30.0
-_TTL_S = 60.0
+_TTL_S = rules_of(engine_pb2.UploadBlobHeader, "ttl_ms").lowered_to / 1000
 _RETRY_AFTER_MS = 1000
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -181,9 +182,9 @@ async def _read_chunks(
         if request.WhichOneof("part") != "chunk":
             raise InvalidArgument("only chunks may follow the header", field="chunk")
         chunk = request.chunk
-        if len(chunk) > MAX_CHUNK_BYTES or len(data) + len(chunk) > header.size_bytes:
+        if len(chunk) > _MAX_CHUNK_BYTES or len(data) + len(chunk) > header.size_bytes:
             raise InvalidArgument(
-                f"a chunk has {len(chunk)} bytes, it takes {MAX_CHUNK_BYTES} at most and "
+                f"a chunk has {len(chunk)} bytes, it takes {_MAX_CHUNK_BYTES} at most and "
                 f"{header.size_bytes - len(data)} that are left of the blob",
                 field="chunk",
             )

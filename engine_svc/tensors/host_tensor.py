@@ -13,7 +13,6 @@ ITEM_SIZES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1,
     "int64": 8, "int32": 4, "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
-_MAX_DIMENSIONS = 8
 # The largest float16, and the bits of the largest bfloat16 below it.
 MAX_MODERATE = 65_504.0
 _MAX_MODERATE_BF16 = 0x477F
@@ -66,9 +65,7 @@ class HostTensor:
 
 
 def size_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """The size of an array. Raises BadTensor for an unknown type or too many dimensions."""
+    """The size of an array. Raises BadTensor for an unknown type."""
     if dtype not in ITEM_SIZES:
         raise BadTensor(f"dtype is {dtype}, it takes one of {', '.join(ITEM_SIZES)}")
-    if len(shape) > _MAX_DIMENSIONS:
-        raise BadTensor(f"shape has {len(shape)} dimensions, it takes at most {_MAX_DIMENSIONS}")
     return math.prod(shape) * ITEM_SIZES[dtype]

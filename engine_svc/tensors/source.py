@@ -25,10 +25,12 @@ from triptych_kit.errors import (
     Unimplemented,
 )
 from triptych_kit.field_checks import unserved
+from triptych_kit.rules import rules_of
 
 logger = logging.getLogger(__name__)
 
-MAX_TENSOR_BYTES = 64 * 1024 * 1024
+_MAX_TENSOR_BYTES = rules_of(tensor_pb2.Tensor, "inline").max_bytes
+_MAX_DIMENSIONS = rules_of(tensor_pb2.Tensor, "shape").max_items
 _MAX_STORE_BYTES = 512 * 1024 * 1024
 _MAX_HELD_BYTES = 512 * 1024 * 1024
 _RETRY_AFTER_MS = 1000
@@ -67,7 +69,7 @@ class TensorReceiver:
         self.is_open = is_open
         self.blobs = BlobStore(clock or MonotonicClock(), _MAX_STORE_BYTES)
         self.memory = TensorMemory(max_held_bytes)
-        self._uploads = BlobUploads(self.blobs, MAX_TENSOR_BYTES)
+        self._uploads = BlobUploads(self.blobs, _MAX_TENSOR_BYTES)
         self._owner_id = secrets.token_hex(16)
         self._numbers = itertools.count()
         self._num_beats = 0
@@ -148,9 +150,11 @@ class TensorSource:
             )
         shape = tuple(tensor.shape)
         try:
+            if len(shape) > _MAX_DIMENSIONS:
+                raise BadTensor(f"shape has {len(shape)} dimensions, it takes at most {_MAX_DIMENSIONS}")
             num_bytes = size_bytes(dtype, shape)
-            if num_bytes > MAX_TENSOR_BYTES:
-                raise BadTensor(f"shape {list(shape)} is {num_bytes} bytes, it takes {MAX_TENSOR_BYTES}")
+            if num_bytes > _MAX_TENSOR_BYTES:
+                raise BadTensor(f"shape {list(shape)} is {num_bytes} bytes, it takes {_MAX_TENSOR_BYTES}")
             match tensor.WhichOneof("payload"):
                 case "inline":
                     return self._counted(HostTensor(dtype, shape, tensor.inline))

@@ -36,8 +36,8 @@ CORE_FIELDS = frozenset((
 ))  # fmt: skip
 _SERVED = CORE_FIELDS.union(*(option.fields for option in OPTIONS))
 
-# Prompts check their inputs in slices.
-_CHECKED_APART = ("token_ids", "messages", "tools", "template_options")
+# Prompts check their inputs in slices, and an option its tensors.
+_CHECKED_APART = ("token_ids", "embeds", "messages", "tools", "template_options")
 _RULES: dict[type[AnyRequest], MessageRules] = {
     message: MessageRules(message, apart=_CHECKED_APART)
     for message in (generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)

@@ -12,9 +12,11 @@ from frontend_svc.output.logprobs import LogprobReader, Logprobs, fill_logprobs
 from frontend_svc.output.request_state import OutputReader
 from frontend_svc.text.limits import Violations
 from triptych.api.v1 import generate_pb2
+from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
+from triptych_kit.rules import rules_of
 
-_MAX_ENTRIES = 200_000
+_MAX_ENTRIES = rules_of(sampling_pb2.SamplingParams, "prompt_logprobs").max_results
 
 
 class PromptLogprobs(RequestOption):

@@ -9,10 +9,11 @@ from frontend_svc.text.prompt import too_long
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import InvalidArgument
+from triptych_kit.rules import rules_of
 
 # A temperature below the first is greedy; dividing logits by one below the second could overflow.
 _GREEDY_TEMPERATURE = 1e-5
-_MIN_TEMPERATURE = 0.01
+_MIN_TEMPERATURE = rules_of(sampling_pb2.SamplingParams, "temperature").raised_to
 
 
 class SamplingLimits(RequestOption):

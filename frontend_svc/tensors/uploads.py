@@ -18,11 +18,12 @@ from triptych_kit.errors import (
     Unavailable,
     from_rpc_error,
 )
+from triptych_kit.rules import rules_of
 
 # Half of what an engine accepts at once: other frontends upload too.
 MAX_UPLOADS = 4
 MAX_TRIES = 10
-_CHUNK_BYTES = 1024 * 1024
+_CHUNK_BYTES = rules_of(engine_pb2.UploadBlobRequest, "chunk").max_bytes
 _DEADLINE_S = 30.0
 _MAX_DELAY_S = 5.0
 # If a connection is not replaced for this long, the engine is considered lost.

@@ -12,13 +12,20 @@ from tests.architecture.sources import ROOT
 
 # The code that reads and checks fields of requests.
 READERS = (
+    "engine_svc/admin/utility.py",
+    "engine_svc/admin/watch.py",
+    "engine_svc/adoption/*.py",
     "engine_svc/convert/*.py",
     "engine_svc/features/*/wire.py",
+    "engine_svc/session/servicer.py",
+    "engine_svc/tensors/*.py",
     "frontend_svc/api/*.py",
     "frontend_svc/generation/answers/*.py",
     "frontend_svc/generation/preprocess.py",
     "frontend_svc/generation/tracing.py",
     "frontend_svc/options/*.py",
+    "frontend_svc/protocols/openai/requests.py",
+    "frontend_svc/tensors/uploads.py",
     "frontend_svc/parsers/declared_tools.py",
     "frontend_svc/text/chat/*.py",
     "frontend_svc/text/limits.py",
@@ -28,15 +35,24 @@ READERS = (
 )
 LIMIT = re.compile(r"_?(MAX|MIN)_[A-Z_]+")
 CHECKS = {"need", "need_count", "check", "check_id"}
-_LENGTHS = "over a prompt's length and two fields"
 _OWN = "the service's own work and memory"
 ALLOWED = {
-    "engine_svc/features/prompt_logprobs/wire.py _MAX_CELLS": _LENGTHS,
-    "frontend_svc/options/prompt_logprobs.py _MAX_ENTRIES": _LENGTHS,
+    "engine_svc/admin/watch.py MAX_WATCHERS": _OWN,
+    "engine_svc/adoption/orphaned_requests.py _MAX_REQUESTS": _OWN,
+    "engine_svc/session/servicer.py _MAX_KV_SUBSCRIPTIONS": _OWN,
+    "engine_svc/session/servicer.py _MAX_PARKED_SESSIONS": _OWN,
+    "engine_svc/tensors/blobs.py _MAX_UPLOADS": _OWN,
+    "engine_svc/tensors/blobs.py _MAX_UPLOAD_S": _OWN,
+    "engine_svc/tensors/host_tensor.py MAX_MODERATE": "the range of float16",
+    "engine_svc/tensors/source.py _MAX_HELD_BYTES": _OWN,
+    "engine_svc/tensors/source.py _MAX_STORE_BYTES": _OWN,
+    "frontend_svc/protocols/openai/requests.py _MAX_PROMPTS": "of a list that the contract does not have",
+    "frontend_svc/tensors/uploads.py MAX_TRIES": _OWN,
+    "frontend_svc/tensors/uploads.py MAX_UPLOADS": _OWN,
+    "frontend_svc/tensors/uploads.py _MAX_DELAY_S": _OWN,
     "frontend_svc/text/chat/template.py MAX_TEMPLATE_CHARS": "of a model's own template too",
     "frontend_svc/text/chat/template.py _MAX_COMPILED": _OWN,
     "frontend_svc/text/limits.py _MAX_FOUND": _OWN,
-    "frontend_svc/options/sampling_limits.py _MIN_TEMPERATURE": "a lower temperature is raised, not refused",
     "frontend_svc/generation/answers/batch.py _MAX_RUNNING_ITEMS": _OWN,
     "frontend_svc/generation/answers/batch.py _MAX_WAITING_MESSAGES": _OWN,
     "frontend_svc/generation/answers/resumable.py _MAX_READ_LOGS": _OWN,

@@ -17,8 +17,6 @@ WITHOUT_RULES = {
     "triptych.api.v1.RerankRequest.query": "the rule of its text refuses an empty one",
     "triptych.api.v1.PromptEmbeds.embeds": _TENSORS,
     "triptych.common.v1.Tensor.dtype": _TENSORS,
-    "triptych.common.v1.Tensor.shape": _TENSORS,
-    "triptych.common.v1.Tensor.inline": _TENSORS,
     "triptych.common.v1.BlobReference.sha256": _TENSORS,
     "triptych.common.v1.BlobReference.size": _TENSORS,
     "triptych.common.v1.SharedMemoryReference.name": _TENSORS,

@@ -9,12 +9,14 @@ from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.convert.logprobs import pack, to_top
 from engine_svc.core.step import TokenLogprobs
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
+from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, step_pb2
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.field_checks import check
+from triptych_kit.rules import rules_of
 
-# Logprob entries of a whole prompt: all of them are held in memory and sent before the first token.
-_MAX_CELLS = 200_000
+# Of a whole prompt: all of them are held in memory and sent before the first token.
+_MAX_ENTRIES = rules_of(sampling_pb2.SamplingParams, "prompt_logprobs").max_results
 _NAN = float("nan")
 
 
@@ -32,12 +34,12 @@ class PromptLogprobsOfAdd(WireFeature):
             return None
         num_top = sampling.prompt_logprobs
         num_each = facts.vocab_size if num_top == -1 else num_top
-        num_cells = len(context.token_ids) * (num_each + len(sampling.logprob_token_ids))
+        num_entries = len(context.token_ids) * (num_each + len(sampling.logprob_token_ids))
         check(
-            num_cells <= _MAX_CELLS,
+            num_entries <= _MAX_ENTRIES,
             "prompt_logprobs",
-            num_cells,
-            f"at most {_MAX_CELLS} entries for the whole prompt",
+            num_entries,
+            f"at most {_MAX_ENTRIES} entries for the whole prompt",
         )
         if context.spans:
             raise InvalidArgument(

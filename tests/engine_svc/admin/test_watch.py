@@ -14,7 +14,7 @@ import pytest
 
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import Failure
-from engine_svc.admin.watch import MAX_WATCHERS, MIN_INTERVAL_MS
+from engine_svc.admin.watch import MAX_WATCHERS
 from engine_svc.build.engine import build_core
 from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
@@ -179,11 +179,9 @@ async def test_other_calls_of_the_admin_service_are_not_served_to_frontends():
 
 async def test_no_state_is_read_for_a_watcher_that_does_not_read():
     async with watched() as engine:
-        responses = engine.rig.servicer.watchers.responses(
-            admin_pb2.WatchSchedulerRequest(interval_ms=MIN_INTERVAL_MS)
-        )
+        responses = engine.rig.servicer.watchers.responses(admin_pb2.WatchSchedulerRequest(interval_ms=100))
         await anext(responses)
-        fast = engine.watch(interval_ms=MIN_INTERVAL_MS)
+        fast = engine.watch(interval_ms=100)
         await engine.frontend.add(make_entry(1, max_tokens=20))
         await engine.frontend.until_ended(1)
         for _ in range(3):

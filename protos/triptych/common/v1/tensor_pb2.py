@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/common/v1/tensor.proto\x12\x12triptych.common.v1\"\x82\x02\n\x06Tensor\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x19.triptych.common.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12\x31\n\x04\x62lob\x18\x04 \x01(\x0b\x32!.triptych.common.v1.BlobReferenceH\x00\x12\x38\n\x03shm\x18\x05 \x01(\x0b\x32).triptych.common.v1.SharedMemoryReferenceH\x00\x12\x35\n\x06remote\x18\x06 \x01(\x0b\x32#.triptych.common.v1.RemoteReferenceH\x00\x42\t\n\x07payload\"-\n\rBlobReference\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"R\n\x15SharedMemoryReference\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\r\n\x05owner\x18\x04 \x01(\t\"6\n\x0fRemoteReference\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08location\x18\x02 \x01(\x0c*\xba\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44_TYPE_FP32\x10\x01\x12\x0f\n\x0b\x44_TYPE_FP16\x10\x02\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x03\x12\x0e\n\nD_TYPE_FP8\x10\x04\x12\x10\n\x0c\x44_TYPE_INT64\x10\x05\x12\x10\n\x0c\x44_TYPE_INT32\x10\x06\x12\x10\n\x0c\x44_TYPE_UINT8\x10\x07\x12\x0f\n\x0b\x44_TYPE_INT8\x10\x08\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\tBH\n\x12triptych.common.v1P\x01Z\x1btriptych/common/v1;commonv1\xaa\x02\x12Triptych.Common.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/common/v1/tensor.proto\x12\x12triptych.common.v1\x1a\x1ftriptych/options/v1/rules.proto\"\xac\x02\n\x06Tensor\x12(\n\x05\x64type\x18\x01 \x01(\x0e\x32\x19.triptych.common.v1.DType\x12+\n\x05shape\x18\x02 \x03(\x04\x42\x1c\xca\xf4\x18\x18\n\x08\x61 scalarP\x08\x62\ndimensions\x12\x1c\n\x06inline\x18\x03 \x01(\x0c\x42\n\xca\xf4\x18\x06\x88\x01\x80\x80\x80 H\x00\x12\x31\n\x04\x62lob\x18\x04 \x01(\x0b\x32!.triptych.common.v1.BlobReferenceH\x00\x12\x38\n\x03shm\x18\x05 \x01(\x0b\x32).triptych.common.v1.SharedMemoryReferenceH\x00\x12\x35\n\x06remote\x18\x06 \x01(\x0b\x32#.triptych.common.v1.RemoteReferenceH\x00\x42\t\n\x07payload\"-\n\rBlobReference\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"R\n\x15SharedMemoryReference\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\r\n\x05owner\x18\x04 \x01(\t\"6\n\x0fRemoteReference\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08location\x18\x02 \x01(\x0c*\xba\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44_TYPE_FP32\x10\x01\x12\x0f\n\x0b\x44_TYPE_FP16\x10\x02\x12\x0f\n\x0b\x44_TYPE_BF16\x10\x03\x12\x0e\n\nD_TYPE_FP8\x10\x04\x12\x10\n\x0c\x44_TYPE_INT64\x10\x05\x12\x10\n\x0c\x44_TYPE_INT32\x10\x06\x12\x10\n\x0c\x44_TYPE_UINT8\x10\x07\x12\x0f\n\x0b\x44_TYPE_INT8\x10\x08\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\tBH\n\x12triptych.common.v1P\x01Z\x1btriptych/common/v1;commonv1\xaa\x02\x12Triptych.Common.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,14 +33,18 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.common.v1.tensor_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022triptych.common.v1P\001Z\033triptych/common/v1;commonv1\252\002\022Triptych.Common.V1'
-  _globals['_DTYPE']._serialized_start=504
-  _globals['_DTYPE']._serialized_end=690
-  _globals['_TENSOR']._serialized_start=56
-  _globals['_TENSOR']._serialized_end=314
-  _globals['_BLOBREFERENCE']._serialized_start=316
-  _globals['_BLOBREFERENCE']._serialized_end=361
-  _globals['_SHAREDMEMORYREFERENCE']._serialized_start=363
-  _globals['_SHAREDMEMORYREFERENCE']._serialized_end=445
-  _globals['_REMOTEREFERENCE']._serialized_start=447
-  _globals['_REMOTEREFERENCE']._serialized_end=501
+  _globals['_TENSOR'].fields_by_name['shape']._loaded_options = None
+  _globals['_TENSOR'].fields_by_name['shape']._serialized_options = b'\312\364\030\030\n\010a scalarP\010b\ndimensions'
+  _globals['_TENSOR'].fields_by_name['inline']._loaded_options = None
+  _globals['_TENSOR'].fields_by_name['inline']._serialized_options = b'\312\364\030\006\210\001\200\200\200 '
+  _globals['_DTYPE']._serialized_start=579
+  _globals['_DTYPE']._serialized_end=765
+  _globals['_TENSOR']._serialized_start=89
+  _globals['_TENSOR']._serialized_end=389
+  _globals['_BLOBREFERENCE']._serialized_start=391
+  _globals['_BLOBREFERENCE']._serialized_end=436
+  _globals['_SHAREDMEMORYREFERENCE']._serialized_start=438
+  _globals['_SHAREDMEMORYREFERENCE']._serialized_end=520
+  _globals['_REMOTEREFERENCE']._serialized_start=522
+  _globals['_REMOTEREFERENCE']._serialized_end=576
 # @@protoc_insertion_point(module_scope)

@@ -28,9 +28,10 @@ from triptych.engine.v1 import kv_pb2 as triptych_dot_engine_dot_v1_dot_kv__pb2
 from triptych.engine.v1 import session_pb2 as triptych_dot_engine_dot_v1_dot_session__pb2
 from triptych.engine.v1 import step_pb2 as triptych_dot_engine_dot_v1_dot_step__pb2
 from triptych.engine.v1 import utility_pb2 as triptych_dot_engine_dot_v1_dot_utility__pb2
+from triptych.options.v1 import rules_pb2 as triptych_dot_options_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/engine/v1/engine.proto\x12\x12triptych.engine.v1\x1a\x1etriptych/common/v1/error.proto\x1a\x1ctriptych/engine/v1/add.proto\x1a\x1btriptych/engine/v1/kv.proto\x1a triptych/engine/v1/session.proto\x1a\x1dtriptych/engine/v1/step.proto\x1a triptych/engine/v1/utility.proto\"\x88\x03\n\x0e\x43onnectRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.triptych.engine.v1.HelloH\x00\x12&\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\x17.triptych.engine.v1.AddH\x00\x12*\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x19.triptych.engine.v1.AbortH\x00\x12\x32\n\x07utility\x18\x04 \x01(\x0b\x32\x1f.triptych.engine.v1.UtilityCallH\x00\x12&\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x17.triptych.engine.v1.AckH\x00\x12.\n\x07goodbye\x18\x06 \x01(\x0b\x32\x1b.triptych.engine.v1.GoodbyeH\x00\x12*\n\x05\x61\x64opt\x18\x07 \x01(\x0b\x32\x19.triptych.engine.v1.AdoptH\x00\x12\x33\n\nhost_proof\x18\x08 \x01(\x0b\x32\x1d.triptych.engine.v1.HostProofH\x00\x42\t\n\x07message\"\xe1\x04\n\x0f\x43onnectResponse\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x31\n\thello_ack\x18\x02 \x01(\x0b\x32\x1c.triptych.engine.v1.HelloAckH\x00\x12*\n\x05ready\x18\x03 \x01(\x0b\x32\x19.triptych.engine.v1.ReadyH\x00\x12(\n\x04step\x18\x04 \x01(\x0b\x32\x18.triptych.engine.v1.StepH\x00\x12\x37\n\x0c\x61\x64\x64_rejected\x18\x05 \x01(\x0b\x32\x1f.triptych.engine.v1.AddRejectedH\x00\x12;\n\x0eutility_result\x18\x06 \x01(\x0b\x32!.triptych.engine.v1.UtilityResultH\x00\x12*\n\x05stats\x18\x07 \x01(\x0b\x32\x19.triptych.engine.v1.StatsH\x00\x12\x30\n\x08\x64raining\x18\t \x01(\x0b\x32\x1c.triptych.engine.v1.DrainingH\x00\x12(\n\x04\x64\x65\x61\x64\x18\n \x01(\x0b\x32\x18.triptych.engine.v1.DeadH\x00\x12\x32\n\theartbeat\x18\x0b \x01(\x0b\x32\x1d.triptych.engine.v1.HeartbeatH\x00\x12?\n\x10\x61lready_finished\x18\x0c \x01(\x0b\x32#.triptych.engine.v1.AlreadyFinishedH\x00\x12.\n\x07\x61\x64opted\x18\r \x01(\x0b\x32\x1b.triptych.engine.v1.AdoptedH\x00\x42\t\n\x07messageJ\x04\x08\x08\x10\tR\x04wave\"[\n\x05\x41\x62ort\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12/\n\x06reason\x18\x03 \x01(\x0e\x32\x1f.triptych.engine.v1.AbortReason\"\x17\n\x03\x41\x63k\x12\x10\n\x08last_seq\x18\x01 \x01(\x04\"3\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x18\n\x10leaves_adoptable\x18\x02 \x01(\x08\"8\n\x05\x41\x64opt\x12/\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1e.triptych.engine.v1.AdoptEntry\"0\n\nAdoptEntry\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"Z\n\x07\x41\x64opted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0cresume_state\x18\x04 \x01(\x0c\"w\n\x0b\x41\x64\x64Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x06status\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatus\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\x04\"\"\n\x0f\x41lreadyFinished\x12\x0f\n\x07handles\x18\x01 \x03(\r\"/\n\x08\x44raining\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\":\n\x04\x44\x65\x61\x64\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\texit_code\x18\x02 \x01(\x05\x12\x0f\n\x07handles\x18\x03 \x03(\r\"\\\n\x13GetArtifactsRequest\x12/\n\x05kinds\x18\x01 \x03(\x0e\x32 .triptych.engine.v1.ArtifactKind\x12\x14\n\x0cknown_sha256\x18\x02 \x03(\t\"e\n\x14GetArtifactsResponse\x12.\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x1c.triptych.engine.v1.Artifact\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x63hunk\x18\x03 \x01(\x0c\"d\n\x11UploadBlobRequest\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32$.triptych.engine.v1.UploadBlobHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"F\n\x10UploadBlobHeader\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x04\"4\n\x12UploadBlobResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"\x16\n\x14GetEngineInfoRequest\"\x86\x02\n\x15GetEngineInfoResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x04 \x01(\r\x12.\n\x05state\x18\x05 \x01(\x0e\x32\x1f.triptych.engine.v1.EngineState\x12(\n\x05ready\x18\x06 \x01(\x0b\x32\x19.triptych.engine.v1.Ready\x12\x37\n\rload_progress\x18\x07 \x01(\x0b\x32 .triptych.engine.v1.LoadProgress\x12\x0f\n\x07version\x18\x08 \x01(\t\"\x10\n\x0eGetLoadRequest\"\x81\x01\n\x0fGetLoadResponse\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.triptych.engine.v1.EngineState\x12(\n\x05stats\x18\x02 \x01(\x0b\x32\x19.triptych.engine.v1.Stats\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\r\"H\n\x18SubscribeKvEventsRequest\x12,\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x1c.triptych.engine.v1.KvCursor\"\xc0\x01\n\x19SubscribeKvEventsResponse\x12,\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x1c.triptych.engine.v1.KvCursor\x12\x37\n\x08snapshot\x18\x02 \x01(\x0b\x32#.triptych.engine.v1.KvSnapshotChunkH\x00\x12\x31\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32 .triptych.engine.v1.KvEventBatchH\x00\x42\t\n\x07\x63ontent*\xb8\x01\n\x0b\x41\x62ortReason\x12\x1c\n\x18\x41\x42ORT_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x42ORT_REASON_CLIENT\x10\x01\x12\x19\n\x15\x41\x42ORT_REASON_DEADLINE\x10\x02\x12\x1c\n\x18\x41\x42ORT_REASON_STOP_STRING\x10\x03\x12\x1e\n\x1a\x41\x42ORT_REASON_SLOW_CONSUMER\x10\x04\x12\x19\n\x15\x41\x42ORT_REASON_MIGRATED\x10\x05\x32\xdd\x04\n\x11\x45ngineCoreService\x12V\n\x07\x43onnect\x12\".triptych.engine.v1.ConnectRequest\x1a#.triptych.engine.v1.ConnectResponse(\x01\x30\x01\x12\x63\n\x0cGetArtifacts\x12\'.triptych.engine.v1.GetArtifactsRequest\x1a(.triptych.engine.v1.GetArtifactsResponse0\x01\x12]\n\nUploadBlob\x12%.triptych.engine.v1.UploadBlobRequest\x1a&.triptych.engine.v1.UploadBlobResponse(\x01\x12\x64\n\rGetEngineInfo\x12(.triptych.engine.v1.GetEngineInfoRequest\x1a).triptych.engine.v1.GetEngineInfoResponse\x12R\n\x07GetLoad\x12\".triptych.engine.v1.GetLoadRequest\x1a#.triptych.engine.v1.GetLoadResponse\x12r\n\x11SubscribeKvEvents\x12,.triptych.engine.v1.SubscribeKvEventsRequest\x1a-.triptych.engine.v1.SubscribeKvEventsResponse0\x01\x42H\n\x12triptych.engine.v1P\x01Z\x1btriptych/engine/v1;enginev1\xaa\x02\x12Triptych.Engine.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/engine/v1/engine.proto\x12\x12triptych.engine.v1\x1a\x1etriptych/common/v1/error.proto\x1a\x1ctriptych/engine/v1/add.proto\x1a\x1btriptych/engine/v1/kv.proto\x1a triptych/engine/v1/session.proto\x1a\x1dtriptych/engine/v1/step.proto\x1a triptych/engine/v1/utility.proto\x1a\x1ftriptych/options/v1/rules.proto\"\x88\x03\n\x0e\x43onnectRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.triptych.engine.v1.HelloH\x00\x12&\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\x17.triptych.engine.v1.AddH\x00\x12*\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x19.triptych.engine.v1.AbortH\x00\x12\x32\n\x07utility\x18\x04 \x01(\x0b\x32\x1f.triptych.engine.v1.UtilityCallH\x00\x12&\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x17.triptych.engine.v1.AckH\x00\x12.\n\x07goodbye\x18\x06 \x01(\x0b\x32\x1b.triptych.engine.v1.GoodbyeH\x00\x12*\n\x05\x61\x64opt\x18\x07 \x01(\x0b\x32\x19.triptych.engine.v1.AdoptH\x00\x12\x33\n\nhost_proof\x18\x08 \x01(\x0b\x32\x1d.triptych.engine.v1.HostProofH\x00\x42\t\n\x07message\"\xe1\x04\n\x0f\x43onnectResponse\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x31\n\thello_ack\x18\x02 \x01(\x0b\x32\x1c.triptych.engine.v1.HelloAckH\x00\x12*\n\x05ready\x18\x03 \x01(\x0b\x32\x19.triptych.engine.v1.ReadyH\x00\x12(\n\x04step\x18\x04 \x01(\x0b\x32\x18.triptych.engine.v1.StepH\x00\x12\x37\n\x0c\x61\x64\x64_rejected\x18\x05 \x01(\x0b\x32\x1f.triptych.engine.v1.AddRejectedH\x00\x12;\n\x0eutility_result\x18\x06 \x01(\x0b\x32!.triptych.engine.v1.UtilityResultH\x00\x12*\n\x05stats\x18\x07 \x01(\x0b\x32\x19.triptych.engine.v1.StatsH\x00\x12\x30\n\x08\x64raining\x18\t \x01(\x0b\x32\x1c.triptych.engine.v1.DrainingH\x00\x12(\n\x04\x64\x65\x61\x64\x18\n \x01(\x0b\x32\x18.triptych.engine.v1.DeadH\x00\x12\x32\n\theartbeat\x18\x0b \x01(\x0b\x32\x1d.triptych.engine.v1.HeartbeatH\x00\x12?\n\x10\x61lready_finished\x18\x0c \x01(\x0b\x32#.triptych.engine.v1.AlreadyFinishedH\x00\x12.\n\x07\x61\x64opted\x18\r \x01(\x0b\x32\x1b.triptych.engine.v1.AdoptedH\x00\x42\t\n\x07messageJ\x04\x08\x08\x10\tR\x04wave\"[\n\x05\x41\x62ort\x12\x0f\n\x07handles\x18\x01 \x03(\r\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12/\n\x06reason\x18\x03 \x01(\x0e\x32\x1f.triptych.engine.v1.AbortReason\"\x17\n\x03\x41\x63k\x12\x10\n\x08last_seq\x18\x01 \x01(\x04\"3\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x18\n\x10leaves_adoptable\x18\x02 \x01(\x08\"8\n\x05\x41\x64opt\x12/\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1e.triptych.engine.v1.AdoptEntry\"0\n\nAdoptEntry\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"Z\n\x07\x41\x64opted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x14\n\x0cresume_state\x18\x04 \x01(\x0c\"w\n\x0b\x41\x64\x64Rejected\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x06status\x18\x03 \x01(\x0b\x32\x1f.triptych.common.v1.ErrorStatus\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\x04\"\"\n\x0f\x41lreadyFinished\x12\x0f\n\x07handles\x18\x01 \x03(\r\"/\n\x08\x44raining\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\":\n\x04\x44\x65\x61\x64\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\texit_code\x18\x02 \x01(\x05\x12\x0f\n\x07handles\x18\x03 \x03(\r\"\\\n\x13GetArtifactsRequest\x12/\n\x05kinds\x18\x01 \x03(\x0e\x32 .triptych.engine.v1.ArtifactKind\x12\x14\n\x0cknown_sha256\x18\x02 \x03(\t\"e\n\x14GetArtifactsResponse\x12.\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x1c.triptych.engine.v1.Artifact\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x63hunk\x18\x03 \x01(\x0c\"o\n\x11UploadBlobRequest\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32$.triptych.engine.v1.UploadBlobHeaderH\x00\x12\x1a\n\x05\x63hunk\x18\x02 \x01(\x0c\x42\t\xca\xf4\x18\x05\x88\x01\x80\x80@H\x00\x42\x06\n\x04part\"^\n\x10UploadBlobHeader\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12&\n\x06ttl_ms\x18\x03 \x01(\x04\x42\x16\xca\xf4\x18\x12\n\x06\x36\x30,000\xd1\x01\x00\x00\x00\x00\x00L\xed@\"4\n\x12UploadBlobResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\x04\"\x16\n\x14GetEngineInfoRequest\"\x86\x02\n\x15GetEngineInfoResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x04 \x01(\r\x12.\n\x05state\x18\x05 \x01(\x0e\x32\x1f.triptych.engine.v1.EngineState\x12(\n\x05ready\x18\x06 \x01(\x0b\x32\x19.triptych.engine.v1.Ready\x12\x37\n\rload_progress\x18\x07 \x01(\x0b\x32 .triptych.engine.v1.LoadProgress\x12\x0f\n\x07version\x18\x08 \x01(\t\"\x10\n\x0eGetLoadRequest\"\x81\x01\n\x0fGetLoadResponse\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.triptych.engine.v1.EngineState\x12(\n\x05stats\x18\x02 \x01(\x0b\x32\x19.triptych.engine.v1.Stats\x12\x14\n\x0cnum_sessions\x18\x03 \x01(\r\"H\n\x18SubscribeKvEventsRequest\x12,\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x1c.triptych.engine.v1.KvCursor\"\xc0\x01\n\x19SubscribeKvEventsResponse\x12,\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x1c.triptych.engine.v1.KvCursor\x12\x37\n\x08snapshot\x18\x02 \x01(\x0b\x32#.triptych.engine.v1.KvSnapshotChunkH\x00\x12\x31\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32 .triptych.engine.v1.KvEventBatchH\x00\x42\t\n\x07\x63ontent*\xb8\x01\n\x0b\x41\x62ortReason\x12\x1c\n\x18\x41\x42ORT_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x42ORT_REASON_CLIENT\x10\x01\x12\x19\n\x15\x41\x42ORT_REASON_DEADLINE\x10\x02\x12\x1c\n\x18\x41\x42ORT_REASON_STOP_STRING\x10\x03\x12\x1e\n\x1a\x41\x42ORT_REASON_SLOW_CONSUMER\x10\x04\x12\x19\n\x15\x41\x42ORT_REASON_MIGRATED\x10\x05\x32\xdd\x04\n\x11\x45ngineCoreService\x12V\n\x07\x43onnect\x12\".triptych.engine.v1.ConnectRequest\x1a#.triptych.engine.v1.ConnectResponse(\x01\x30\x01\x12\x63\n\x0cGetArtifacts\x12\'.triptych.engine.v1.GetArtifactsRequest\x1a(.triptych.engine.v1.GetArtifactsResponse0\x01\x12]\n\nUploadBlob\x12%.triptych.engine.v1.UploadBlobRequest\x1a&.triptych.engine.v1.UploadBlobResponse(\x01\x12\x64\n\rGetEngineInfo\x12(.triptych.engine.v1.GetEngineInfoRequest\x1a).triptych.engine.v1.GetEngineInfoResponse\x12R\n\x07GetLoad\x12\".triptych.engine.v1.GetLoadRequest\x1a#.triptych.engine.v1.GetLoadResponse\x12r\n\x11SubscribeKvEvents\x12,.triptych.engine.v1.SubscribeKvEventsRequest\x1a-.triptych.engine.v1.SubscribeKvEventsResponse0\x01\x42H\n\x12triptych.engine.v1P\x01Z\x1btriptych/engine/v1;enginev1\xaa\x02\x12Triptych.Engine.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,54 +39,58 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.engine.v1.engine_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\022triptych.engine.v1P\001Z\033triptych/engine/v1;enginev1\252\002\022Triptych.Engine.V1'
-  _globals['_ABORTREASON']._serialized_start=3023
-  _globals['_ABORTREASON']._serialized_end=3207
-  _globals['_CONNECTREQUEST']._serialized_start=246
-  _globals['_CONNECTREQUEST']._serialized_end=638
-  _globals['_CONNECTRESPONSE']._serialized_start=641
-  _globals['_CONNECTRESPONSE']._serialized_end=1250
-  _globals['_ABORT']._serialized_start=1252
-  _globals['_ABORT']._serialized_end=1343
-  _globals['_ACK']._serialized_start=1345
-  _globals['_ACK']._serialized_end=1368
-  _globals['_GOODBYE']._serialized_start=1370
-  _globals['_GOODBYE']._serialized_end=1421
-  _globals['_ADOPT']._serialized_start=1423
-  _globals['_ADOPT']._serialized_end=1479
-  _globals['_ADOPTENTRY']._serialized_start=1481
-  _globals['_ADOPTENTRY']._serialized_end=1529
-  _globals['_ADOPTED']._serialized_start=1531
-  _globals['_ADOPTED']._serialized_end=1621
-  _globals['_ADDREJECTED']._serialized_start=1623
-  _globals['_ADDREJECTED']._serialized_end=1742
-  _globals['_ALREADYFINISHED']._serialized_start=1744
-  _globals['_ALREADYFINISHED']._serialized_end=1778
-  _globals['_DRAINING']._serialized_start=1780
-  _globals['_DRAINING']._serialized_end=1827
-  _globals['_DEAD']._serialized_start=1829
-  _globals['_DEAD']._serialized_end=1887
-  _globals['_GETARTIFACTSREQUEST']._serialized_start=1889
-  _globals['_GETARTIFACTSREQUEST']._serialized_end=1981
-  _globals['_GETARTIFACTSRESPONSE']._serialized_start=1983
-  _globals['_GETARTIFACTSRESPONSE']._serialized_end=2084
-  _globals['_UPLOADBLOBREQUEST']._serialized_start=2086
-  _globals['_UPLOADBLOBREQUEST']._serialized_end=2186
-  _globals['_UPLOADBLOBHEADER']._serialized_start=2188
-  _globals['_UPLOADBLOBHEADER']._serialized_end=2258
-  _globals['_UPLOADBLOBRESPONSE']._serialized_start=2260
-  _globals['_UPLOADBLOBRESPONSE']._serialized_end=2312
-  _globals['_GETENGINEINFOREQUEST']._serialized_start=2314
-  _globals['_GETENGINEINFOREQUEST']._serialized_end=2336
-  _globals['_GETENGINEINFORESPONSE']._serialized_start=2339
-  _globals['_GETENGINEINFORESPONSE']._serialized_end=2601
-  _globals['_GETLOADREQUEST']._serialized_start=2603
-  _globals['_GETLOADREQUEST']._serialized_end=2619
-  _globals['_GETLOADRESPONSE']._serialized_start=2622
-  _globals['_GETLOADRESPONSE']._serialized_end=2751
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=2753
-  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=2825
-  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_start=2828
-  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_end=3020
-  _globals['_ENGINECORESERVICE']._serialized_start=3210
-  _globals['_ENGINECORESERVICE']._serialized_end=3815
+  _globals['_UPLOADBLOBREQUEST'].fields_by_name['chunk']._loaded_options = None
+  _globals['_UPLOADBLOBREQUEST'].fields_by_name['chunk']._serialized_options = b'\312\364\030\005\210\001\200\200@'
+  _globals['_UPLOADBLOBHEADER'].fields_by_name['ttl_ms']._loaded_options = None
+  _globals['_UPLOADBLOBHEADER'].fields_by_name['ttl_ms']._serialized_options = b'\312\364\030\022\n\00660,000\321\001\000\000\000\000\000L\355@'
+  _globals['_ABORTREASON']._serialized_start=3091
+  _globals['_ABORTREASON']._serialized_end=3275
+  _globals['_CONNECTREQUEST']._serialized_start=279
+  _globals['_CONNECTREQUEST']._serialized_end=671
+  _globals['_CONNECTRESPONSE']._serialized_start=674
+  _globals['_CONNECTRESPONSE']._serialized_end=1283
+  _globals['_ABORT']._serialized_start=1285
+  _globals['_ABORT']._serialized_end=1376
+  _globals['_ACK']._serialized_start=1378
+  _globals['_ACK']._serialized_end=1401
+  _globals['_GOODBYE']._serialized_start=1403
+  _globals['_GOODBYE']._serialized_end=1454
+  _globals['_ADOPT']._serialized_start=1456
+  _globals['_ADOPT']._serialized_end=1512
+  _globals['_ADOPTENTRY']._serialized_start=1514
+  _globals['_ADOPTENTRY']._serialized_end=1562
+  _globals['_ADOPTED']._serialized_start=1564
+  _globals['_ADOPTED']._serialized_end=1654
+  _globals['_ADDREJECTED']._serialized_start=1656
+  _globals['_ADDREJECTED']._serialized_end=1775
+  _globals['_ALREADYFINISHED']._serialized_start=1777
+  _globals['_ALREADYFINISHED']._serialized_end=1811
+  _globals['_DRAINING']._serialized_start=1813
+  _globals['_DRAINING']._serialized_end=1860
+  _globals['_DEAD']._serialized_start=1862
+  _globals['_DEAD']._serialized_end=1920
+  _globals['_GETARTIFACTSREQUEST']._serialized_start=1922
+  _globals['_GETARTIFACTSREQUEST']._serialized_end=2014
+  _globals['_GETARTIFACTSRESPONSE']._serialized_start=2016
+  _globals['_GETARTIFACTSRESPONSE']._serialized_end=2117
+  _globals['_UPLOADBLOBREQUEST']._serialized_start=2119
+  _globals['_UPLOADBLOBREQUEST']._serialized_end=2230
+  _globals['_UPLOADBLOBHEADER']._serialized_start=2232
+  _globals['_UPLOADBLOBHEADER']._serialized_end=2326
+  _globals['_UPLOADBLOBRESPONSE']._serialized_start=2328
+  _globals['_UPLOADBLOBRESPONSE']._serialized_end=2380
+  _globals['_GETENGINEINFOREQUEST']._serialized_start=2382
+  _globals['_GETENGINEINFOREQUEST']._serialized_end=2404
+  _globals['_GETENGINEINFORESPONSE']._serialized_start=2407
+  _globals['_GETENGINEINFORESPONSE']._serialized_end=2669
+  _globals['_GETLOADREQUEST']._serialized_start=2671
+  _globals['_GETLOADREQUEST']._serialized_end=2687
+  _globals['_GETLOADRESPONSE']._serialized_start=2690
+  _globals['_GETLOADRESPONSE']._serialized_end=2819
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=2821
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=2893
+  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_start=2896
+  _globals['_SUBSCRIBEKVEVENTSRESPONSE']._serialized_end=3088
+  _globals['_ENGINECORESERVICE']._serialized_start=3278
+  _globals['_ENGINECORESERVICE']._serialized_end=3883
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 from triptych.common.v1 import error_pb2 as _error_pb2
 from triptych.engine.v1 import session_pb2 as _session_pb2
+from triptych.options.v1 import rules_pb2 as _rules_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

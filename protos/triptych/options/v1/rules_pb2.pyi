@@ -24,7 +24,7 @@ RULES_FIELD_NUMBER: _ClassVar[int]
 rules: _descriptor.FieldDescriptor
 
 class Rules(_message.Message):
-    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "specified", "totals", "passed_on")
+    __slots__ = ("unset", "minimum", "above_minimum", "maximum", "maximum_limit", "also", "finite", "defined", "min_items", "max_items", "max_items_limit", "unit", "column", "in_vocabulary", "min_chars", "max_chars", "max_bytes", "printable", "no_nul", "where", "in_parent_name", "specified", "totals", "passed_on", "raised_to", "lowered_to", "max_results")
     UNSET_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_FIELD_NUMBER: _ClassVar[int]
     ABOVE_MINIMUM_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,9 @@ class Rules(_message.Message):
     SPECIFIED_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     PASSED_ON_FIELD_NUMBER: _ClassVar[int]
+    RAISED_TO_FIELD_NUMBER: _ClassVar[int]
+    LOWERED_TO_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESULTS_FIELD_NUMBER: _ClassVar[int]
     unset: str
     minimum: float
     above_minimum: bool
@@ -73,7 +76,10 @@ class Rules(_message.Message):
     specified: bool
     totals: _containers.RepeatedCompositeFieldContainer[Total]
     passed_on: bool
-    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., specified: _Optional[bool] = ..., totals: _Optional[_Iterable[_Union[Total, _Mapping]]] = ..., passed_on: _Optional[bool] = ...) -> None: ...
+    raised_to: float
+    lowered_to: float
+    max_results: int
+    def __init__(self, unset: _Optional[str] = ..., minimum: _Optional[float] = ..., above_minimum: _Optional[bool] = ..., maximum: _Optional[float] = ..., maximum_limit: _Optional[_Union[Limit, str]] = ..., also: _Optional[float] = ..., finite: _Optional[bool] = ..., defined: _Optional[bool] = ..., min_items: _Optional[int] = ..., max_items: _Optional[int] = ..., max_items_limit: _Optional[_Union[Limit, str]] = ..., unit: _Optional[str] = ..., column: _Optional[bool] = ..., in_vocabulary: _Optional[bool] = ..., min_chars: _Optional[int] = ..., max_chars: _Optional[int] = ..., max_bytes: _Optional[int] = ..., printable: _Optional[bool] = ..., no_nul: _Optional[bool] = ..., where: _Optional[str] = ..., in_parent_name: _Optional[bool] = ..., specified: _Optional[bool] = ..., totals: _Optional[_Iterable[_Union[Total, _Mapping]]] = ..., passed_on: _Optional[bool] = ..., raised_to: _Optional[float] = ..., lowered_to: _Optional[float] = ..., max_results: _Optional[int] = ...) -> None: ...
 
 class Total(_message.Message):
     __slots__ = ("paths", "maximum", "unit")
