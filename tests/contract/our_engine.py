@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
+
+import pytest
+from tokenizers import Tokenizer
 
 from tests.contract.scripted_engine import EOS_TOKEN_ID, ScriptedEngine
 from tests.engine_svc.session.service_rig import StreamClient, make_entry
@@ -15,6 +19,18 @@ from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 from triptych_cli.services import embedded_model
 from triptych_kit.process.child import Child
 
+# Keywords that no grammar backend has, at an engine that rewrites them.
+SCHEMA = {
+    "$defs": {"legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "type": "object",
+    "properties": {
+        "legs": {"$ref": "#/$defs/legs"},
+        "kind": {"oneOf": [{"const": "crab"}, {"const": "fox"}]},
+    },
+    "patternProperties": {"^x": {"type": "null"}},
+    "required": ["legs", "kind"],
+    "additionalProperties": False,
+}
 # Where this process is not run for seconds, the engine drops the connection of its client.
 _MAX_TRIES = 5
 
@@ -75,3 +91,11 @@ def prompts_of(seed: int, num_prompts: int) -> list[list[int]]:
     """Random prompts that every engine of these tests takes."""
     rng = random.Random(seed)
     return [[rng.randrange(1, EOS_TOKEN_ID) for _ in range(8)] for _ in range(num_prompts)]
+
+
+def check_language(answers: Sequence[Sequence[int]]) -> None:
+    """At least one answer came to its end, and each is in the language of the schema."""
+    assert answers
+    tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
+    for token_ids in answers:
+        pytest.importorskip("jsonschema").validate(json.loads(tokenizer.decode(token_ids)), SCHEMA)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import triptych_cli.tiny_model
+from tests.contract.our_engine import SCHEMA, check_language
 from tests.processes import announced, running_async
 
 pytestmark = pytest.mark.polyglot
@@ -56,13 +59,25 @@ async def test_a_frontend_of_another_language_passes(
     frontend: str, scenarios: str, flags: tuple[str, ...]
 ) -> None:
     async with _engine(*flags) as (first, pid), _engine() as (second, _):
-        command = (frontend, f"-engines={first},{second}", f"-pids={pid}", f"-scenarios={scenarios}")
-        options = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
-        async with running_async(*command, **options) as process:
-            output, _ = await asyncio.wait_for(process.communicate(), RUN_LIMIT_S)
-    verdicts = [line.split()[:2] for line in output.decode().splitlines()]
-    assert verdicts == [["PASS", name] for name in scenarios.split(",")], output.decode()
+        await _run(frontend, scenarios, f"-engines={first},{second}", f"-pids={pid}")
+
+
+async def test_a_frontend_of_another_language_has_every_keyword_of_a_schema(frontend: str) -> None:
+    async with _engine() as (address, _):
+        output = await _run(frontend, "language", f"-engines={address}", f"-schema={json.dumps(SCHEMA)}")
+    check_language([[int(token_id) for token_id in ids.split()] for ids in re.findall(r"\[(.*?)\]", output)])
+
+
+async def _run(frontend: str, scenarios: str, *flags: str) -> str:
+    """The output of the scenarios, all of which pass."""
+    options = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+    async with running_async(frontend, f"-scenarios={scenarios}", *flags, **options) as process:
+        written, _ = await asyncio.wait_for(process.communicate(), RUN_LIMIT_S)
+    output = written.decode()
+    verdicts = [line.split()[:2] for line in output.splitlines()]
+    assert verdicts == [["PASS", name] for name in scenarios.split(",")], output
     assert process.returncode == 0
+    return output
 
 
 @contextlib.asynccontextmanager

@@ -11,11 +11,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import grpc.aio
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer
 
 from tests.contract import scripted_frontend
 from tests.contract.conftest import StartFrontend
-from tests.contract.our_engine import OurEngine, prompts_of, start_engine, until_both_used
+from tests.contract.our_engine import (
+    SCHEMA,
+    OurEngine,
+    check_language,
+    prompts_of,
+    start_engine,
+    until_both_used,
+)
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.scripted_frontend import ScriptedFrontend
 from tests.system.generation import Answer, collect, request_of
@@ -23,22 +29,9 @@ from tests.system.stack import WAIT_LIMIT_S, Stack
 from tests.system.wire_proxy import proxied
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
-from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Keywords that no grammar backend has, at an engine that rewrites them.
-SCHEMA = {
-    "$defs": {"legs": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "type": "object",
-    "properties": {
-        "legs": {"$ref": "#/$defs/legs"},
-        "kind": {"oneOf": [{"const": "crab"}, {"const": "fox"}]},
-    },
-    "patternProperties": {"^x": {"type": "null"}},
-    "required": ["legs", "kind"],
-    "additionalProperties": False,
-}
 NUM_STREAMS = 8
 NUM_TOKENS = 200
 NUM_CUTS = 6
@@ -105,11 +98,7 @@ async def test_another_frontend_has_every_keyword_of_a_schema(
         with pytest.raises(grpc.aio.AioRpcError, match="no backend enforces minProperties at #") as caught:
             await collect(stub, refused)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    tokenizer = Tokenizer.from_file(str(embedded_model() / "tokenizer.json"))
-    whole = [answer for answer in answers if answer.reason == output_pb2.FINISH_REASON_STOP]
-    assert whole
-    for answer in whole:
-        pytest.importorskip("jsonschema").validate(json.loads(tokenizer.decode(answer.token_ids)), SCHEMA)
+    check_language([answer.token_ids for answer in answers if answer.reason == output_pb2.FINISH_REASON_STOP])
 
 
 async def test_a_client_of_another_frontend_that_cancels_frees_our_engine_of_its_request(

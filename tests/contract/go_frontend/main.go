@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"time"
 
+	"google.golang.org/grpc/codes"
+
 	commonv1 "triptych/common/v1"
 	enginev1 "triptych/engine/v1"
 )
@@ -23,10 +25,11 @@ const (
 	abort  = commonv1.FinishReason_FINISH_REASON_ABORT
 )
 
-// given are the engines of the command line.
+// given are the engines and the schema of the command line.
 type given struct {
-	addrs []string
-	pids  []int
+	addrs  []string
+	pids   []int
+	schema string
 }
 
 // signal signals the process of engine i.
@@ -64,17 +67,18 @@ var scenarios = []struct {
 	engines int
 	run     func(*check, given)
 }{
-	{"generate", 1, generate}, {"abort", 1, aborts}, {"resume", 1, resume}, {"lapse", 2, lapse},
+	{"generate", 1, generate}, {"language", 1, language}, {"abort", 1, aborts}, {"resume", 1, resume}, {"lapse", 2, lapse},
 	{"drain", 2, drain}, {"deadline", 2, deadline}, {"death", 2, death},
 }
 
 func main() {
 	engines := flag.String("engines", "", "addresses of engines, host:port with commas")
 	pids := flag.String("pids", "", "process ids of the engines, in the same order, for drain and death")
-	names := flag.String("scenarios", "generate,abort,resume", "scenarios to run: generate, abort, resume, lapse, drain, deadline, death")
+	names := flag.String("scenarios", "generate,abort,resume", "scenarios to run: generate, language, abort, resume, lapse, drain, deadline, death")
+	schema := flag.String("schema", "{}", "schema of the outputs of language, whose token ids it prints")
 	flag.BoolVar(&verbose, "v", false, "write what happens to stderr")
 	flag.Parse()
-	g := given{addrs: strings.Split(*engines, ",")}
+	g := given{addrs: strings.Split(*engines, ","), schema: *schema}
 	for _, text := range strings.Split(*pids, ",") {
 		if pid, err := strconv.Atoi(text); err == nil {
 			g.pids = append(g.pids, pid)
@@ -256,6 +260,43 @@ func generate(c *check, g given) {
 	c.fact("%d messages, %d acks, at most %d messages and %s late", e.lastSeq, e.facts.acks, e.facts.maxUnacked, e.facts.maxAckDelay.Round(time.Millisecond))
 	f.mu.Unlock()
 	c.that(f.close(), "goodbye was not answered with OK: %v", e.facts.endings)
+}
+
+// language sends a schema as a client wrote it, which the engine rewrites, and one that no engine enforces.
+func language(c *check, g given) {
+	f := newFrontend(g.addrs[0])
+	if !c.that(f.waitReady(1), "not ready") {
+		return
+	}
+	held := func(schema string) func(*request) {
+		return func(r *request) {
+			r.params.IgnoreEos = false
+			r.params.StructuredOutput = &commonv1.StructuredOutput{
+				Constraint: &commonv1.StructuredOutput_JsonSchema{JsonSchema: schema}, DisableAnyWhitespace: true,
+			}
+		}
+	}
+	var rs []*request
+	for i := 0; i < 4; i++ {
+		rs = append(rs, ask(prompt(i), 200, sampled(1, uint64(i)), held(g.schema)))
+	}
+	unknown := ask(prompt(4), 5, held(`{"minProperties": 3}`))
+	f.submit(append(rs, unknown)...)
+	c.that(allDone(f, append(rs, unknown)...), "no end")
+	f.mu.Lock()
+	for _, r := range rs {
+		c.that(r.reason == stop || r.reason == length, "held to the schema: %s: %s", r.reason, r.finished.GetMessage())
+		if r.reason == stop {
+			c.fact("%v", r.output)
+		}
+	}
+	end := unknown.finished
+	c.that(codes.Code(end.GetCode()) == codes.InvalidArgument && reasonOf(end.GetDetails()) == "CONSTRAINT_NOT_ENFORCED" &&
+		strings.Contains(end.GetMessage(), "no backend enforces minProperties at #"), "a keyword that none enforces: %v", end)
+	c.that(len(unknown.output) == 0, "a refused request has output")
+	f.mu.Unlock()
+	wellBehaved(c, f)
+	c.that(f.close(), "goodbye was not answered with OK")
 }
 
 func aborts(c *check, g given) {
