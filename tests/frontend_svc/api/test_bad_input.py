@@ -30,14 +30,12 @@ BAD_INPUT = {
     "no ids": (make_request([]), "INVALID_ARGUMENT", ["token_ids", "empty"]),
     "unknown model": (make_request("x", model="gpt-9"), "NOT_FOUND", ["gpt-9", "tiny"]),
     "nan": (make_request("x", temperature=NAN), "INVALID_ARGUMENT", ["sampling.temperature", "nan", "0..2"]),
-    "hot": (make_request("x", temperature=2.5), "INVALID_ARGUMENT", ["sampling.temperature", "2.5", "0..2"]),
     "no tokens": (make_request("x", max_tokens=0), "INVALID_ARGUMENT", ["sampling.max_tokens", "0", "1"]),
     "too many": (
         make_request([5] * 500, max_tokens=13),
         "INVALID_ARGUMENT",
         ["max_tokens", "13", "12", "512"],
     ),
-    "negative": (make_request("x", max_tokens=-1), "INVALID_ARGUMENT", ["sampling.max_tokens", "-1"]),
     "huge": (make_request("x", max_tokens=2**40), "INVALID_ARGUMENT", ["sampling.max_tokens", str(2**40)]),
     "out of vocabulary": (
         make_request([1, VOCAB_SIZE]),
@@ -46,28 +44,14 @@ BAD_INPUT = {
     ),
     "too long": (make_request(LONG), "INVALID_ARGUMENT", ["CONTEXT_LENGTH_EXCEEDED", "512"]),
     "too long text": (make_request("a" * 100_000), "INVALID_ARGUMENT", ["CONTEXT_LENGTH_EXCEEDED", "512"]),
-    "many stops": (
-        make_request("x", stop=["a"] * 10_000),
-        "INVALID_ARGUMENT",
-        ["sampling.stop has 10000 strings", "16"],
-    ),
-    "long stop": (
-        make_request("x", stop=["a" * 300]),
-        "INVALID_ARGUMENT",
-        ["sampling.stop[0] has 300 characters", "1..256"],
-    ),
-    "top_p": (make_request("x", top_p=0.0), "INVALID_ARGUMENT", ["sampling.top_p", "above 0"]),
     "priority": (make_request("x", priority=101), "INVALID_ARGUMENT", ["priority", "101", "-100..100"]),
-    "n": (make_request("x", n=65), "INVALID_ARGUMENT", ["sampling.n", "65", "1..64"]),
     "two": (make_request("", top_p=7.0), "INVALID_ARGUMENT", ["prompt", "sampling.top_p"]),
     "greedy n": (make_request("x", n=2, temperature=0.0), "INVALID_ARGUMENT", ["sampling.n is 2", "1"]),
-    "logprobs": (make_request("x", logprobs=21), "INVALID_ARGUMENT", ["sampling.logprobs is 21", "0..20"]),
     "grammar": (
         make_request("x", structured_output={"regex": "a"}),
         "UNIMPLEMENTED",
         ["sampling.structured_output"],
     ),
-    "penalty": (make_request("x", presence_penalty=2.5), "INVALID_ARGUMENT", ["sampling.presence_penalty"]),
     "bad words": (make_request("x", bad_words=["y", ""]), "INVALID_ARGUMENT", ["sampling.bad_words[1]"]),
     "adapter": (make_request("x", adapter="lora"), "UNIMPLEMENTED", ["adapter"]),
     "rank": (make_request("x", data_parallel_rank=1), "UNAVAILABLE", ["data_parallel_rank 1", "[0]"]),
@@ -81,7 +65,6 @@ BAD_INPUT = {
         "INVALID_ARGUMENT",
         ["data_parallel_rank", str(2**40), "0..4294967295"],
     ),
-    "top_k": (make_request("x", top_k=-2), "INVALID_ARGUMENT", ["sampling.top_k is -2,"]),
     "no input": (
         # max_tokens and temperature alone.
         generate_pb2.GenerateRequest.FromString(bytes.fromhex("2a0748050d00000000")),

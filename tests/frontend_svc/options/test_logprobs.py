@@ -1,43 +1,11 @@
-"""Log probabilities of sampled tokens: their limits, and what an engine gets."""
+"""Log probabilities of sampled tokens: their limit as an option, and what an engine gets."""
 
 from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from frontend_svc.text.limits import RequestLimits
 from tests.frontend_svc.options.asking import breaches, completed
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logprobs": 0},
-        {"logprobs": 20},
-        {"logprob_token_ids": range(128)},
-    ],
-    ids=str,
-)
-def test_the_ends_of_each_range_are_taken(fields):
-    assert breaches(**fields) == {}
-
-
-@pytest.mark.parametrize(
-    ("fields", "name", "words"),
-    [
-        ({"logprobs": 21}, "logprobs", "is 21, must be in 0..20"),
-        ({"logprobs": -1}, "logprobs", "is -1, must be in 0..20"),
-        ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", "has 129 ids, must have at most 128"),
-        ({"logprob_token_ids": [600]}, "logprob_token_ids", "[0] is 600, must be below the vocabulary"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_violation_names_field_value_and_limit(fields, name, words):
-    found = breaches(**fields)
-    assert list(found) == [f"sampling.{name}"]
-    assert f"sampling.{name}" in found[f"sampling.{name}"]
-    assert words in found[f"sampling.{name}"]
 
 
 async def test_they_are_sent_only_where_asked_for_and_none_is_not_nought():

@@ -1,41 +1,11 @@
-"""Penalties: their limits, and what an engine gets where the client or the model has none."""
+"""Penalties: what an engine gets where the client or the model has none."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
 from frontend_svc.text.model import GenerationDefaults
-from tests.frontend_svc.options.asking import breaches, completed
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
-    ],
-    ids=str,
-)
-def test_the_ends_of_each_range_are_taken(fields):
-    assert breaches(**fields) == {}
-
-
-@pytest.mark.parametrize(
-    ("fields", "name", "words"),
-    [
-        ({"presence_penalty": 2.5}, "presence_penalty", "is 2.5, must be in -2..2"),
-        ({"frequency_penalty": -2.5}, "frequency_penalty", "is -2.5, must be in -2..2"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", "is 0.0, must be in 0.001..1000"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty", "is inf, must be in 0.001..1000"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_violation_names_field_value_and_limit(fields, name, words):
-    found = breaches(**fields)
-    assert list(found) == [f"sampling.{name}"]
-    assert f"sampling.{name}" in found[f"sampling.{name}"]
-    assert words in found[f"sampling.{name}"]
+from tests.frontend_svc.options.asking import completed
 
 
 @pytest.mark.parametrize(

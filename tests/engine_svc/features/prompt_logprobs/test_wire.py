@@ -58,20 +58,6 @@ def test_prompt_logprobs_have_a_limit_for_the_whole_prompt():
             ask(10_001, **options)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "words"),
-    [
-        ({"prompt_logprobs": 2**40}, "prompt_logprobs", [str(2**40), "0..20"]),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_wrong_value_is_refused_with_field_value_and_limit(changes, field, words):
-    with pytest.raises(InvalidArgument) as caught:
-        read_add(make_entry(1, **changes))
-    assert caught.value.violations[0][0] == field
-    assert all(word in caught.value.message for word in words)
-
-
 def test_116_the_first_prompt_entry_is_none():
     runs = (
         PromptRun(1, TokenLogprobs([-0.5, -1.0], [1, 2], 1, [3, 4], [-0.25, -0.75])),
