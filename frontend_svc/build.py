@@ -188,6 +188,7 @@ def _engines(
         clock=clock,
         reconnect_window_s=config.reconnect_window_s,
         policy=find_policy(config.routing_policy),
+        aliases=config.model_aliases,
         first_turn=first_turn(config.index, identity.epoch),
     )
     folder = runtime_folder()

@@ -86,6 +86,9 @@ class FrontendConfig(SecurityOptions):
     chat_template: str | None = option(
         None, help="file of a Jinja chat template, instead of the model's own; of all models that are served"
     )
+    model_alias: tuple[str, ...] = option(
+        (), help="another name of the only model, or ALIAS=MODEL; answers have the model's own name"
+    )
     request_templates: bool = option(False, help="accept chat templates in requests")
     max_n: int = option(int(rules_of(_SAMPLING, "n").maximum), help="most outputs a request may ask for")
     max_logprobs: int = option(
@@ -130,6 +133,11 @@ class FrontendConfig(SecurityOptions):
         return self.ui or is_loopback(self.admin_http_host)
 
     @property
+    def model_aliases(self) -> dict[str, str]:
+        """The names of models by alias; empty: of the only one."""
+        return {alias: name for alias, _, name in (one.partition("=") for one in self.model_alias)}
+
+    @property
     def client_keys(self) -> tuple[Entry, ...]:
         """The key in TRIPTYCH_API_KEY, for all clients. It is no option: options are logged."""
         key = api_key_in_environment()
@@ -172,6 +180,8 @@ class FrontendConfig(SecurityOptions):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is below 1")
+        if not all(self.model_aliases):
+            raise ValueError("model_alias has an alias without characters")
         ParserNames(self.tool_parser, self.reasoning_parser)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             raise ValueError(f"tokenizer {self.tokenizer} does not exist")

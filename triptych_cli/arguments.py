@@ -26,9 +26,10 @@ from triptych_kit.config import (
 from triptych_kit.listeners import Listener, check_listeners
 
 EMBEDDED_NAME = "triptych-tiny"
+_NAME_FLAG = "--served-model-name"
 
 _EMBEDDED_DEFAULTS = {
-    "--served-model-name": EMBEDDED_NAME,
+    _NAME_FLAG: EMBEDDED_NAME,
     # A second thread does not help such a small model, and costs most of its speed when cores are shared.
     "--num-threads": "1",
 }
@@ -78,11 +79,13 @@ class Serving:
 
 def parse_serve(argv: Sequence[str]) -> Serving:
     """Read the arguments of `serve`; raises ConfigError."""
-    argv = _with_file(argv)
+    argv = _with_file(_with_each_name(argv))
     own, flags = split_flags(argv, ServeConfig, {service: config_of(service) for service in SERVICES})
     config = load_config(ServeConfig, own, service="serve").config
     if config.ready_file:
         _check_writable(Path(config.ready_file))
+    flags["engine"] += [f"{_NAME_FLAG}={name}" for name in config.served_model_name[:1]]
+    flags["frontend"] += [f"--model-alias={name}" for name in config.served_model_name[1:]]
     flags["engine"] = with_model([*([config.model] if config.model else []), *flags["engine"]])
     fixed_flags = (f"--data-parallel-size={config.data_parallel_size}",)
     engine = load_config(EngineConfig, [*flags["engine"], *fixed_flags], service="engine")
@@ -114,6 +117,24 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         frontend.config.ssl_certfile is not None,
         listeners,
     )
+
+
+def _with_each_name(argv: Sequence[str]) -> list[str]:
+    """The arguments with a flag for each name of `--served-model-name a b`, as vLLM has it.
+
+    Without a model elsewhere, the last of several names is one if it is a folder or org/name.
+    """
+    words = list(argv)
+    for index in reversed([index for index, word in enumerate(words) if word == _NAME_FLAG]):
+        is_next_flag = (other for other in range(index + 1, len(words)) if words[other].startswith("-"))
+        end = next(is_next_flag, len(words))
+        names, others = words[index + 1 : end], [*words[:index], *words[end:]]
+        model = []
+        if len(names) > 1 and not _has_model(others) and ("/" in names[-1] or Path(names[-1]).is_dir()):
+            model = [names.pop()]
+        if names:
+            words[index:end] = [*model, *(f"{_NAME_FLAG}={name}" for name in names)]
+    return words
 
 
 def _with_file(argv: Sequence[str]) -> list[str]:

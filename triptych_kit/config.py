@@ -211,8 +211,11 @@ def help_text(call: str, sections: Mapping[str, Sequence[tuple[str, str]]]) -> s
 
 
 def read_file_flags(classes: Sequence[type[Any]], path: str) -> dict[str, list[str]]:
-    """The options of a YAML file as flags, by name. Each is of some of `classes`. Raises ConfigError."""
-    options = {name: one for cls in classes for name, one in _options_of(cls).items()}
+    """The options of a YAML file as flags, by name. Each is of the first of `classes` that has it.
+
+    Raises ConfigError.
+    """
+    options = {name: one for cls in reversed(classes) for name, one in _options_of(cls).items()}
     return {
         name: _as_flags(options[name], value)
         for name, value in _read_file(options, path).items()

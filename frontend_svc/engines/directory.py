@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from frontend_svc.engines.connection.client import EngineClient, EngineState
@@ -34,7 +35,7 @@ class Directory:
     restarts without its state does no harm.
 
     A model whose last ready engine is lost is expected back for `reconnect_window_s`. `first_turn` is the
-    first `turn` for `policy`.
+    first `turn` for `policy`. `aliases` are names of models by other names, empty for the only model.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Directory:
         reconnect_window_s: float,
         policy: RoutingPolicy = kv_aware,
         first_turn: int = 0,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._make_client = make_client
         self._on_change = on_change
@@ -59,6 +61,7 @@ class Directory:
         self._owed: set[EngineClient] = set()
         self._policy = policy
         self._turn = first_turn
+        self._aliases = aliases
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
         """Replace the list of engines of `source`."""
@@ -102,6 +105,7 @@ class Directory:
     def model(self, name: str, needs: Iterable[EngineNeed] = ()) -> ServedModel:
         """The model served as `name`, or the only one for an empty name; also one that is expected back.
 
+        The name may be an alias.
         One of an engine that meets all `needs` is preferred.
         Raises NotFound, InvalidArgument for a name that none can have, or an empty one if there are several
         models, Unavailable if no engine is ready.
@@ -111,9 +115,11 @@ class Directory:
         models = expected | self.models(needs)
         if not models:
             raise self._nothing_ready()
+        known = ", ".join(sorted({*models, *self._aliases}))
+        if name not in models:
+            name = self._aliases.get(name, name)
         if name in models:
             return models[name]
-        known = ", ".join(sorted(models))
         if not name.isprintable():
             raise InvalidArgument(
                 f"model is {name!r}, must have only characters that can be printed",
@@ -131,6 +137,12 @@ class Directory:
                 f"model is '', must be one of: {known}", field="model", reason="INVALID_REQUEST"
             )
         return next(iter(models.values()))
+
+    def aliases_of(self, name: str) -> list[str]:
+        """The other names of the model `name`, besides those of ready models."""
+        models = self.models()
+        only = {""} if len(models) == 1 else set()
+        return [alias for alias, of in self._aliases.items() if of in {name, *only} and alias not in models]
 
     def expected_until(self, model: ServedModel) -> float | None:
         """Until when an engine of `model` is expected back; None if one is ready or the time has passed."""

@@ -84,6 +84,28 @@ def test_what_no_service_can_take_is_refused_before_anything_starts(arguments, m
 
 
 @pytest.mark.parametrize(
+    ("arguments", "model", "names"),
+    [
+        (["--served-model-name", "a", "b"], None, ["a", "b"]),
+        (["--served-model-name", "a", "--served-model-name", "b"], None, ["a", "b"]),
+        (["--served-model-name=a", "--served-model-name=b", "org/name"], "org/name", ["a", "b"]),
+        (["org/name", "--served-model-name", "a", "some/b", "-dp", "2"], "org/name", ["a", "some/b"]),
+        (["--served-model-name", "a", "org/name"], "org/name", ["a"]),
+        (["--served-model-name", "a", "b", "org/name", "--verbose"], "org/name", ["a", "b"]),
+        (["--served-model-name", "a", "b", "--max-num-seqs", "4", "org/name"], "org/name", ["a", "b"]),
+        (["--served-model-name", "a"], None, ["a"]),
+    ],
+)
+def test_the_first_name_is_the_models_and_others_are_aliases(arguments, model, names) -> None:
+    serving = parse_serve(arguments)
+    assert serving.config.model == model
+    assert f"--served-model-name={names[0]}" in serving.flags["engine"]
+    assert [flag for flag in serving.flags["frontend"] if "alias" in flag] == [
+        f"--model-alias={name}" for name in names[1:]
+    ]
+
+
+@pytest.mark.parametrize(
     ("arguments", "grpc", "http"),
     [
         ([], 50051, 8000),

@@ -46,11 +46,17 @@ class ModelAnswers:
     def all(self) -> model_pb2.ListModelsResponse:
         # Each is described as by the engine that was listed first.
         models = {(model.name, model.fingerprint): model for model in reversed(self._ready_models())}
-        return model_pb2.ListModelsResponse(models=[self._described(models[key]) for key in sorted(models)])
+        cards: list[model_pb2.Model] = []
+        for name, fingerprint in sorted(models):
+            card = self._described(models[name, fingerprint])
+            cards += [card, *(_renamed(card, alias) for alias in self._directory.aliases_of(name))]
+        cards.sort(key=lambda card: card.name)
+        return model_pb2.ListModelsResponse(models=cards)
 
     def one(self, name: str) -> model_pb2.Model:
-        """The model `name`, or the only one if that is empty. Raises NotFound."""
-        return self._described(self._directory.model(name))
+        """The model `name`, which may be an alias, or the only one if that is empty. Raises NotFound."""
+        card = self._described(self._directory.model(name))
+        return _renamed(card, name) if name else card
 
     def server_info(self) -> model_pb2.GetServerInfoResponse:
         limits = self._limits
@@ -104,6 +110,13 @@ class ModelAnswers:
         )
         describe(model, card)
         return card
+
+
+def _renamed(card: model_pb2.Model, name: str) -> model_pb2.Model:
+    renamed = model_pb2.Model()
+    renamed.CopyFrom(card)
+    renamed.name = name
+    return renamed
 
 
 def _default_sampling(defaults: GenerationDefaults) -> sampling_pb2.SamplingParams | None:

@@ -102,6 +102,41 @@ async def test_two_models_are_distinguished_and_an_empty_name_is_then_refused():
     assert "large, small" in (caught.value.details() or "")
 
 
+async def test_a_model_answers_to_its_aliases_by_its_own_name():
+    engines = [
+        FakeEngine(answer("small"), model="small"),
+        FakeEngine(answer("large"), model="large", dp_rank=1),
+    ]
+    aliases = ("gpt-4o=large", "tiny=small", "large=small", "none=absent", "only")
+    async with serving(*engines, model_alias=aliases) as (client, _):
+        await client.until_engines_are_ready(2)
+        answers = [await read_all(client.generate(model=name)) for name in ("gpt-4o", "tiny", "large")]
+        listed = (await client.model.ListModels(model_pb2.ListModelsRequest())).models
+        card = (await client.model.GetModel(model_pb2.GetModelRequest(model="gpt-4o"))).model
+        codes = []
+        for name in ("none", "only"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_all(client.generate(model=name))
+            codes.append(caught.value.code())
+    assert [(started.model, text) for started, text, _, _ in answers] == [
+        ("large", "large"),
+        ("small", "small"),
+        ("large", "large"),
+    ]
+    assert [model.name for model in listed] == ["gpt-4o", "large", "small", "tiny"]
+    assert (card.name, card.num_engines) == ("gpt-4o", 1)
+    assert codes == [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT]
+
+
+async def test_an_alias_without_a_model_is_of_the_only_one():
+    async with serving(FakeEngine(answer("text"), model="tiny"), model_alias=("gpt-4o",)) as (client, _):
+        started, text, _, _ = await read_all(client.generate(model="gpt-4o"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate(model="gpt-5"))
+    assert (started.model, text) == ("tiny", "text")
+    assert "served: gpt-4o, tiny" in (caught.value.details() or "")
+
+
 async def test_an_engine_that_is_full_is_not_picked():
     full, other = FakeEngine(max_inflight_adds=1), FakeEngine(dp_rank=1, max_inflight_adds=2)
     async with serving(full, other) as (client, _):

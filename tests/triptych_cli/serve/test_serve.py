@@ -17,6 +17,7 @@ import stat
 import struct
 import sys
 import termios
+import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -225,7 +226,8 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
 
 async def test_what_runs_is_what_its_file_and_its_flags_say(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("port: 1\nmax-model-len: 1024\nmax_num_seqs: 2\n")
+    names = "served-model-name: [triptych-tiny, gpt-4o]\n"
+    file.write_text(f"port: 1\nmax-model-len: 1024\nmax_num_seqs: 2\n{names}")
     flags = (f"--config={file}", "-tp", "2", "--dtype", "half", "--kv-cache-memory=64MiB")
     async with serving(tmp_path / "ready.json", *flags, stderr=asyncio.subprocess.STDOUT) as stack:
         # The flag `--port=0` before the file's.
@@ -236,8 +238,33 @@ async def test_what_runs_is_what_its_file_and_its_flags_say(tmp_path: Path) -> N
         assert re.search(r"KV +2,048 tokens.* blocks; --kv-cache-memory is 64\.0 MiB", stack.banner)
         warnings = [line for line in stack.banner.splitlines() if '"warning"' in line]
         assert len([line for line in warnings if "kv_cache_memory is cut" in line]) == 1
-        answered = await triptych("complete", "--url", stack.url, "Once upon a time", "--max-tokens", "5")
+        words = ("--model", "gpt-4o", "Once upon a time", "--max-tokens", "5")
+        answered = await triptych("complete", "--url", stack.url, *words)
         assert answered.exit_code == 0
+        models = await asyncio.to_thread(asked_over_http, stack, "/v1/models")
+        assert [model["id"] for model in models["data"]] == ["gpt-4o", "triptych-tiny"]
+        function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        body = {
+            "model": "gpt-4o",
+            "messages": [{"role": "user", "content": "Add 2 and 3."}],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        }
+        answer = await asyncio.to_thread(asked_over_http, stack, "/v1/chat/completions", body)
+        assert answer["model"] == "triptych-tiny"
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "add"
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+def asked_over_http(stack: Stack, path: str, body: object = None) -> Any:
+    """What the HTTP API of a stack answers, as an object."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://{stack.ready['http']}{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=START_LIMIT_S) as answer:
+        return json.loads(answer.read())
 
 
 @pytest.mark.parametrize(
