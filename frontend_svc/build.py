@@ -66,7 +66,7 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
-from triptych_kit.addresses import listen_at
+from triptych_kit.addresses import listen_at, port_in
 from triptych_kit.admin import AdminServicer
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.clock import Clock, MonotonicClock
@@ -135,7 +135,14 @@ def build_frontend(
     http = None
     if config.http_port is not None:
         http = _http_listener(
-            config, answers, requests.open, engines.directory, lifecycle, security, text_workers
+            config,
+            answers,
+            requests.open,
+            engines.directory,
+            lifecycle,
+            security,
+            text_workers,
+            lambda: frontend.address,
         )
     servers = Servers(
         lifecycle,
@@ -370,6 +377,7 @@ def _http_listener(
     lifecycle: Lifecycle,
     security: ListenerSecurity,
     text_workers: TextWorkers,
+    address_of: Callable[[], str],
 ) -> HTTPListener:
     routes = OpenAIRoutes(
         answers.generate,
@@ -384,6 +392,7 @@ def _http_listener(
         heartbeat_s=config.http_heartbeat_s,
         authenticator=security.authenticator,
         bodies=BodyReader(text_workers.check_json),
+        grpc_port=lambda: port_in(address_of()),
     )
     return HTTPListener(
         f"{config.host}:{config.http_port}",

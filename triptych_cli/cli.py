@@ -6,19 +6,21 @@ import io
 import sys
 
 from triptych_cli.first_line import is_service, show_first_line
+from triptych_kit.process.stacks import write_when_asked
 
-# Imports take seconds.
-show_first_line(sys.argv[1:])
+_IS_SERVICE = is_service(sys.argv[1:])
+if _IS_SERVICE:
+    write_when_asked()
+    # The other imports take seconds.
+    show_first_line(sys.argv[1:])
 
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from triptych_kit.process.setup import end_at_once_on_signals, prepare_process, process_environment
-from triptych_kit.process.stacks import write_when_asked
 
-if is_service(sys.argv[1:]):
+if _IS_SERVICE:
     # Until it handles signals itself: a stop during the imports is no failure.
-    write_when_asked()
     end_at_once_on_signals(0)
 
 import typer
@@ -41,7 +43,21 @@ _ENVIRONMENT = process_environment()
 # Groups of the options of `complete`, in the order in which it has them.
 _OUTPUT, _REQUEST = "Output", "Request"
 
+
+def _trust(ca: str | None) -> None:
+    if ca is not None:
+        # Imports grpc.
+        prepare_process("client")
+        from triptych_cli.client_channel import trust
+
+        trust(ca)
+
+
 Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
+CACert = Annotated[
+    str | None,
+    typer.Option("--cacert", help="file of the CA of the server's certificate", callback=_trust),
+]
 Model = Annotated[str, typer.Option(help="served name of the model; needed if there are several")]
 
 app = typer.Typer(
@@ -206,12 +222,14 @@ def complete(
         bool, typer.Option("--stream", help="with --json: one object an event", rich_help_panel=_OUTPUT)
     ] = False,
     timeout_s: Annotated[float | None, typer.Option(help="timeout in s", rich_help_panel=_REQUEST)] = None,
+    cacert: CACert = None,
 ) -> None:
     """Continue one prompt and print the text as it arrives.
 
     Exits 1 with the status on stderr if the request is refused.
     """
     arguments = dict(locals())
+    del arguments["cacert"]
     sampling = arguments.pop("context").obj
     if prompt_argument is not None and prompt is not None:
         _refuse("complete", ValueError("give one of PROMPT and --prompt"))
@@ -233,6 +251,7 @@ def chat(
     url: Url = _DEFAULT_URL,
     model: Model = "",
     quick: Annotated[str | None, typer.Option(help="send only this message, then exit")] = None,
+    cacert: CACert = None,
 ) -> None:
     """Chat with a model, a turn a line.
 
@@ -256,6 +275,7 @@ def health(
         str, typer.Option(help="frontend, engine, coordinator, or a full gRPC name; '' is the process")
     ] = "frontend",
     timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+    cacert: CACert = None,
 ) -> None:
     """Print whether a service is ready to serve.
 
@@ -286,6 +306,7 @@ def collect_env(
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="timeout of a call to it, in s")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
+    cacert: CACert = None,
 ) -> None:
     """Show what a report of a bug needs, without secrets.
 
@@ -303,6 +324,7 @@ def trace_last(
     num_traces: Annotated[int, typer.Option("-n", min=1, max=64, help="how many")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print one object")] = False,
     timeout_s: Annotated[float, typer.Option(help="timeout in s")] = 5.0,
+    cacert: CACert = None,
 ) -> None:
     """Draw the last requests of a frontend, the newest last.
 
@@ -346,6 +368,7 @@ def run_batch(
     resume: Annotated[bool, typer.Option("--resume", help="continue where OUTPUT ends")] = False,
     max_attempts: Annotated[int, typer.Option(min=1, max=100, help="attempts per request if busy")] = 5,
     timeout_s: Annotated[float | None, typer.Option(help="deadline of a request, in s")] = None,
+    cacert: CACert = None,
 ) -> None:
     """Answer a file of requests, in order.
 
@@ -401,6 +424,7 @@ def top(
     as_json: Annotated[
         bool, typer.Option("--json", help="print what the frontend says as JSON, and end")
     ] = False,
+    cacert: CACert = None,
 ) -> None:
     """Show engines and their requests while they run.
 

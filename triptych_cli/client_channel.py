@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Literal
 
 import grpc.aio
@@ -10,11 +11,18 @@ from triptych_kit.channel import ChannelCredentials, open_channel
 from triptych_kit.config import read_environment
 from triptych_kit.process.setup import api_key_in_environment
 
+_ca: ContextVar[str] = ContextVar("ca", default="")
+
+
+def trust(ca: str | None) -> None:
+    """Verify servers with this CA from now on, in place of the one that the environment names."""
+    _ca.set(ca or "")
+
 
 def client_credentials() -> ChannelCredentials:
     """What the variables TRIPTYCH_API_KEY, TRIPTYCH_CA_CERTS, _CERTFILE, _KEYFILE and _SERVER_NAME name."""
     return ChannelCredentials(
-        ca=read_environment("TRIPTYCH_CA_CERTS") or None,
+        ca=_ca.get() or read_environment("TRIPTYCH_CA_CERTS") or None,
         certificate=read_environment("TRIPTYCH_CERTFILE") or None,
         certificate_key=read_environment("TRIPTYCH_KEYFILE") or None,
         server_name=read_environment("TRIPTYCH_SERVER_NAME") or None,

@@ -53,7 +53,7 @@ CHANNEL_OPTIONS: dict[str, tuple[tuple[str, int], ...]] = {
 
 
 _LOOK_S = 1.0
-_TLS_SCHEMES = ("grpcs://", "https://")
+TLS_SCHEMES = ("grpcs://", "https://")
 _UNIX = "unix:"
 
 
@@ -147,7 +147,7 @@ def secured_channel(
     """The same with other channel options."""
     address, options = parse_target(target), list(options)
     is_unix = address.startswith(_UNIX)
-    if (credentials.has_tls or target.startswith(_TLS_SCHEMES)) and not is_unix:
+    if (credentials.has_tls or target.startswith(TLS_SCHEMES)) and not is_unix:
         if credentials.server_name is not None:
             options.append(("grpc.ssl_target_name_override", credentials.server_name))
         channel = grpc.aio.secure_channel(address, credentials.grpc_credentials(), options=options)
@@ -166,7 +166,7 @@ def parse_target(target: str) -> str:
     if target.startswith(_UNIX + "/"):
         return target
     address = target
-    for scheme in ("grpc://", "http://", *_TLS_SCHEMES):
+    for scheme in ("grpc://", "http://", *TLS_SCHEMES):
         address = address.removeprefix(scheme)
     address = address.removesuffix("/")
     host, colon, port = address.rpartition(":")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from triptych_cli.client_channel import client_credentials
+from triptych_cli.verbs.probe import describe_port
 from triptych_kit.channel import parse_target
 from triptych_kit.config import ConfigError
 from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, Unimplemented
@@ -64,7 +66,13 @@ def print_failure(error: ServiceError, asked: Asked) -> None:
     """Print an error of a server or of the connection on stderr: status, reason, and each sentence once."""
     # A status that gRPC has made itself has no reason of ours.
     is_of_connection = error.reason == error.code.name
-    if isinstance(error, Unavailable) and is_of_connection and _UNREACHABLE.search(error.message):
+    is_unreachable = isinstance(error, Unavailable) and is_of_connection
+    if (is_unreachable or _is_of_target(error)) and (
+        sentence := describe_port(asked.address, client_credentials())
+    ):
+        print(sentence, file=sys.stderr)
+        return
+    if is_unreachable and _UNREACHABLE.search(error.message):
         print(f"no server answers at {_shown(asked.address)}: {asked.hint}", file=sys.stderr)
         return
     if isinstance(error, DeadlineExceeded) and is_of_connection and asked.timeout_s is not None:
@@ -82,6 +90,11 @@ def print_failure(error: ServiceError, asked: Asked) -> None:
     if isinstance(error, InvalidArgument) and error.violations:
         sentences = [_in_flags(path, sentence, asked.flags) for path, sentence in error.violations]
     print(f"{status}: " + "\n  ".join(sentences), file=sys.stderr)
+
+
+def _is_of_target(error: ServiceError) -> bool:
+    """Whether the address itself is refused, such as OpenAI's base URL, which has a path."""
+    return isinstance(error, InvalidArgument) and [path for path, _ in error.violations] == ["target"]
 
 
 def _in_flags(path: str, sentence: str, flags: Mapping[str, str]) -> str:

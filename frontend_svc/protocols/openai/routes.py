@@ -85,10 +85,11 @@ class OpenAIRoutes:
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
         bodies: BodyReader,
+        grpc_port: Callable[[], int | None] = lambda: None,
         heartbeat_s: float = 15.0,
     ) -> None:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
-        self._is_ready = is_ready
+        self._is_ready, self._grpc_port = is_ready, grpc_port
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, requests, responses)
         gets: dict[str, Handler] = {
@@ -132,7 +133,7 @@ class OpenAIRoutes:
         return Response(status_code=200 if self._is_ready() else 503)
 
     async def _version(self, request: Request) -> Response:
-        return json_response({"version": installed_version()})
+        return json_response({"version": installed_version(), "grpc_port": self._grpc_port()})
 
     async def _models(self, request: Request) -> Response:
         models = self._served.all().models
