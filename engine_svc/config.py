@@ -14,8 +14,6 @@ from triptych_kit.config import option, require
 from triptych_kit.listeners import check_service_ports
 from triptych_kit.security.options import SecurityOptions
 
-# Listen addresses that other machines cannot connect to.
-WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
 # Rows are sent to a rank as 16-bit indexes.
 _MAX_NUM_SEQS = 65_536
 # Each step in flight has its own result buffers, and more than one beside the running one gains nothing.

@@ -69,6 +69,7 @@ class Serving:
     engine: EngineConfig | None = None  # of the first engine; None: one that is known to start
     tokenizer: str | None = None  # of the frontends, in place of the model's
     has_tls: bool = False  # whether clients use TLS
+    has_keys: bool = False  # whether clients need a key
     listeners: Sequence[Listener] = ()
 
     @property
@@ -115,6 +116,7 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         engine.config,
         frontend.config.tokenizer,
         frontend.config.ssl_certfile is not None,
+        frontend.config.api_keys is not None or bool(frontend.config.client_keys),
         listeners,
     )
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNIX = "unix:"
+# Listen addresses that nothing can connect to: every address of the machine.
+WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
 # Of the path in a socket's address, with its final zero byte.
 _MAX_PATH_BYTES = 107
 

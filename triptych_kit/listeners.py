@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from triptych_kit.addresses import WILDCARD_HOSTS
 from triptych_kit.config import ConfigError
 
-_WILDCARDS = ("0.0.0.0", "::", "[::]", "*", "")
 _NAMES = {
     "port": "gRPC",
     "http_port": "HTTP",
@@ -60,5 +60,5 @@ def check_service_ports(config: Any) -> None:
 
 
 def _collide(first: Listener, second: Listener) -> bool:
-    has_wildcard = first.host in _WILDCARDS or second.host in _WILDCARDS
+    has_wildcard = first.host in WILDCARD_HOSTS or second.host in WILDCARD_HOSTS
     return bool(first.port) and first.port == second.port and (has_wildcard or first.host == second.host)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_svc.config import WILDCARD_HOSTS, EngineConfig
+from engine_svc.config import EngineConfig
 from engine_svc.core.facts import ModelFingerprint
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.model.loading.loader import has_experts
+from triptych_kit.addresses import WILDCARD_HOSTS
 from triptych_kit.config import ConfigError
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from engine_svc.build.start_check import POLICY_ENTRY_POINTS, SCHEDULER_ENTRY_PO
 from engine_svc.cache.attention import AttentionKind, FullAttention, SlidingWindow
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import KVCache
-from engine_svc.config import WILDCARD_HOSTS, EngineConfig
+from engine_svc.config import EngineConfig
 from engine_svc.core.artifacts import Artifact, check_artifacts, read_artifacts
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress, ModelFingerprint
@@ -49,7 +49,7 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
-from triptych_kit.addresses import listen_at, unix_path
+from triptych_kit.addresses import WILDCARD_HOSTS, listen_at, unix_path
 from triptych_kit.admin import AdminServicer
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError

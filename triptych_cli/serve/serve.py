@@ -285,6 +285,7 @@ async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) ->
         None if serving.engine is None else serving.engine.kv_cache_memory,
         supervisor.http_of(_FRONTEND),
         has_tls=serving.has_tls,
+        has_keys=serving.has_keys,
     )
 
 

@@ -13,7 +13,7 @@ from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
-from triptych_kit.addresses import is_loopback, unix_path
+from triptych_kit.addresses import WILDCARD_HOSTS, is_loopback, unix_path
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.version import installed_version
@@ -77,10 +77,12 @@ def banner(
     http: str = "",
     *,
     has_tls: bool = False,
+    has_keys: bool = False,
 ) -> str:
     """The text printed once everything is ready.
 
-    kv_cache_memory: what was asked for, in bytes.  http: the address of OpenAI's API, empty without one.
+    kv_cache_memory: the value of its flag, in bytes.  http: the address of OpenAI's API, empty without one.
+    has_keys: whether callers need a key.
     """
     # Those at a socket can be scraped by nothing, and the frontend's have the address of its page.
     num_scraped = sum(unix_path(one) is None for one in admin_https.values())
@@ -90,7 +92,12 @@ def banner(
         if unix_path(one) is None and not (name.startswith("frontend") and num_scraped == 1)
     ]
     secure = "s" if has_tls else ""
-    url = f"grpc{secure}://{addresses[0]}"
+    url = f"grpc{secure}://{_reachable(addresses[0], has_tls=has_tls)}"
+    verb = f"--url {url}" + (" --cacert CA.pem" if has_tls else "")
+    notes = [
+        *(["CA.pem is the CA of the certificate, if the system does not know it"] if has_tls else []),
+        *(["TRIPTYCH_API_KEY is the caller's key"] if has_keys else []),
+    ]
     asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
     return "\n".join(
         (
@@ -108,7 +115,30 @@ def banner(
                 for name, one in admin_https.items()
                 if name.startswith("frontend") and is_loopback(one.rpartition(":")[0])
             ),
-            f"  try     triptych chat --url {url}",
-            f"  or      triptych complete --url {url} 'Once upon a time'",
+            *([f"  try     {_curl(http, has_tls=has_tls, has_keys=has_keys)}"] if http else []),
+            f"  {'or' if http else 'try':<7} triptych chat {verb}",
+            f"  or      triptych complete {verb} 'Once upon a time'",
+            *([f"  where   {'; '.join(notes)}"] if notes else []),
         )
     )
+
+
+def _curl(address: str, *, has_tls: bool, has_keys: bool) -> str:
+    """A command that continues a text over HTTP."""
+    scheme = "https" if has_tls else "http"
+    words = [
+        f"curl {scheme}://{_reachable(address, has_tls=has_tls)}/v1/completions",
+        "-H 'content-type: application/json'",
+        *(['-H "authorization: Bearer $TRIPTYCH_API_KEY"'] if has_keys else []),
+        *(["--cacert CA.pem"] if has_tls else []),
+        """-d '{"prompt": "Once upon a time", "max_tokens": 40}'""",
+    ]
+    return " ".join(words)
+
+
+def _reachable(address: str, *, has_tls: bool) -> str:
+    """The address for a caller on this machine, with a name that a certificate may have."""
+    host, _, port = address.rpartition(":")
+    if host in WILDCARD_HOSTS:
+        return f"{'localhost' if has_tls else '127.0.0.1'}:{port}"
+    return address

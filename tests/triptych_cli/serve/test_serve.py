@@ -9,12 +9,14 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import ssl
 import stat
 import struct
+import subprocess
 import sys
 import termios
 import urllib.request
@@ -322,6 +324,10 @@ async def test_serve_with_a_key_and_a_certificate_serves_those_with_the_key(
         url = f"grpcs://{stack.ready['grpc']}"
         assert f"triptych chat --url {url}" in stack.banner
         assert f"https://{stack.ready['http']}/v1 (OpenAI)" in stack.banner
+        [shown] = re.findall("try     (curl .*)", stack.banner)
+        words = shlex.split(shown.replace("$TRIPTYCH_API_KEY", key).replace("CA.pem", ca.file))
+        answered = await asyncio.to_thread(subprocess.run, [*words, "-sS"], capture_output=True, text=True)
+        assert len(json.loads(answered.stdout)["choices"][0]["text"]) > 20, answered
         prompt = ("complete", "--url", url, "--prompt", "Once upon", "--max-tokens", "4")
         trusting = {"TRIPTYCH_CA_CERTS": ca.file}
         served = await triptych(*prompt, environment=environment | trusting)
@@ -430,7 +436,7 @@ async def test_on_a_terminal_a_start_is_short_and_ctrl_c_ends_it_in_two_lines(tm
         assert await process.wait() == 0
     assert start.startswith(b"triptych serve: starting ...\r\x1b[2K")
     lines = as_seen(start.decode())
-    assert len(lines) <= 12, lines
+    assert len(lines) <= 13, lines
     assert [" READY at " in line for line in lines[:3]] == [True] * 3
     shown = "\n".join(lines)
     for word in (
