@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from frontend_svc.options import OPTIONS
 from tests.architecture.sources import ROOT
 
-# By the name of an option's file: what names that concern it alone have.
-NAMES = {
+# By the name of an option's file: what names that concern it alone have, where its fields do not say it.
+_FURTHER_NAMES = {
     "logprobs": r"logprob_token_id|SampledLogprobs",
     "passed_on": r"passed_?on|max_draft_tokens",
     "penalties": r"penalt",
@@ -22,6 +23,10 @@ NAMES = {
     "thinking_budget": r"thinking_?(token_?)?budget",
     "token_rules": r"bad_?word|logit_?bias|allowed_token|token_?rules",
 }
+NAMES = {
+    type(option).__module__.rpartition(".")[2]: "|".join(field.rpartition(".")[2] for field in option.fields)
+    for option in OPTIONS
+} | _FURTHER_NAMES
 FOR_ALL = {
     "frontend_svc/options/__init__.py": "the list of options",
     "frontend_svc/protocols/openai/bodies.py": "the fields of another API, by their names",

@@ -11,19 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from frontend_svc.options import OPTIONS
 from tests.architecture.sources import ROOT
 
-# A request that asks for the option.
+# A request that asks for the option: by its first field, where that is a number or a truth value.
 ASKED = {
-    "penalties": "prompt: 'x' sampling { presence_penalty: 1 }",
-    "logprobs": "prompt: 'x' sampling { logprobs: 1 }",
-    "prompt_logprobs": "prompt: 'x' sampling { prompt_logprobs: 1 }",
+    type(option).__module__.rpartition(".")[2]: f"prompt: 'x' {option.fields[0].replace('.', ' { ')}: 1 }}"
+    for option in OPTIONS
+} | {
     "token_rules": "prompt: 'x' sampling { bad_words: 'cat' }",
-    "thinking_budget": "prompt: 'x' sampling { thinking_token_budget: 5 }",
     "prompt_embeddings": "embeds { is_token: '0' }",
     "structured_output": "prompt: 'x' sampling { structured_output { json_object: true } }",
-    "passed_on": "prompt: 'x' sampling { max_draft_tokens: 1 }",
-    "sampling_limits": "prompt: 'x' sampling { temperature: 1 }",
 }
 # Tests whose requests have lengths and sampling groups, which are parameters of this option.
 OF_LIMITS = ("generation/test_preprocess.py", "options/test_prompt_embeddings.py")
