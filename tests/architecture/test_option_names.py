@@ -42,6 +42,7 @@ DEFAULTS = {
 ALLOWED = {
     "logprobs": {"frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt"},
     "penalties": DEFAULTS,
+    "prompt_embeddings": {"frontend_svc/generation/preprocess.py": "inputs that prompts check in slices"},
     "prompt_logprobs": {
         "frontend_svc/options/prompt_embeddings.py": "positions without a token have none: refused",
     },
