@@ -103,14 +103,14 @@ LOADS = {
 
 
 def _harmless(index: int) -> sampling_pb2.StructuredOutput:
-    if index % 2:
+    if index % 3 == 0:
         return sampling_pb2.StructuredOutput(regex=f"[a-z]{{5}}{index}", backend="xgrammar")
-    return _schema({"enum": [f"value {index} {number}" for number in range(1000)]})
+    return _schema({"enum": [f"value {index} {number}" for number in range(1000 if index % 3 == 1 else 3)]})
 
 
-# One for each backend: starts, once more after their end, the processes that compile.
+# For xgrammar, a large and a small one: starts, once more after their end, the processes that compile.
 HARMLESS = "harmless"
-_ALL = {**LOADS, HARMLESS: Load(2, _harmless)}
+_ALL = {**LOADS, HARMLESS: Load(3, _harmless)}
 
 
 class Sender:
