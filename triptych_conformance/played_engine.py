@@ -14,10 +14,11 @@ import grpc.aio
 
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
-from triptych_conformance.cases import Finding, expect
+from triptych_conformance.cases import Finding, expect, fail
 from triptych_conformance.wire import Wire
 from triptych_kit.errors import ServiceError, to_status
 from triptych_kit.limits import INTERNAL
+from triptych_kit.rules import MessageRules
 
 REVISION = 1
 VOCAB_SIZE = 1000
@@ -30,7 +31,7 @@ REPLAY_WINDOW_MS = 5000
 ACK_INTERVAL_MESSAGES = 16
 ACK_INTERVAL_MS = 50
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
-_MAX_ID_CHARACTERS = 128
+_HELLO_RULES = MessageRules(session_pb2.Hello)
 _BLOB_TTL_MS = 60_000
 
 
@@ -376,11 +377,8 @@ def _check_hello(message: engine_pb2.ConnectRequest) -> None:
     kind = message.WhichOneof("message")
     expect(kind == "hello", "hello as the first message of a stream", kind)
     hello = message.hello
-    for name in ("frontend_id", "session_id"):
-        length = len(getattr(hello, name))
-        expect(
-            0 < length <= _MAX_ID_CHARACTERS, f"hello.{name} of 1 to {_MAX_ID_CHARACTERS} characters", length
-        )
+    for violation in _HELLO_RULES.violations(hello, {}):
+        fail("a hello that keeps the rules of the contract", violation.message)
     expect(hello.frontend_epoch != 0, "a frontend_epoch other than 0", 0)
     expect(hello.schema_revision >= 1, "a schema_revision from 1", hello.schema_revision)
 

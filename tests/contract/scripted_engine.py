@@ -6,11 +6,12 @@ It has the feature `resume`. What an engine of `wrong_engines.py` does otherwise
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import struct
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,13 @@ from grpc_status import rpc_status
 
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2, utility_pb2
+from triptych.options.v1 import rules_pb2
 
 REVISION = 1
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = VOCAB_SIZE - 1
 MAX_MODEL_LEN = 2048
 MAX_INFLIGHT_ADDS = 64
-_MAX_ID_CHARACTERS = 128
 _MAX_KEPT_BYTES = 8 * 1024 * 1024
 _MAX_UNSENT = 8192
 _MAX_UNACKNOWLEDGED_BEATS = 4
@@ -324,9 +325,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         return first.hello
 
     def check_hello(self, hello: session_pb2.Hello) -> None:
-        for value, least in ((hello.frontend_id, 1), (hello.session_id, 16)):
-            if not least <= len(value) <= _MAX_ID_CHARACTERS:
-                raise Ended(_Code.INVALID_ARGUMENT, "BAD_ID", f"this id has {least} to 128 characters")
+        for name in broken_fields(hello, self.ready.vocab_size):
+            raise Ended(_Code.INVALID_ARGUMENT, "BAD_ID", f"{name} breaks a rule of the contract")
         if hello.min_peer_revision > REVISION or hello.schema_revision < REVISION:
             raise Ended(_Code.FAILED_PRECONDITION, "REVISION_TOO_OLD", f"the revision here is {REVISION}")
 
@@ -484,6 +484,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.check_request_id(session, entry)
         self.check_limit(session)
         self.check_fields(entry)
+        self.check_values(entry)
         ids = unpack(entry.prompt_token_ids) + unpack(entry.output_token_ids)
         if (
             not entry.prompt_token_ids
@@ -491,8 +492,6 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             or max(ids) >= self.ready.vocab_size
         ):
             raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "prompt_token_ids: not of this model")
-        if entry.sampling.temperature < 0:
-            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "temperature is below 0")
 
     def check_state(self) -> None:
         if self.is_loading:
@@ -521,6 +520,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         for field, value in entry.sampling.ListFields():
             if field.name not in _SERVED_SAMPLING and not self.is_neutral(field.name, value):
                 raise Ended(_Code.UNIMPLEMENTED, "UNIMPLEMENTED_FIELD", f"{field.name} is not served")
+
+    def check_values(self, entry: add_pb2.AddEntry) -> None:
+        for name in broken_fields(entry, self.ready.vocab_size):
+            raise Ended(_Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", f"{name} breaks a rule of the contract")
 
     def is_neutral(self, name: str, value: object) -> bool:
         return _NEUTRAL.get(name) == value
@@ -607,6 +610,37 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
 def token_at(prompt: Sequence[int], seed: int, position: int) -> int:
     """The token at a position of the output."""
     return zlib.crc32(repr((tuple(prompt), seed, position)).encode()) % EOS_TOKEN_ID
+
+
+def broken_fields(message: Any, vocab_size: int) -> Iterator[str]:
+    """The fields with values outside their rules. Columns of ids are checked where they are unpacked."""
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        if field.message_type is None:
+            if breaks(field.GetOptions().Extensions[rules_pb2.rules], value, vocab_size):
+                yield field.name
+        elif not field.is_repeated:
+            yield from broken_fields(value, vocab_size)
+
+
+def breaks(rules: rules_pb2.Rules, value: Any, vocab_size: int) -> bool:
+    """Whether a value breaks one of the rules that fields of this engine have."""
+
+    def limit(name: str, default: float) -> float:
+        return getattr(rules, name) if rules.HasField(name) else default
+
+    match value:
+        case str():
+            is_long = not rules.min_chars <= len(value) <= limit("max_chars", math.inf)
+            return is_long or (rules.printable and not value.isprintable())
+        case bytes():
+            return len(value) > limit("max_bytes", math.inf)
+        case int() | float():
+            return not limit("minimum", -math.inf) <= value <= limit("maximum", math.inf)
+    is_foreign = rules.in_vocabulary and max(value, default=0) >= vocab_size
+    return is_foreign or len(value) > limit("max_items", math.inf)
 
 
 def pack(values: Iterable[int]) -> bytes:

@@ -188,6 +188,11 @@ class _IgnoresFields(ScriptedEngine):
         self.check_params(entry)
 
 
+class _ChecksNoValues(ScriptedEngine):
+    def check_values(self, entry: add_pb2.AddEntry) -> None:
+        pass
+
+
 class _IgnoresTakenHandles(ScriptedEngine):
     def check_handle(self, session: Session, entry: add_pb2.AddEntry) -> None:
         pass
@@ -318,6 +323,7 @@ WRONG_ENGINES: tuple[tuple[str, type[ScriptedEngine]], ...] = (
     ("acknowledged_further", _ResumesWithAGap),
     ("add_sent_again", _RejectsKnownAdds),
     ("neither_params", _NeedsNoParams),
+    ("invalid_values", _ChecksNoValues),
     ("fields_of_the_frontend", _IgnoresFields),
     ("plain_defaults", _RefusesPlainDefaults),
     ("request_in_flight", _TakesARequestTwice),

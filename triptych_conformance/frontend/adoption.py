@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from triptych.engine.v1 import engine_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2
 from triptych_conformance.cases import Cases, NotApplicable, Section, expect
 from triptych_conformance.frontend.health import busy
 from triptych_conformance.frontend_under_test import FrontendUnderTest
+from triptych_kit.rules import rules_of
 
 CASES: Cases[FrontendUnderTest] = Cases(Section.ADOPTION)
 
 _GRACE_MS = 1000
-_MAX_GRACE_MS = 60_000
-_MAX_STATE_BYTES = 64 * 1024
+_MAX_GRACE_MS = int(rules_of(add_pb2.AddEntry, "orphan_grace_ms").lowered_to)
+_MAX_STATE_BYTES = rules_of(add_pb2.AddEntry, "resume_state").max_bytes
 _LEAST_ID_CHARACTERS = 32
 
 
