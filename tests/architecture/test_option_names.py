@@ -29,6 +29,7 @@ NAMES = {
 } | _FURTHER_NAMES
 FOR_ALL = {
     "frontend_svc/options/__init__.py": "the list of options",
+    "frontend_svc/protocols/anthropic/requests.py": "the fields of another API, by their names",
     "frontend_svc/protocols/openai/bodies.py": "the fields of another API, by their names",
     "frontend_svc/protocols/openai/requests.py": "which of its fields are fields of requests",
     "frontend_svc/protocols/openai/responses.py": "the fields of another API, by their names",

@@ -45,12 +45,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with `openai` alone."""
-    folder = tmp_path_factory.mktemp("openai") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, env=plain_environment())
-    command = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "openai"]
-    subprocess.run(command, check=True, timeout=LIMIT_S, env=plain_environment())
-    return folder / "bin" / "python"
+    return environment_with("openai", folder=tmp_path_factory.mktemp("openai") / "venv")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +60,14 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def environment_with(*packages: str, folder: Path) -> Path:
+    """The interpreter of an environment with these packages of PyPI alone."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, env=plain_environment())
+    command = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    subprocess.run(command, check=True, timeout=LIMIT_S, env=plain_environment())
+    return folder / "bin" / "python"
+
+
 def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -77,6 +80,7 @@ class Servers:
     base_of_embeddings: str
     completion: list[int]
     chat: list[int]
+    greedy_text: str  # of the chat's message, 24 tokens
     embeddings: list[list[float]]
     num_embedded: int
 
@@ -101,14 +105,20 @@ async def servers(folder: Path) -> AsyncIterator[Servers]:
             )
             message = chat_message_pb2.ChatMessage(role="CHAT_ROLE_USER")
             message.parts.add(text=MESSAGE)
-            chat = await chat_pb2_grpc.ChatServiceStub(channel).ChatOnce(
-                chat_message_pb2.ChatRequest(messages=[message], sampling=sampling), timeout=LIMIT_S
-            )
+            chats = chat_pb2_grpc.ChatServiceStub(channel)
+            greedy = sampling_pb2.SamplingParams(temperature=0, max_tokens=24)
+            chat, greedy_chat = [
+                await chats.ChatOnce(
+                    chat_message_pb2.ChatRequest(messages=[message], sampling=one), timeout=LIMIT_S
+                )
+                for one in (sampling, greedy)
+            ]
         yield Servers(
             f"http://{frontend.http}/v1",
             base_of_embeddings,
             list(completion.outputs[0].token_ids),
             list(chat.outputs[0].token_ids),
+            greedy_chat.outputs[0].message.parts[0].text,
             [list(struct.unpack(f"<{vector.shape[0]}f", vector.inline)) for vector in embedded.embeddings],
             embedded.usage.num_prompt_tokens,
         )

@@ -7,6 +7,7 @@ from typing import Any
 from frontend_svc.engines.connection.client import SCHEMA_REVISION, EngineState, FrontendIdentity
 from frontend_svc.engines.directory import Directory
 from frontend_svc.generation.preprocess import describe
+from frontend_svc.parsers.registry import reasoning_parser
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import GenerationDefaults, ServedModel
 from triptych.api.v1 import model_pb2
@@ -57,6 +58,10 @@ class ModelAnswers:
         """The model `name`, which may be an alias, or the only one if that is empty. Raises NotFound."""
         card = self._described(self._directory.model(name))
         return _renamed(card, name) if name else card
+
+    def reasons(self, name: str) -> bool:
+        """Whether the reasoning of the model `name` is read apart from its answer. Raises NotFound."""
+        return reasoning_parser(self._directory.model(name).parsers.reasoning) is not None
 
     def server_info(self) -> model_pb2.GetServerInfoResponse:
         limits = self._limits

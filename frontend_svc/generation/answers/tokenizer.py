@@ -8,7 +8,7 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.text.chat.conversation import check_conversation, conversation_of
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.prompt import check_text
-from triptych.api.v1 import tokenize_pb2, tokenizer_pb2
+from triptych.api.v1 import chat_message_pb2, tokenize_pb2, tokenizer_pb2
 
 _CHUNK_BYTES = 1024 * 1024
 
@@ -65,6 +65,18 @@ class TokenizerAnswers:
             return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text)
         text, token_ids = await model.tokenizer.render_and_encode(conversation, max_chars=max_chars)
         return tokenizer_pb2.ApplyChatTemplateResponse(prompt=text, token_ids=token_ids)
+
+    async def count(self, chat: chat_message_pb2.ChatRequest) -> int:
+        """The number of tokens of the prompt that a chat has."""
+        has_tools = chat.tool_choice.mode != chat_message_pb2.TOOL_CHOICE_MODE_NONE
+        request = tokenizer_pb2.ApplyChatTemplateRequest(
+            model=chat.model,
+            messages=chat.messages,
+            tools=chat.tools if has_tools else (),
+            template_options=chat.template_options,
+            tokenize=True,
+        )
+        return len((await self.apply_chat_template(request)).token_ids)
 
     async def files(
         self, request: tokenizer_pb2.GetTokenizerRequest

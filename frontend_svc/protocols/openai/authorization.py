@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +11,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
+from frontend_svc.protocols.openai.call import Dialect
+from frontend_svc.protocols.openai.errors import error_headers, status_of
 from triptych_kit.errors import PermissionDenied, Unauthenticated
 from triptych_kit.security.access import CLIENTS, check_role
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
@@ -20,15 +22,22 @@ logger = logging.getLogger(__name__)
 
 # Load balancers and probes have no credentials.
 OPEN_PATHS = frozenset(("/health", "/ready"))
+# The header in which clients of Anthropic's API send their key.
+KEY_HEADER = "x-api-key"
 # Where the listener puts the names of the certificate of a connection.
 CERTIFICATE_NAMES = "triptych.certificate_names"
 
 
 class Authorization:
-    """Wraps the whole application, so that a new route is not open by mistake."""
+    """Wraps the whole application, so that a new route is not open by mistake.
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
-        self._app, self._authenticator = app, authenticator
+    dialect_of: the API that a path belongs to.
+    """
+
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, dialect_of: Callable[[str], Dialect]
+    ) -> None:
+        self._app, self._authenticator, self._dialect_of = app, authenticator, dialect_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
@@ -44,7 +53,7 @@ class Authorization:
                     },
                 )
                 refusal = Response(
-                    msgspec.json.encode(error_body(error)),
+                    msgspec.json.encode(self._dialect_of(scope["path"]).error_body(error)),
                     status_code=status_of(error),
                     media_type="application/json",
                     headers={**error_headers(error), "connection": "close"},
@@ -57,6 +66,10 @@ class Authorization:
         if not self._authenticator.needs_credentials:
             return
         names: Any = scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
-        identity = self._authenticator.identify(Headers(scope=scope).get(AUTHORIZATION, ""), names)
+        headers = Headers(scope=scope)
+        given = headers.get(AUTHORIZATION, "")
+        if not given and (key := headers.get(KEY_HEADER)):
+            given = f"Bearer {key}"
+        identity = self._authenticator.identify(given, names)
         check_role(identity, CLIENTS, f"{scope['method']} {scope['path'][:256]}")
         bind_identity(identity)

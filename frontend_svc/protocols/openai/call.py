@@ -9,10 +9,10 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/ready")
 DONE = b"data: [DONE]\n\n"
-# A comment, which readers of events pass over.
-HEARTBEAT = b": heartbeat\n\n"
 _MAX_ID_CHARS = rules_of(generate_pb2.GenerateRequest, "request_id").max_chars
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{_MAX_ID_CHARS}}}")
 _IGNORED_HEADER = "x-triptych-ignored-fields"
@@ -42,33 +40,48 @@ _T = TypeVar("_T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-async def unknown_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for these"
-    what = f"{request.method} {request.url.path}"
-    message = {404: f"{what} is not served", 405: f"{what} is not served: use another method"}
-    shown = message.get(error.status_code, error.detail)
-    content = {"message": shown, "type": "invalid_request_error", "param": None, "code": "unknown_url"}
-    return Response(_encode({"error": content}), status_code=error.status_code, media_type="application/json")
+def event_of(content: dict[str, Any], event_id: str = "") -> bytes:
+    event = b"data: " + _encode(content) + b"\n\n"
+    return b"id: " + event_id.encode() + b"\n" + event if event_id else event
 
 
-def guarded(handler: Handler) -> Handler:
-    """Gives the request an id, and errors OpenAI's shape; logs the call."""
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API writes errors, as bodies and as events of a stream, and a stream's heartbeat.
+
+    id_header: its own name of the header `x-request-id` in answers.
+    """
+
+    error_body: Callable[[ServiceError], dict[str, Any]]
+    error_event: Callable[[dict[str, Any]], bytes]
+    heartbeat: bytes
+    id_header: str = ""
+
+
+# Readers of events pass over a comment.
+OPENAI = Dialect(error_body, event_of, heartbeat=b": heartbeat\n\n")
+
+
+def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
+    """Gives the request an id, and errors the shape of the API; logs the call."""
 
     async def handle(request: Request) -> Response:
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        request.state.request_id = request_id
+        request.state.request_id, request.state.dialect = request_id, dialect
         bind_log_fields(request_id=request_id)
         began_at = time.monotonic()
         try:
             response = await handler(request)
         except ServiceError as error:
-            response = _refusal(error)
+            response = refusal(error, dialect)
         except ClientDisconnect:
-            response = _refusal(Cancelled("the client has disconnected"))
+            response = refusal(Cancelled("the client has disconnected"), dialect)
         except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
-            response = _refusal(_incident())
+            response = refusal(_incident(), dialect)
         response.headers["x-request-id"] = request_id
+        if dialect.id_header:
+            response.headers[dialect.id_header] = request_id
         is_quiet = request.url.path in PROBES
         logger.log(
             logging.DEBUG if is_quiet else logging.INFO,
@@ -134,6 +147,7 @@ async def streamed(request: Request, events: AsyncGenerator[bytes, None], ignore
     After a heartbeat's time the stream begins without one: proxies cut an answer that is silent.
     """
     interval_s: float = request.app.state.heartbeat_s
+    dialect: Dialect = request.state.dialect
     first = asyncio.ensure_future(anext(events))
     try:
         await unless_disconnected(request, asyncio.wait((first,), timeout=interval_s or None))
@@ -145,8 +159,9 @@ async def streamed(request: Request, events: AsyncGenerator[bytes, None], ignore
         await events.aclose()
         raise
     return _EventStream(
-        _with_errors(first, events),
+        _with_errors(first, events, dialect),
         interval_s,
+        dialect.heartbeat,
         {"cache-control": "no-cache", "x-accel-buffering": "no", **_ignored_header(ignored)},
     )
 
@@ -154,9 +169,11 @@ async def streamed(request: Request, events: AsyncGenerator[bytes, None], ignore
 class _EventStream(StreamingResponse):
     """Sends events, and a heartbeat whenever there was none for `interval_s`; 0 is never."""
 
-    def __init__(self, events: AsyncIterator[bytes], interval_s: float, headers: dict[str, str]) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], interval_s: float, heartbeat: bytes, headers: dict[str, str]
+    ) -> None:
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._interval_s = interval_s
+        self._interval_s, self._heartbeat = interval_s, heartbeat
         self._sent_at = 0.0
         # A heartbeat that waits for a slow client must not be sent after the end.
         self._sending = asyncio.Lock()
@@ -180,13 +197,13 @@ class _EventStream(StreamingResponse):
         while True:
             silent_s = time.monotonic() - self._sent_at
             if silent_s >= self._interval_s:
-                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+                await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
             else:
                 await asyncio.sleep(self._interval_s - silent_s)
 
 
 async def _with_errors(
-    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
+    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], dialect: Dialect
 ) -> AsyncIterator[bytes]:
     """An error after the beginning of the stream is its last event."""
     try:
@@ -195,9 +212,9 @@ async def _with_errors(
             async for event in events:
                 yield event
     except ServiceError as error:
-        yield event_of(error_body(error))
+        yield dialect.error_event(dialect.error_body(error))
     except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
-        yield event_of(error_body(_incident()))
+        yield dialect.error_event(dialect.error_body(_incident()))
 
 
 def _incident() -> Internal:
@@ -208,9 +225,9 @@ def _incident() -> Internal:
     )
 
 
-def _refusal(error: ServiceError) -> Response:
+def refusal(error: ServiceError, dialect: Dialect) -> Response:
     return Response(
-        _encode(error_body(error)),
+        _encode(dialect.error_body(error)),
         status_code=status_of(error),
         media_type="application/json",
         headers=error_headers(error),
@@ -223,8 +240,3 @@ def json_response(content: dict[str, Any], ignored: list[str] | None = None) -> 
 
 def _ignored_header(ignored: list[str]) -> dict[str, str]:
     return {_IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
-
-
-def event_of(content: dict[str, Any], event_id: str = "") -> bytes:
-    event = b"data: " + _encode(content) + b"\n\n"
-    return b"id: " + event_id.encode() + b"\n" + event if event_id else event

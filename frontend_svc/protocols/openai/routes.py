@@ -21,6 +21,8 @@ from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
+from frontend_svc.protocols.anthropic.errors import ANTHROPIC
+from frontend_svc.protocols.anthropic.routes import MessageRoutes
 from frontend_svc.protocols.openai.answers import (
     Answer,
     add_usage,
@@ -43,6 +45,8 @@ from frontend_svc.protocols.openai.bodies import (
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.call import (
     DONE,
+    OPENAI,
+    Dialect,
     Handler,
     body_of,
     caller_of,
@@ -50,7 +54,6 @@ from frontend_svc.protocols.openai.call import (
     guarded,
     json_response,
     streamed,
-    unknown_route,
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
@@ -58,6 +61,7 @@ from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
+from frontend_svc.protocols.openai.unknown_routes import unknown_route
 from triptych.api.v1 import generate_pb2, tokenize_pb2, tokenizer_pb2
 from triptych.common.v1 import output_pb2
 from triptych_kit.errors import (
@@ -108,18 +112,20 @@ class OpenAIRoutes:
             "/detokenize": self._detokenize,
             **EmbeddingRoutes(pooling, models).posts,
             **response_routes.posts,
+            **MessageRoutes(chat, tokenizer, models).posts,
         }
-        routes = [Route(path, guarded(handler), methods=["GET"]) for path, handler in gets.items()]
-        routes += [Route(path, guarded(handler), methods=["POST"]) for path, handler in posts.items()]
-        routes += [
-            Route(path, guarded(handler), methods=["DELETE"])
-            for path, handler in response_routes.deletes.items()
+        handlers = {"GET": gets, "POST": posts, "DELETE": response_routes.deletes}
+        routes = [
+            Route(path, guarded(handler, _dialect_of(path)), methods=[method])
+            for method, by_path in handlers.items()
+            for path, handler in by_path.items()
         ]
-        # A path or a method that there is not.
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(Authorization, authenticator=authenticator)],
-            exception_handlers={HTTPException: unknown_route},
+            middleware=[
+                Middleware(Authorization, authenticator=authenticator, dialect_of=_dialect_of),
+            ],
+            exception_handlers={HTTPException: unknown_route(_dialect_of)},
         )
         # A client would repeat a POST as a GET.
         self.app.router.redirect_slashes = False
@@ -320,6 +326,10 @@ class OpenAIRoutes:
             for chunk in usage.last(common):
                 yield event_of(chunk, "" if progress is None else usage.event_id(progress, is_over=True))
         yield DONE
+
+
+def _dialect_of(path: str) -> Dialect:
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
 
 class _StreamUsage:

@@ -298,8 +298,32 @@ async def test_models_health_and_version_and_what_there_is_not():
         missing = await client.call("GET", "/v1/nothing", **{"x-request-id": "mine"})
         wrong = await client.call("GET", "/v1/completions")
     assert (missing.status, missing.body["error"]["code"]) == (404, "unknown_url")
-    assert wrong.status == 405
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.body["error"]["message"].endswith("use POST")
     assert listed["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/complete", "did you mean /v1/completions?"),
+        ("/v1/files/file-1", "send what is in a file as text"),
+        ("/v1/batches", "run-batch"),
+        ("/v1/conversations", "previous_response_id"),
+        ("/v1/images/generations", "models here read and write text"),
+        ("/api/chat", "use /v1/chat/completions"),
+        ("/openapi.json", "docs/openai.md"),
+        ("/zzz", "is not served"),
+        ("/" + "v1/chat/completions" * 50, "is not served"),
+    ],
+)
+async def test_a_path_that_is_not_served_is_answered_with_what_is(path, says):
+    async with served() as client:
+        reply = await client.post(path, {})
+    assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_url")
+    assert says in reply.body["error"]["message"]
 
 
 async def test_a_frontend_that_drains_is_not_ready_and_serves_until_its_lag_is_over():

@@ -1,0 +1,85 @@
+"""The routes of Anthropic's Messages API: a message is a chat."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncGenerator
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.models import ModelAnswers
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
+from frontend_svc.protocols.anthropic.errors import event_of
+from frontend_svc.protocols.anthropic.message import GrowingMessage
+from frontend_svc.protocols.anthropic.requests import MessageRequest, MessagesBody, message_request
+from frontend_svc.protocols.openai.call import (
+    Handler,
+    body_of,
+    caller_of,
+    json_response,
+    streamed,
+    unless_disconnected,
+)
+from frontend_svc.protocols.openai.errors import fields_named
+from triptych.api.v1 import chat_message_pb2
+
+
+class MessageRoutes:
+    def __init__(self, chat: ChatAnswers, tokenizer: TokenizerAnswers, models: ModelAnswers) -> None:
+        self._chat, self._tokenizer, self._models = chat, tokenizer, models
+        self.posts: dict[str, Handler] = {
+            "/v1/messages": self._create,
+            "/v1/messages/count_tokens": self._count_tokens,
+        }
+
+    async def _create(self, request: Request) -> Response:
+        body, made, ignored = await self._read(request)
+        caller = caller_of(request)
+        with fields_named(made.name_of):
+            if body.stream:
+                return await streamed(request, _events(self._chat.stream(made.chat, caller)), ignored)
+            answer = await unless_disconnected(request, self._chat.whole(made.chat, caller))
+        message = GrowingMessage()
+        message.start(answer.started)
+        (output,) = answer.outputs
+        message.advance(
+            chat_message_pb2.ChatDelta(
+                content="".join(part.text for part in output.message.parts),
+                reasoning=output.message.reasoning,
+                tool_calls=output.message.tool_calls,
+            )
+        )
+        message.finish(output.reason, output.error_message, output.stop_match, answer.usage)
+        return json_response(message.body(), ignored)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        _, made, ignored = await self._read(request)
+        with fields_named(made.name_of):
+            num_tokens = await unless_disconnected(request, self._tokenizer.count(made.chat))
+        return json_response({"input_tokens": num_tokens}, ignored)
+
+    async def _read(self, request: Request) -> tuple[MessagesBody, MessageRequest, list[str]]:
+        body, ignored = await body_of(request, MessagesBody)
+        made = message_request(body, reasons=functools.partial(self._models.reasons, body.model))
+        return body, made, sorted([*ignored, *made.ignored])
+
+
+async def _events(
+    responses: AsyncGenerator[chat_message_pb2.ChatResponse, None],
+) -> AsyncGenerator[bytes, None]:
+    message = GrowingMessage()
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            kind = response.WhichOneof("event")
+            if kind == "started":
+                events = message.start(response.started)
+            elif kind == "delta":
+                events = message.advance(response.delta)
+            else:
+                end = response.finished
+                events = message.finish(end.reason, end.error_message, end.stop_match, end.usage)
+            for event in events:
+                yield event_of(event)

@@ -1,0 +1,78 @@
+"""The answer to a path or a method that is not served: an error that says where what is meant may be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from frontend_svc.protocols.openai.call import Dialect, refusal
+from triptych_kit.errors import InvalidArgument
+
+# Longer paths are not compared with those that are served.
+_MAX_PATH_CHARS = 128
+_TEXT_ONLY = "models here read and write text"
+_RUN_BATCH = "`triptych run-batch` runs a file of requests"
+_ROUTES = "docs/openai.md lists the routes"
+_OPENAI = "use /v1/chat/completions or /v1/completions"
+# Of other servers or of parts of APIs that are not served, and what to use instead.
+_ELSEWHERE = {
+    "/api": _OPENAI,
+    "/classify": "use /score or /rerank",
+    "/docs": _ROUTES,
+    "/generate": _OPENAI,
+    "/invocations": _OPENAI,
+    "/openapi.json": _ROUTES,
+    "/pooling": "use /v1/embeddings",
+    "/redoc": _ROUTES,
+    "/v1/assistants": "use /v1/responses",
+    "/v1/audio": _TEXT_ONLY,
+    "/v1/batches": _RUN_BATCH,
+    "/v1/conversations": "previous_response_id of /v1/responses continues a conversation",
+    "/v1/files": "send what is in a file as text; for batches, " + _RUN_BATCH,
+    "/v1/images": _TEXT_ONLY,
+    "/v1/messages/batches": _RUN_BATCH,
+    "/v1/threads": "use /v1/responses",
+    "/v1/uploads": "send what is in a file as text",
+    "/v1/videos": _TEXT_ONLY,
+}
+
+
+def unknown_route(dialect_of: Callable[[str], Dialect]) -> Callable[[Request, Exception], Response]:
+    """The handler of such a request. dialect_of: the API that a path belongs to."""
+
+    def handle(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for these"
+        path, served = request.url.path, f"{request.method} {request.url.path[:_MAX_PATH_CHARS]}"
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        if methods := _methods_at(request, routes):
+            shown = InvalidArgument(
+                f"{served} is not served: use {' or '.join(methods)}", reason="METHOD_NOT_ALLOWED"
+            )
+        else:
+            hint = _hint(path, [route.path for route in routes])
+            shown = InvalidArgument(f"{served} is not served{hint}", reason="UNKNOWN_URL")
+        response = refusal(shown, dialect_of(path))
+        if methods:
+            response.headers["allow"] = ", ".join(methods)
+        return response
+
+    return handle
+
+
+def _methods_at(request: Request, routes: Sequence[Route]) -> list[str]:
+    """The methods that are served at the path of a request."""
+    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for methods in found for method in methods} - {"HEAD"})
+
+
+def _hint(path: str, served: Sequence[str]) -> str:
+    for known in sorted(_ELSEWHERE, key=len, reverse=True):
+        if path == known or path.startswith(f"{known}/"):
+            return f": {_ELSEWHERE[known]}"
+    near = difflib.get_close_matches(path, served, n=1) if len(path) <= _MAX_PATH_CHARS else []
+    return f"; did you mean {near[0]}?" if near else ""
