@@ -55,6 +55,7 @@ ROUTES = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/input_tokens"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/score"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from frontend_svc.engines.directory import Directory
 from frontend_svc.text.chat.conversation import check_conversation, conversation_of
 from frontend_svc.text.limits import Violations
+from frontend_svc.text.model import read_json_object
 from frontend_svc.text.prompt import check_text
 from triptych.api.v1 import chat_message_pb2, tokenize_pb2, tokenizer_pb2
 
@@ -78,6 +80,14 @@ class TokenizerAnswers:
         )
         return len((await self.apply_chat_template(request)).token_ids)
 
+    def info(self, name: str) -> dict[str, Any]:
+        """The tokenizer_config.json of the model `name`, with its chat template. Raises NotFound."""
+        files = self._directory.model(name).tokenizer.files
+        info = {key: _plain(value) for key, value in read_json_object(files.tokenizer_config).items()}
+        if files.chat_template:
+            info["chat_template"] = files.chat_template.decode()
+        return info
+
     async def files(
         self, request: tokenizer_pb2.GetTokenizerRequest
     ) -> AsyncGenerator[tokenizer_pb2.GetTokenizerResponse, None]:
@@ -92,3 +102,11 @@ class TokenizerAnswers:
                     offset=offset,
                     chunk=content[offset : offset + _CHUNK_BYTES],
                 )
+
+
+def _plain(value: object) -> object:
+    """A value of tokenizer_config.json with the texts of tokens in place of their properties."""
+    if isinstance(value, dict):
+        content = value.get("content")
+        return content if isinstance(content, str) else {key: _plain(one) for key, one in value.items()}
+    return value

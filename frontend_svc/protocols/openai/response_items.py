@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,6 +102,44 @@ def messages_of(given: str | Sequence[dict[str, Any]], field: str = "input") -> 
         else:
             _add_to_assistant(found, item, at)
     return found
+
+
+def items_of(messages: Sequence[Message], id_of: Callable[[str, int], str]) -> list[dict[str, Any]]:
+    """The items that messages of a chat were made of. id_of: the id of one by its prefix and its index."""
+    items: list[dict[str, Any]] = []
+
+    def add(prefix: str, kind: str, **fields: Any) -> None:
+        items.append({"id": id_of(prefix, len(items)), "type": kind, "status": "completed", **fields})
+
+    for message in messages:
+        if message.role == "tool":
+            add(
+                "fco",
+                "function_call_output",
+                call_id=message.tool_call_id,
+                output="".join(_texts_of(message)),
+            )
+            continue
+        if message.reasoning_content:
+            parts = [{"type": "reasoning_text", "text": message.reasoning_content}]
+            add("rs", "reasoning", summary=[], content=parts)
+        if message.content is not None:
+            add("msg", "message", role=message.role, content=_content_of(message))
+        for call in message.tool_calls or ():
+            function = call.function
+            add("fc", "function_call", call_id=call.id, name=function.name, arguments=function.arguments)
+    return items
+
+
+def _content_of(message: Message) -> list[dict[str, Any]]:
+    of_output = {"annotations": [], "logprobs": []} if message.role == "assistant" else {}
+    kind = "output_text" if of_output else "input_text"
+    return [{"type": kind, "text": text, **of_output} for text in _texts_of(message)]
+
+
+def _texts_of(message: Message) -> list[str]:
+    content = message.content or ""
+    return [content] if isinstance(content, str) else [part.text for part in content]
 
 
 def _add_to_assistant(

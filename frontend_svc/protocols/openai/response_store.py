@@ -17,10 +17,17 @@ class StoredResponse:
     """A response as JSON, and the messages of its turn; those before it are in what it continues.
 
     One that was removed is kept as long as a later one continues it, without its body.
+
+    num_inputs: how many of the messages are its input; the others are its output.
     """
 
     def __init__(
-        self, body: dict[str, Any], messages: Sequence[Message], previous: StoredResponse | None
+        self,
+        body: dict[str, Any],
+        messages: Sequence[Message],
+        previous: StoredResponse | None,
+        *,
+        num_inputs: int = 0,
     ) -> None:
         self.body: bytes = _encode(body)
         self.previous = previous
@@ -29,12 +36,17 @@ class StoredResponse:
         self.num_conversation_bytes: int = before + self.num_message_bytes
         self.num_continuations = 0
         self.is_listed = False
-        self._messages = messages
+        self._messages, self._num_inputs = messages, num_inputs
 
     @property
     def is_counted(self) -> bool:
         """Whether the bytes of its messages are among those of the store."""
         return self.is_listed or self.num_continuations > 0
+
+    def input_messages(self) -> list[Message]:
+        """The messages that it answers, those of earlier turns included."""
+        before = [] if self.previous is None else self.previous.conversation()
+        return [*before, *self._messages[: self._num_inputs]]
 
     def conversation(self) -> list[Message]:
         """The messages of all turns, oldest first."""

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.protocols.openai.bodies import (
     SAME_SAMPLING,
@@ -48,14 +49,17 @@ from frontend_svc.protocols.openai.response_events import (
     GrowingResponse,
     ResponseStatus,
 )
-from frontend_svc.protocols.openai.response_items import messages_of
+from frontend_svc.protocols.openai.response_items import items_of, messages_of
 from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
 from triptych.api.v1 import chat_message_pb2
-from triptych_kit.errors import FailedPrecondition, NotFound, ServiceError, Unimplemented
+from triptych_kit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError, Unimplemented
 from triptych_kit.security.identity import current_identity
 
 # How long a call that cancels a response waits for its stream to end.
 _CANCEL_LIMIT_S = 2.0
+# Items of a page, without and with a limit.
+_PAGE_ITEMS = 20
+_MAX_PAGE_ITEMS = 100
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _NOT_READ = frozenset({"reasoning.encrypted_content"})  # values of `include` without an effect
 _encode = msgspec.json.Encoder().encode
@@ -166,36 +170,48 @@ class _Turn:
     ended: asyncio.Event
 
 
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The messages of a body's chat, and the fields of the body that they are made of."""
+
+    previous: StoredResponse | None
+    added: list[Message]
+    messages: list[Message]
+    name_of: Callable[[str], str]
+
+
 class ResponseRoutes:
     """Serves the Responses API over chats. What is stored is in the memory of this process."""
 
-    def __init__(self, chat: ChatAnswers, requests: OpenRequests, store: ResponseStore) -> None:
-        self._chat, self._requests, self._store = chat, requests, store
+    def __init__(
+        self, chat: ChatAnswers, tokenizer: TokenizerAnswers, requests: OpenRequests, store: ResponseStore
+    ) -> None:
+        self._chat, self._tokenizer = chat, tokenizer
+        self._requests, self._store = requests, store
         self._streaming: dict[tuple[str, str], _Turn] = {}
         one = "/v1/responses/{response_id}"
-        self.gets: dict[str, Handler] = {one: self._get}
-        self.posts: dict[str, Handler] = {"/v1/responses": self._create, f"{one}/cancel": self._cancel}
+        self.gets: dict[str, Handler] = {one: self._get, f"{one}/input_items": self._input_items}
+        self.posts: dict[str, Handler] = {
+            "/v1/responses": self._create,
+            "/v1/responses/input_tokens": self._input_tokens,
+            f"{one}/cancel": self._cancel,
+        }
         self.deletes: dict[str, Handler] = {one: self._delete}
 
     async def _create(self, request: Request) -> Response:
         body, ignored = await body_of(request, ResponseBody)
         ignored += _refuse_values(body)
         owner = current_identity().tenant
-        previous = self._previous(owner, body.previous_response_id)
-        added = messages_of(body.input)
-        first = [] if body.instructions is None else [Message("system", body.instructions)]
-        before = [] if previous is None else previous.conversation()
-        fields = ["instructions"] * len(first) + ["previous_response_id"] * len(before)
-        name_of = _names_of(body, fields + [each.field for each in added])
-        messages = [each.message for each in added]
+        conversation = self._conversation(owner, body)
         response_id = f"resp_{secrets.token_hex(24)}"
-        with fields_named(name_of):
-            asked = chat_request(_chat_of(body, first + before + messages))
+        with fields_named(conversation.name_of):
+            asked = chat_request(_chat_of(body, conversation.messages))
             asked.request_id = response_id
             with_ids = bool(body.return_token_ids)
             response = GrowingResponse(response_id, _echo_of(body), with_ids=with_ids)
             is_stored = body.store is not False
-            turn = _Turn((owner, response_id), response, messages, previous, is_stored, asyncio.Event())
+            added, previous = conversation.added, conversation.previous
+            turn = _Turn((owner, response_id), response, added, previous, is_stored, asyncio.Event())
             if body.stream:
                 return await streamed(request, self._stream(turn, asked, request), ignored)
             answer = await unless_disconnected(request, self._chat.whole(asked, caller_of(request)))
@@ -230,6 +246,28 @@ class ResponseRoutes:
             self._streaming.pop(turn.key, None)
             turn.ended.set()
 
+    async def _input_tokens(self, request: Request) -> Response:
+        body, ignored = await body_of(request, ResponseBody)
+        ignored += _refuse_values(body)
+        conversation = self._conversation(current_identity().tenant, body)
+        with fields_named(conversation.name_of):
+            asked = chat_request(_chat_of(body, conversation.messages))
+            num_tokens = await unless_disconnected(request, self._tokenizer.count(asked))
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, ignored)
+
+    async def _input_items(self, request: Request) -> Response:
+        key = _key_of(request)
+        turn = self._streaming.get(key)
+        if turn is None:
+            messages = self._store.get(*key).input_messages()
+        else:
+            before = [] if turn.previous is None else turn.previous.conversation()
+            messages = [*before, *turn.messages]
+        # An id is the same in every list: clients continue behind the last one that they have.
+        own = key[1].removeprefix("resp_")
+        items = items_of(messages, lambda prefix, index: f"{prefix}_{own}{index:06d}")
+        return json_response(_page_of(items, request.query_params))
+
     async def _get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise Unimplemented(
@@ -260,6 +298,17 @@ class ResponseRoutes:
         self._store.delete(*key)
         return json_response({"id": key[1], "object": "response", "deleted": True})
 
+    def _conversation(self, owner: str, body: ResponseBody) -> _Conversation:
+        """What a body continues, and what it adds."""
+        previous = self._previous(owner, body.previous_response_id)
+        items = messages_of(body.input)
+        first = [] if body.instructions is None else [Message("system", body.instructions)]
+        before = [] if previous is None else previous.conversation()
+        fields = ["instructions"] * len(first) + ["previous_response_id"] * len(before)
+        name_of = _names_of(body, fields + [each.field for each in items])
+        added = [each.message for each in items]
+        return _Conversation(previous, added, [*first, *before, *added], name_of)
+
     def _previous(self, owner: str, response_id: str | None) -> StoredResponse | None:
         if response_id is None:
             return None
@@ -278,7 +327,8 @@ class ResponseRoutes:
             return
         body = response.body()
         answered = [each.message for each in messages_of(body["output"], "output")]
-        stored = StoredResponse(body, [*turn.messages, *answered], turn.previous)
+        messages = [*turn.messages, *answered]
+        stored = StoredResponse(body, messages, turn.previous, num_inputs=len(turn.messages))
         self._store.add(*turn.key, stored)
 
 
@@ -309,6 +359,29 @@ async def _events_of(
 
 def _key_of(request: Request) -> tuple[str, str]:
     return current_identity().tenant, request.path_params["response_id"]
+
+
+def _page_of(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A part of a list, newest first unless `order` is asc: `limit` items behind the one named `after`."""
+    limit, order, after = query.get("limit", str(_PAGE_ITEMS)), query.get("order", "desc"), query.get("after")
+    if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_PAGE_ITEMS:
+        raise InvalidArgument(f"limit is {limit!r:.20}, must be 1..{_MAX_PAGE_ITEMS}", field="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidArgument(f"order is {order!r:.20}, must be asc or desc", field="order")
+    listed = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in listed]
+        if after not in ids:
+            raise InvalidArgument(f"after is {after!r:.80}, which is no item of this response", field="after")
+        listed = listed[ids.index(after) + 1 :]
+    page = listed[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(listed) > len(page),
+    }
 
 
 def _json(content: bytes) -> Response:

@@ -95,11 +95,12 @@ class OpenAIRoutes:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
         self._is_ready, self._grpc_port = is_ready, grpc_port
         self._created = int(time.time())
-        response_routes = ResponseRoutes(chat, requests, responses)
+        response_routes = ResponseRoutes(chat, tokenizer, requests, responses)
         gets: dict[str, Handler] = {
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
+            "/tokenizer_info": self._tokenizer_info,
             "/v1/models": self._models,
             "/v1/models/{model:path}": self._one_model,
             **response_routes.gets,
@@ -189,6 +190,9 @@ class OpenAIRoutes:
             },
             ignored,
         )
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        return json_response(self._tokenizer.info(request.query_params.get("model", "")))
 
     async def _detokenize(self, request: Request) -> Response:
         body, ignored = await body_of(request, DetokenizeBody)

@@ -288,9 +288,9 @@ async def test_a_silent_stream_is_pinged():
         with contextlib.closing(connection):
             body = json.dumps({**ASKED, "stream": True})
             await asyncio.to_thread(connection.request, "POST", URL, body)
+            (request,) = await engine.wait_for_requests(1)
             with contextlib.closing(await asyncio.to_thread(connection.getresponse)) as response:
                 assert await asyncio.to_thread(response.readline) == b"event: ping\n"
-        (request,) = await engine.wait_for_requests(1)
         await engine.wait(lambda: request.num_aborts > 0)
 
 

@@ -22,7 +22,7 @@ from tests.frontend_svc.fakes import (
     serving,
 )
 from triptych.common.v1 import output_pb2
-from triptych.engine.v1 import step_pb2
+from triptych.engine.v1 import session_pb2, step_pb2
 from triptych_kit.server import ServiceState
 
 TEXT = "the cat sat on the mat"
@@ -324,6 +324,17 @@ async def test_a_path_that_is_not_served_is_answered_with_what_is(path, says):
         reply = await client.post(path, {})
     assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_url")
     assert says in reply.body["error"]["message"]
+
+
+async def test_the_tokenizer_is_described_as_by_vllm():
+    engine = FakeEngine()
+    config = {"eos_token": {"content": "</s>", "lstrip": False}, "tokenizer_class": "X", "chat_template": "t"}
+    engine.files[session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG] = json.dumps(config).encode()
+    async with served(engine) as client:
+        found = await client.call("GET", "/tokenizer_info")
+        other = await client.call("GET", "/tokenizer_info?model=other")
+    assert (found.status, found.body) == (200, {**config, "eos_token": "</s>"})
+    assert other.status == 404
 
 
 async def test_a_frontend_that_drains_is_not_ready_and_serves_until_its_lag_is_over():

@@ -440,3 +440,54 @@ async def test_a_stored_response_is_not_streamed_again():
         found = (await client.post(URL, {"input": "the"})).body
         reply = await client.call("GET", f"{URL}/{found['id']}?stream=true")
     assert (reply.status, reply.body["error"]["param"]) == (400, "stream")
+
+
+async def test_the_input_of_a_response_is_listed_as_items():
+    items = [
+        {"role": "user", "content": "what is 1 and 1"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+    async with served(engine_of(TEXT)) as client:
+        first = (await client.post(URL, {"input": items})).body
+        later = (await client.post(URL, {"input": "go on", "previous_response_id": first["id"]})).body
+        path = f"{URL}/{later['id']}/input_items"
+        listed = (await client.call("GET", f"{path}?order=asc")).body
+        newest = (await client.call("GET", f"{path}?limit=2")).body
+        older = (await client.call("GET", f"{path}?limit=2&after={newest['last_id']}")).body
+        wrong = [await client.call("GET", f"{path}?{query}") for query in ("limit=0", "order=x", "after=x")]
+        missing = await client.call("GET", f"{URL}/resp_x/input_items")
+    text = {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    shown = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "what is 1 and 1"}]},
+        items[1],
+        {**items[2], "call_id": "c"},
+        {**items[3], "call_id": "c"},
+        {"type": "message", "role": "assistant", "content": [text]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go on"}]},
+    ]
+    found = [{name: value for name, value in item.items() if name != "id"} for item in listed["data"]]
+    assert found == [{**item, "status": "completed"} for item in shown]
+    assert (listed["object"], listed["has_more"]) == ("list", False)
+    assert listed["first_id"] == listed["data"][0]["id"]
+    assert [*newest["data"], *older["data"]] == listed["data"][:1:-1]
+    assert (newest["has_more"], older["has_more"]) == (True, True)
+    assert [reply.body["error"]["param"] for reply in wrong] == ["limit", "order", "after"]
+    assert [missing.status, *(reply.status for reply in wrong)] == [404, 400, 400, 400]
+
+
+async def test_the_tokens_of_an_input_are_counted_without_an_answer():
+    engine = engine_of(TEXT)
+    body = {"input": "the cat", "instructions": "be brief", "tools": [ADD]}
+    async with served(engine) as client:
+        counted = await client.post(f"{URL}/input_tokens", body)
+        wrong = await client.post(f"{URL}/input_tokens", {**body, "conversation": "conv_1"})
+        answered = (await client.post(URL, body)).body
+    assert counted.body == {
+        "object": "response.input_tokens",
+        "input_tokens": answered["usage"]["input_tokens"],
+    }
+    assert len(engine.requests) == 1
+    assert (wrong.status, wrong.body["error"]["param"]) == (400, "conversation")
+    assert "use previous_response_id" in wrong.body["error"]["message"]
