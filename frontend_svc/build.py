@@ -137,7 +137,7 @@ def build_frontend(
         http = _http_listener(
             config,
             answers,
-            requests.open,
+            requests,
             engines.directory,
             lifecycle,
             security,
@@ -258,6 +258,7 @@ def _requests(
         open_requests,
         metrics,
         traces,
+        tenants,
         generation,
         pooling,
         resumable,
@@ -372,7 +373,7 @@ def _admin_http(
 def _http_listener(
     config: FrontendConfig,
     answers: Answers,
-    open_requests: OpenRequests,
+    requests: RequestParts,
     directory: Directory,
     lifecycle: Lifecycle,
     security: ListenerSecurity,
@@ -385,7 +386,7 @@ def _http_listener(
         answers.models,
         answers.tokenizer,
         answers.pooling,
-        open_requests,
+        requests.open,
         ResponseStore(max_responses=config.max_stored_responses, max_bytes=config.max_stored_response_bytes),
         # Requests are served for the drain lag, in which proxies that ask for it leave this frontend out.
         is_ready=lambda: directory.is_ready and lifecycle.state is not ServiceState.DRAINING,
@@ -393,6 +394,7 @@ def _http_listener(
         authenticator=security.authenticator,
         bodies=BodyReader(text_workers.check_json),
         grpc_port=lambda: port_in(address_of()),
+        rates_of=requests.tenants.rates,
     )
     return HTTPListener(
         f"{config.host}:{config.http_port}",

@@ -27,6 +27,7 @@ from frontend_svc.generation.metrics import RequestMetrics
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.poison import ProbationLocks
 from frontend_svc.generation.pooling import Pooling
+from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.protocols.openai.listener import HTTPListener
 from frontend_svc.text.workers.workers import TextWorkers
@@ -66,6 +67,7 @@ class RequestParts:
     open: OpenRequests
     metrics: RequestMetrics
     traces: RequestTraces
+    tenants: Tenants
     generation: Generation
     pooling: Pooling
     resumable: ResumableStreams

@@ -22,7 +22,10 @@ _SCOPED = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Properties of a call besides its request. `remaining_s()` is None without a deadline."""
+    """Properties of a call besides its request. `remaining_s()` is None without a deadline.
+
+    server: the address that it came to, host:port; empty: that of gRPC.
+    """
 
     request_id: str
     traceparent: str
@@ -36,6 +39,7 @@ class Caller:
     is_repeated: Callable[[ServiceError], bool] = lambda error: False
     is_repeat: bool = False
     identity: Identity = UNRESTRICTED
+    server: str = ""
 
     def scoped(self, name: str) -> str:
         """A name of the client's, such as a salt, so that two tenants never mean the same by it."""

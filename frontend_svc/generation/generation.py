@@ -51,6 +51,7 @@ class OpenRequest:
         model = prepared.prompt.model
         self.request_id = request_id
         self.model = model.name
+        self._served = model
         self.prompt_token_ids = prepared.prompt.token_ids
         self.finish_reason = "abort"
         self.on_read: Callable[[], None] = lambda: None  # called for each output that is read
@@ -138,6 +139,13 @@ class OpenRequest:
         """Empty while it waits for an engine."""
         client = self._migration.client
         return "" if client is None else client.engine_id
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the engine it is in, which may be another than that of the model it was prepared for."""
+        client = self._migration.client
+        model = None if client is None else client.model
+        return (model or self._served).fingerprint
 
     def end(self) -> None:
         """End its outputs as aborted; the reader gets that end."""

@@ -17,6 +17,15 @@ _REASON = "TENANT_LIMIT"
 _RETRY_MS = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A limit of a minute, what is left of it now, and the seconds until all of it is."""
+
+    limit: int
+    left: int
+    reset_s: float
+
+
 class Allowance:
     """What is left of an amount that may be used in a minute, refilled steadily."""
 
@@ -42,6 +51,11 @@ class Allowance:
         """Use some; a negative amount is given back."""
         self._refill(now)
         self._left = min(float(self._per_minute), self._left - amount)
+
+    def rate(self, now: float) -> Rate:
+        self._refill(now)
+        used = self._per_minute - self._left
+        return Rate(self._per_minute, max(0, math.floor(self._left)), used * _MINUTE_S / self._per_minute)
 
     def _refill(self, now: float) -> None:
         gained = (now - self._at) * self._per_minute / _MINUTE_S
@@ -95,6 +109,18 @@ class Tenants:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._usages: dict[str, _Usage] = {}
+
+    def rates(self, identity: Identity) -> dict[str, Rate]:
+        """The rates that the tenant of a caller has a limit of: of requests, of tokens."""
+        usage, limits, now = self._usages.get(identity.tenant, _Usage()), identity.limits, self._clock.now()
+        rates = {}
+        for name, limit, allowance in (
+            ("requests", limits.requests_per_minute, usage.requests),
+            ("tokens", limits.tokens_per_minute, usage.tokens),
+        ):
+            if limit is not None:
+                rates[name] = Rate(limit, limit, 0.0) if allowance is None else allowance.rate(now)
+        return rates
 
     @contextmanager
     def admitted(self, identity: Identity) -> Iterator[Reservation]:

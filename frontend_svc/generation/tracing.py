@@ -123,7 +123,7 @@ class RequestTraces:
     """Begins the traces of a frontend's requests.
 
     slow_ms: a request that takes longer is exported even if it is not sampled; 0: none is.
-    address: where clients reach this frontend, host:port; empty: they are in this process.
+    address: where clients reach this frontend over gRPC, host:port; empty: they are in this process.
     """
 
     def __init__(self, *, slow_ms: int = 0) -> None:
@@ -140,7 +140,7 @@ class RequestTraces:
             names.REQUEST_ID: request_id,
             names.RESPONSE_ID: request_id,
         }
-        host, _, port = self.address.rpartition(":")
+        host, _, port = (caller.server or self.address).rpartition(":")
         if port:
             timeline.attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
         method = current_method()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +50,17 @@ class BatchLine:
 def read_line(number: int, text: bytes, default_model: str) -> BatchLine:
     """Parse a line. An error is returned as its request, not raised."""
     custom_id: str | None = None
+    is_openai = False
     try:
         line = _object(text)
+        is_openai = "url" in line
         custom_id = _custom_id(line)
         request = _request(line)
         if not request.model:
             request.model = default_model
-        return BatchLine(number, custom_id, request, "url" in line)
+        return BatchLine(number, custom_id, request, is_openai)
     except InvalidArgument as error:
-        return BatchLine(number, custom_id, error)
+        return BatchLine(number, custom_id, error, is_openai)
 
 
 def answer_record(line: BatchLine, answer: Answer) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def answer_record(line: BatchLine, answer: Answer) -> dict[str, Any]:
         response = json_format.MessageToDict(
             answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-    return {"custom_id": line.custom_id, "line": line.number, "response": response, "error": None}
+    return {**_head_of(line), "response": response, "error": None}
 
 
 def error_record(line: BatchLine, error: ServiceError) -> dict[str, Any]:
@@ -83,7 +86,13 @@ def error_record(line: BatchLine, error: ServiceError) -> dict[str, Any]:
             for field, text in violations
         ],
     }
-    return {"custom_id": line.custom_id, "line": line.number, "response": None, "error": shown}
+    return {**_head_of(line), "response": None, "error": shown}
+
+
+def _head_of(line: BatchLine) -> dict[str, Any]:
+    """The ids of an output line."""
+    own = {"id": f"batch_req_{secrets.token_hex(16)}"} if line.is_openai else {}
+    return {**own, "custom_id": line.custom_id, "line": line.number}
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -6,7 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from frontend_svc.protocols.openai.answers import assistant_of, columns_of, tokens_of, usage_of
+from frontend_svc.protocols.openai.answers import (
+    assistant_of,
+    columns_of,
+    fingerprint_of,
+    tokens_of,
+    usage_of,
+)
 from frontend_svc.protocols.openai.bodies import ChatBody, CompletionBody, SamplingBody, read_object
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
@@ -57,6 +63,7 @@ def to_openai(answer: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryRe
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": answer.started.model,
+        "system_fingerprint": fingerprint_of(answer.started),
         "choices": [_choice(output) for output in answer.outputs],
         "usage": usage_of(answer.usage),
     }

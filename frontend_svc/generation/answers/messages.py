@@ -37,6 +37,7 @@ def started_message(opened: OpenRequest, output: Output, *, returns_ids: bool) -
         num_cached_tokens=output.num_cached_tokens,
         prompt_token_ids=opened.prompt_token_ids if returns_ids else (),
         model=opened.model,
+        fingerprint=opened.fingerprint,
     )
     opened.fill(started)
     return started

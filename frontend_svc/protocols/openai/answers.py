@@ -18,13 +18,21 @@ _REASONS = {
     output_pb2.FINISH_REASON_ABORT: "abort",
     output_pb2.FINISH_REASON_REPETITION: "stop",
 }
+_FINGERPRINT_CHARS = 16
 
 
 class Answer:
     """What all bodies and chunks of one answer have in common."""
 
     def __init__(
-        self, request_id: str, model: str, *, is_chat: bool, is_chunk: bool, created: int | None = None
+        self,
+        request_id: str,
+        model: str,
+        fingerprint: str | None,
+        *,
+        is_chat: bool,
+        is_chunk: bool,
+        created: int | None = None,
     ) -> None:
         kind = "chat.completion" if is_chat else "text_completion"
         self.created = int(time.time()) if created is None else created
@@ -33,11 +41,22 @@ class Answer:
             "object": f"{kind}.chunk" if is_chat and is_chunk else kind,
             "created": self.created,
             "model": model,
+            "system_fingerprint": fingerprint,
         }
+
+    @classmethod
+    def begin(cls, started: generate_pb2.Started, *, is_chat: bool, is_chunk: bool) -> Answer:
+        fingerprint = fingerprint_of(started)
+        return cls(started.request_id, started.model, fingerprint, is_chat=is_chat, is_chunk=is_chunk)
 
     def body(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         body = self._common | {"choices": choices}
         return body if usage is None else body | {"usage": usage}
+
+
+def fingerprint_of(started: generate_pb2.Started) -> str | None:
+    """OpenAI's `system_fingerprint`: answers to the same request with the same seed are equal if it is."""
+    return f"fp_{started.fingerprint[:_FINGERPRINT_CHARS]}" if started.fingerprint else None
 
 
 def whole_completion(
@@ -61,12 +80,12 @@ def whole_completion(
     usage = output_pb2.Usage()
     for answer in answers:
         add_usage(usage, answer.usage)
-    common = Answer(started.request_id, started.model, is_chat=False, is_chunk=False)
+    common = Answer.begin(started, is_chat=False, is_chunk=False)
     return common.body(choices, usage_of(usage))
 
 
 def whole_chat(answer: chat_pb2.ChatUnaryResponse, *, with_ids: bool) -> dict[str, Any]:
-    common = Answer(answer.started.request_id, answer.started.model, is_chat=True, is_chunk=False)
+    common = Answer.begin(answer.started, is_chat=True, is_chunk=False)
     choices = []
     for output in answer.outputs:
         message = assistant_of(output.message)

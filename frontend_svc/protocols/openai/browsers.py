@@ -14,7 +14,18 @@ from frontend_svc.protocols.openai.errors import error_body
 from triptych_kit.addresses import is_loopback
 from triptych_kit.errors import PermissionDenied
 
-_SHOWN_HEADERS = ("x-request-id", "x-triptych-ignored-fields", "retry-after")
+_SHOWN_HEADERS = (
+    "request-id",
+    "retry-after",
+    "x-request-id",
+    "x-trace-id",
+    "x-triptych-ignored-fields",
+    *(
+        f"x-ratelimit-{kind}-{what}"
+        for kind in ("limit", "remaining", "reset")
+        for what in ("requests", "tokens")
+    ),
+)
 _ANY = "*"
 
 

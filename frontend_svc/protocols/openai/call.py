@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
 
 from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.tenants import Rate
 from frontend_svc.protocols.openai.bodies import BodyT
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
@@ -26,6 +28,7 @@ from triptych_kit.errors import Cancelled, Internal, ServiceError
 from triptych_kit.rules import rules_of
 from triptych_kit.security.identity import current_identity
 from triptych_kit.telemetry.logs import bind_log_fields
+from triptych_kit.telemetry.traces import join_trace
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,8 @@ def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         request.state.request_id, request.state.dialect = request_id, dialect
-        bind_log_fields(request_id=request_id)
+        trace_id = join_trace(request.headers.get("traceparent", ""), "")
+        bind_log_fields(request_id=request_id, trace_id=trace_id)
         began_at = time.monotonic()
         try:
             response = await handler(request)
@@ -79,7 +83,8 @@ def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
             response = refusal(Cancelled("the client has disconnected"), dialect)
         except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
             response = refusal(_incident(), dialect)
-        response.headers["x-request-id"] = request_id
+        response.headers["x-request-id"], response.headers["x-trace-id"] = request_id, trace_id
+        response.headers.update(_rate_headers(request.app.state.rates_of(current_identity())))
         if dialect.id_header:
             response.headers[dialect.id_header] = request_id
         is_quiet = request.url.path in PROBES
@@ -98,6 +103,18 @@ def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
     return handle
 
 
+def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
+    return {
+        f"x-ratelimit-{kind}-{name}": value
+        for name, rate in rates.items()
+        for kind, value in (
+            ("limit", str(rate.limit)),
+            ("remaining", str(rate.left)),
+            ("reset", f"{math.ceil(rate.reset_s)}s"),
+        )
+    }
+
+
 async def body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
     reader: BodyReader = request.app.state.bodies
     return await reader.read(request, kind)
@@ -110,7 +127,14 @@ def caller_of(request: Request) -> Caller:
         tracestate=request.headers.get("tracestate", ""),
         remaining_s=lambda: None,
         identity=current_identity(),
+        server=_address_in(request),
     )
+
+
+def _address_in(request: Request) -> str:
+    """The address that the connection of a request was accepted at."""
+    host, port = request.scope["server"]
+    return f"{host}:{port}"
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T]) -> _T:

@@ -7,7 +7,7 @@ import binascii
 
 import msgspec
 
-from frontend_svc.protocols.openai.answers import Answer
+from frontend_svc.protocols.openai.answers import Answer, fingerprint_of
 from frontend_svc.protocols.openai.bodies import CompletionBody, StreamOptions
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych_kit.errors import InvalidArgument
@@ -44,6 +44,7 @@ class StreamProgress(msgspec.Struct, array_like=True):
     usage_so_far: _Usage = (0, 0, 0)
     usage_total: _Usage = (0, 0, 0)
     is_over: bool = False  # the event with the usage was sent, too
+    fingerprint: str | None = None
 
     @classmethod
     def begin(cls, started: generate_pb2.Started, body: CompletionBody, created: int) -> StreamProgress:
@@ -58,6 +59,7 @@ class StreamProgress(msgspec.Struct, array_like=True):
             options.include_usage,
             options.continuous_usage_stats,
             [_OutputProgress() for _ in range(body.n or 1)],
+            fingerprint=fingerprint_of(started),
         )
 
     @classmethod
@@ -117,7 +119,14 @@ class StreamProgress(msgspec.Struct, array_like=True):
         )
 
     def answer(self) -> Answer:
-        return Answer(self.request_id, self.model, is_chat=False, is_chunk=True, created=self.created)
+        return Answer(
+            self.request_id,
+            self.model,
+            self.fingerprint,
+            is_chat=False,
+            is_chunk=True,
+            created=self.created,
+        )
 
 
 def _not_an_id(event_id: str) -> InvalidArgument:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,6 +21,7 @@ from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
+from frontend_svc.generation.tenants import Rate
 from frontend_svc.protocols.anthropic.errors import ANTHROPIC
 from frontend_svc.protocols.anthropic.routes import MessageRoutes
 from frontend_svc.protocols.openai.answers import (
@@ -68,6 +69,7 @@ from triptych_kit.errors import (
     InvalidArgument,
 )
 from triptych_kit.security.authenticator import Authenticator
+from triptych_kit.security.identity import Identity
 from triptych_kit.version import installed_version
 
 _T = TypeVar("_T")
@@ -89,6 +91,7 @@ class OpenAIRoutes:
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
         bodies: BodyReader,
+        rates_of: Callable[[Identity], Mapping[str, Rate]],
         grpc_port: Callable[[], int | None] = lambda: None,
         heartbeat_s: float = 15.0,
     ) -> None:
@@ -130,7 +133,7 @@ class OpenAIRoutes:
         )
         # A client would repeat a POST as a GET.
         self.app.router.redirect_slashes = False
-        self.app.state.bodies = bodies
+        self.app.state.bodies, self.app.state.rates_of = bodies, rates_of
         self.app.state.heartbeat_s = heartbeat_s
 
     async def _health(self, request: Request) -> Response:
@@ -263,7 +266,7 @@ class OpenAIRoutes:
                 kind = response.WhichOneof("event")
                 if kind == "started":
                     started = response.started
-                    common = Answer(started.request_id, started.model, is_chat=True, is_chunk=True)
+                    common = Answer.begin(started, is_chat=True, is_chunk=True)
                     usage.note_prompt(started)
                     for index in range(body.n or 1):
                         first = {"role": "assistant", "content": ""}
@@ -306,7 +309,7 @@ class OpenAIRoutes:
                 if kind == "started":
                     started = response.started
                     if common is None:
-                        common = Answer(started.request_id, started.model, is_chat=False, is_chunk=True)
+                        common = Answer.begin(started, is_chat=False, is_chunk=True)
                     usage.note_prompt(started)
                     if started.resume_token:
                         progress = StreamProgress.begin(started, body, common.created)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from frontend_svc.generation.tenants import Allowance, Tenants
+from frontend_svc.generation.tenants import Allowance, Rate, Tenants
 from triptych_kit.clock import FakeClock
 from triptych_kit.errors import ResourceExhausted
 from triptych_kit.security.identity import Identity, Role, TenantLimits
@@ -105,3 +105,18 @@ def test_a_tenant_without_limits_is_served():
     with tenants.admitted(identity("")) as reservation:
         reservation.reserve(10**9)
         reservation.settle(0)
+
+
+def test_the_rates_of_a_tenant_are_what_is_left_and_when_it_is_whole():
+    clock = FakeClock()
+    tenants = Tenants(clock)
+    limited = identity(requests_per_minute=60, tokens_per_minute=600)
+    assert tenants.rates(identity()) == {}
+    assert tenants.rates(limited) == {"requests": Rate(60, 60, 0.0), "tokens": Rate(600, 600, 0.0)}
+    with tenants.admitted(limited) as reservation:
+        reservation.reserve(100)
+        assert tenants.rates(limited) == {"requests": Rate(60, 59, 1.0), "tokens": Rate(600, 500, 10.0)}
+        reservation.settle(40)
+    clock.advance(2.0)
+    assert tenants.rates(limited) == {"requests": Rate(60, 60, 0.0), "tokens": Rate(600, 580, 2.0)}
+    assert tenants.rates(identity("b", requests_per_minute=5)) == {"requests": Rate(5, 5, 0.0)}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,19 @@ from tests.frontend_svc.fakes import (
 from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import session_pb2, step_pb2
 from triptych_kit.server import ServiceState
+from triptych_kit.telemetry import conventions as names
+from triptych_kit.telemetry.traces import recent_spans, setup_telemetry, shutdown_telemetry
 
 TEXT = "the cat sat on the mat"
 CHAT = {"messages": [{"role": "user", "content": "the cat"}]}
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4738"
+
+
+@pytest.fixture
+def telemetry() -> Iterator[None]:
+    setup_telemetry("frontend", instance="0", log_level="error")
+    yield
+    shutdown_telemetry()
 
 
 @dataclass
@@ -367,3 +377,66 @@ async def test_the_id_of_a_call_is_the_clients_own():
         other = await client.post("/v1/completions", {"prompt": "the"}, **{"x-request-id": "a b"})
     assert (reply.headers["x-request-id"], reply.body["id"]) == ("mine", "cmpl-mine")
     assert other.headers["x-request-id"] != "a b"
+
+
+async def test_answers_have_the_fingerprint_of_their_engine():
+    async with served(
+        FakeEngine(answer(TEXT), chat_template=TEMPLATE, fingerprint="0123456789abcdef99")
+    ) as client:
+        bodies = {"/v1/completions": {"prompt": "the"}, "/v1/chat/completions": CHAT}
+        whole = [(await client.post(path, body)).body for path, body in bodies.items()]
+        streamed = [
+            (await client.post(path, {**body, "stream": True})).events for path, body in bodies.items()
+        ]
+    chunks = [chunk for events in streamed for chunk in events[:-1]]
+    assert {one["system_fingerprint"] for one in [*whole, *chunks]} == {"fp_0123456789abcdef"}
+
+
+async def test_an_answer_names_its_trace_whose_address_is_that_of_http(telemetry):
+    traceparent = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
+    async with served() as client:
+        replies = [
+            await client.post("/v1/chat/completions", CHAT),
+            await client.post("/v1/chat/completions", {**CHAT, "stream": True}),
+            await client.post("/v1/chat/completions", CHAT, **traceparent),
+            await client.post("/v1/messages", {**CHAT, "max_tokens": 5}),
+        ]
+        refused = await client.post("/v1/chat/completions", {})
+    trace_ids = [reply.headers["x-trace-id"] for reply in replies]
+    roots = [recent_spans(trace_id)[0] for trace_id in trace_ids]
+    assert (len(set(trace_ids)), trace_ids[2]) == (4, TRACE_ID)
+    assert {root.attributes[names.SERVER_PORT] for root in roots} == {int(client.address.rpartition(":")[2])}
+    assert refused.headers["x-trace-id"] not in trace_ids
+
+
+async def test_answers_show_the_rates_of_tenants_with_limits(tmp_path):
+    file = tmp_path / "keys.yaml"
+    limits = "requests_per_minute: 2, tokens_per_minute: 6000"
+    file.write_text(
+        f"- {{name: ann, key: key-of-ann-0123456789, role: client, tenant: a, {limits}}}\n"
+        "- {name: bob, key: key-of-bob-0123456789, role: client}\n"
+    )
+    ann, bob = ({"authorization": f"Bearer key-of-{name}-0123456789"} for name in ("ann", "bob"))
+    body = {"prompt": "the", "max_tokens": 1000}
+    async with served(FakeEngine(answer(TEXT), max_model_len=4096), api_keys=str(file)) as client:
+        replies = [await client.post("/v1/completions", body, **ann) for _ in range(3)]
+        other = await client.post("/v1/completions", body, **bob)
+    assert [reply.status for reply in replies] == [200, 200, 429]
+    found = [
+        {
+            name.removeprefix("x-ratelimit-"): value
+            for name, value in reply.headers.items()
+            if "ratelimit" in name
+        }
+        for reply in (*replies, other)
+    ]
+    assert [(one["limit-requests"], one["remaining-requests"]) for one in found[:3]] == [
+        ("2", "1"),
+        ("2", "0"),
+        ("2", "0"),
+    ]
+    assert found[0]["limit-tokens"] == "6000"
+    assert 5900 < int(found[0]["remaining-tokens"]) < 6000
+    assert found[0]["reset-tokens"] == "1s"
+    assert 0 < int(found[2]["reset-requests"].removesuffix("s")) <= 60
+    assert found[3] == {}

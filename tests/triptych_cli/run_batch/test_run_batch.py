@@ -359,14 +359,16 @@ def test_the_result_of_an_answer_has_every_field_under_its_name() -> None:
 def test_the_answer_to_a_line_of_openai_has_the_shape_of_openai() -> None:
     line = line_of(custom_id="a", url="/v1/completions", body={"model": "m", "prompt": "hi", "max_tokens": 4})
     answer = inference_pb2.GenerateUnaryResponse(
-        started=generate_pb2.Started(request_id="r", model="m"),
+        started=generate_pb2.Started(request_id="r", model="m", fingerprint="f"),
         outputs=[generate_pb2.Output(text="x", token_ids=[4] * 4, reason=output_pb2.FINISH_REASON_LENGTH)],
         usage=output_pb2.Usage(num_prompt_tokens=2, num_completion_tokens=4),
     )
     record = answer_record(line, answer)
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
+    assert record["id"].startswith("batch_req_")
+    assert record["id"] != answer_record(line, answer)["id"]
     body = record["response"]["body"]
-    assert (body["object"], body["model"]) == ("text_completion", "m")
+    assert (body["object"], body["model"], body["system_fingerprint"]) == ("text_completion", "m", "fp_f")
     assert body["choices"] == [{"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}]
     usage = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert usage == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
@@ -395,6 +397,13 @@ def test_the_answer_to_a_chat_of_openai_has_message_calls_and_logprobs() -> None
     assert choice["finish_reason"] == "tool_calls"
     token = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
     assert choice["logprobs"] == {"content": [token]}
+
+
+def test_a_refused_line_of_openai_has_an_id() -> None:
+    line = line_of(custom_id="a", url="/v1/completions", body={"prompt": "hi", "max_tokens": "many"})
+    assert isinstance(line.request, InvalidArgument)
+    record = error_record(line, line.request)
+    assert (record["id"][:10], record["response"]) == ("batch_req_", None)
 
 
 def test_the_result_of_a_refusal_has_code_message_and_violations() -> None:

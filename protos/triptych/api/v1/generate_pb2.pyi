@@ -93,7 +93,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, position: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "num_cached_tokens", "prompt_token_ids", "prompt_logprobs", "resume_token", "model")
+    __slots__ = ("request_id", "num_prompt_tokens", "num_cached_tokens", "prompt_token_ids", "prompt_logprobs", "resume_token", "model", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Started(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -108,7 +109,8 @@ class Started(_message.Message):
     prompt_logprobs: _output_pb2.Logprobs
     resume_token: str
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("output_index", "text", "token_ids", "logprobs")
