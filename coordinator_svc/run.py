@@ -25,7 +25,8 @@ from triptych_kit.addresses import listen_at
 from triptych_kit.admin import AdminServicer
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError, Loaded
-from triptych_kit.http.admin_http import AdminHTTP, metrics_page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import metrics_page
 from triptych_kit.http.trace_page import traces_page
 from triptych_kit.process.setup import end_at_once_on_signals, leave_process
 from triptych_kit.security.setup import listener_security

@@ -66,11 +66,12 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
-from triptych_kit.addresses import listen_at, port_in
+from triptych_kit.addresses import is_loopback, listen_at, port_in
 from triptych_kit.admin import AdminServicer
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.clock import Clock, MonotonicClock
-from triptych_kit.http.admin_http import AdminHTTP, MakePage, TakeBody, metrics_page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import MakePage, Pages, TakeBody, metrics_page
 from triptych_kit.http.trace_page import traces_page
 from triptych_kit.process.setup import runtime_folder
 from triptych_kit.security.listeners import ListenerSecurity
@@ -132,6 +133,7 @@ def build_frontend(
     api = _public_api(answers, requests)
     lifecycle = Lifecycle(lambda: draining.num_open)
     state_page = StatePage(engines, requests, clock)
+    pages = _admin_pages(answers, metrics, state_page, lambda: frontend.address)
     http = None
     if config.http_port is not None:
         http = _http_listener(
@@ -140,6 +142,7 @@ def build_frontend(
             requests,
             engines.directory,
             lifecycle,
+            pages,
             security,
             text_workers,
             lambda: frontend.address,
@@ -148,7 +151,7 @@ def build_frontend(
         lifecycle,
         _public_server(config, api, security, text_workers),
         _admin_server(config, lambda: frontend.status(), lifecycle, security),
-        _admin_http(config, answers, metrics, state_page, lambda: frontend.address, security),
+        _admin_http(config, pages, security),
         http,
     )
     register_frontend(metrics, engines, requests)
@@ -349,24 +352,31 @@ def _admin_server(
     )
 
 
-def _admin_http(
-    config: FrontendConfig,
-    answers: Answers,
-    metrics: Metrics,
-    state_page: StatePage,
-    address_of: Callable[[], str],
-    security: ListenerSecurity,
-) -> AdminHTTP:
-    pages: dict[str, MakePage] = {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page}
-    posts: dict[str, TakeBody] = {}
-    if config.serves_ui:
-        pages |= {"/ui/state": state_page.make, **ui_pages(address_of)}
-        posts = ui_posts(answers.generate, answers.chat)
+def _admin_http(config: FrontendConfig, pages: AdminPages, security: ListenerSecurity) -> AdminHTTP:
     return AdminHTTP(
         listen_at(config.admin_http_uds, config.admin_http_host, config.admin_http_port),
-        pages,
-        posts,
+        {**pages.facts, **pages.ui} if config.serves_ui else pages.facts,
+        pages.posts if config.serves_ui else {},
         security=security,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdminPages:
+    """What a frontend shows to its operators: facts, the page /ui, and what this sends."""
+
+    facts: dict[str, MakePage]
+    ui: dict[str, MakePage]
+    posts: dict[str, TakeBody]
+
+
+def _admin_pages(
+    answers: Answers, metrics: Metrics, state_page: StatePage, address_of: Callable[[], str]
+) -> AdminPages:
+    return AdminPages(
+        {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
+        {"/ui/state": state_page.make, **ui_pages(address_of)},
+        ui_posts(answers.generate, answers.chat),
     )
 
 
@@ -376,10 +386,20 @@ def _http_listener(
     requests: RequestParts,
     directory: Directory,
     lifecycle: Lifecycle,
+    admin_pages: AdminPages,
     security: ListenerSecurity,
     text_workers: TextWorkers,
     address_of: Callable[[], str],
 ) -> HTTPListener:
+    pages = None
+    # Of several workers behind one port, each has metrics of its own: the admin HTTP listener adds them up.
+    if is_loopback(config.host) and not config.share_port:
+        pages = Pages(
+            {**admin_pages.facts, **admin_pages.ui},
+            admin_pages.posts,
+            security.authenticator,
+            on_loopback=True,
+        )
     routes = OpenAIRoutes(
         answers.generate,
         answers.chat,
@@ -395,6 +415,7 @@ def _http_listener(
         bodies=BodyReader(text_workers.check_json),
         grpc_port=lambda: port_in(address_of()),
         rates_of=requests.tenants.rates,
+        pages=pages,
     )
     return HTTPListener(
         f"{config.host}:{config.http_port}",

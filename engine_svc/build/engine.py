@@ -53,7 +53,8 @@ from triptych_kit.addresses import WILDCARD_HOSTS, listen_at, unix_path
 from triptych_kit.admin import AdminServicer
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError
-from triptych_kit.http.admin_http import AdminHTTP, metrics_page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import metrics_page
 from triptych_kit.http.trace_page import traces_page
 from triptych_kit.plugins import find_offered
 from triptych_kit.security.setup import listener_security, peer_credentials

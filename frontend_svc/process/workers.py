@@ -22,7 +22,8 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
 from triptych_kit.addresses import check_address, listen_at, port_in
 from triptych_kit.config import Loaded
-from triptych_kit.http.admin_http import AdminHTTP, MakePage, Page, read_page
+from triptych_kit.http.admin_http import AdminHTTP, read_page
+from triptych_kit.http.pages import MakePage, Page
 from triptych_kit.http.trace_page import number_of_traces, page_of
 from triptych_kit.process.child import Announcement, Child, ChildDied
 from triptych_kit.process.setup import (

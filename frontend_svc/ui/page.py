@@ -18,7 +18,7 @@ from frontend_svc.generation.answers.generate import GenerateAnswers
 from frontend_svc.generation.caller import LOCAL_CALLER, Caller
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych_kit.errors import InvalidArgument, ServiceError
-from triptych_kit.http.admin_http import MakePage, Page, TakeBody
+from triptych_kit.http.pages import MakePage, Page, TakeBody
 
 RequestT = TypeVar("RequestT", generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest)
 

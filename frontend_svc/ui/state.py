@@ -21,7 +21,7 @@ from frontend_svc.parts import EngineParts, RequestParts
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import Clock
-from triptych_kit.http.admin_http import Page
+from triptych_kit.http.pages import Page
 from triptych_kit.version import installed_version
 
 logger = logging.getLogger(__name__)

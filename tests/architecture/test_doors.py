@@ -13,6 +13,7 @@ MAY_READ_THE_ENVIRONMENT = {"triptych_kit/config.py", "triptych_kit/process/setu
 # raises bare Exceptions for bad data, where an error must not hide another, or where a stranger's code runs.
 MAY_CATCH_EVERYTHING = {
     "triptych_kit/http/admin_http.py",
+    "triptych_kit/http/pages.py",
     "triptych_kit/interceptors.py",
     # One metric that cannot be read must not hide the others.
     "triptych_kit/telemetry/metrics.py",

@@ -64,12 +64,14 @@ ROUTES = (
     ("POST", "/detokenize"),
     ("GET", "/version"),
     ("GET", "/docs"),
-    ("GET", "/metrics"),
+    ("GET", "/"),
     ("POST", "/invocations"),
     ("GET", "/v1/../v1/models"),
     ("GET", "/health/"),
     ("GET", "//health"),
 )
+# The pages of the admin HTTP listener at this port, by who may see them.
+PAGES = {"/metrics": set(ROLES), "/traces/last": {"admin"}, "/ui": {"admin"}, "/ui/state": {"admin"}}
 OPEN_ROUTES = (("GET", "/health"), ("GET", "/ready"))
 
 
@@ -220,6 +222,16 @@ async def test_every_role_at_every_route(guarded: Guarded) -> None:
             is_openai = not path.startswith("/v1/messages")
             of_openai = {"param", "code"} if is_openai else set()
             assert set(json.loads(body)["error"]) == {"message", "type", *of_openai}
+
+
+async def test_every_role_at_every_page(guarded: Guarded) -> None:
+    address = guarded.address("frontend.http")
+    for path, roles in PAGES.items():
+        for role in ROLES:
+            status, _ = await http_answer(address, "GET", path, key_of(role))
+            assert status == (200 if role in roles else 403), (path, role)
+        for key in ("", "wrong-key-0123456789"):
+            assert (await http_answer(address, "GET", path, key))[0] == 401, path
 
 
 async def test_credentials_that_expired_or_were_removed_are_refused(guarded: Guarded) -> None:

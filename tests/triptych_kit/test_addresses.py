@@ -7,7 +7,8 @@ import pytest
 
 from triptych_kit.addresses import AddressError, check_address, listen_at, port_in
 from triptych_kit.channel import open_channel
-from triptych_kit.http.admin_http import AdminHTTP, Page, read_page
+from triptych_kit.http.admin_http import AdminHTTP, read_page
+from triptych_kit.http.pages import Page
 from triptych_kit.server import ADMIN, Server
 
 

@@ -1,9 +1,7 @@
 """The admin HTTP listener of a service: /metrics, and whatever else a service adds as a page.
 
-h11 reads and writes HTTP/1.1; all runs in the service's event loop, which owns what the pages show. Where
-callers need credentials, /metrics is for every role, and for everyone on loopback; all else is for admins.
-Other sites in a browser on this host are kept out: a listener on loopback answers only to names of loopback,
-and a POST must come from a page of the same host.
+h11 reads and writes HTTP/1.1; all runs in the service's event loop, which owns what the pages show. On
+loopback /metrics is for everyone, and at a unix socket all is.
 """
 
 from __future__ import annotations
@@ -13,12 +11,9 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from collections.abc import Mapping
 
 import h11
-from prometheus_client.metrics_core import Metric
 
 from triptych_kit.addresses import (
     AddressError,
@@ -29,56 +24,19 @@ from triptych_kit.addresses import (
     unix_path,
 )
 from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials
-from triptych_kit.errors import PermissionDenied, Unauthenticated
-from triptych_kit.security.access import ANY_ROLE, check_role
-from triptych_kit.security.identity import Role
+from triptych_kit.http.pages import MAX_BODY_BYTES, METRICS_PATH, MakePage, Page, Pages, TakeBody
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
 from triptych_kit.security.tls import names_in_certificate
-from triptych_kit.telemetry.metrics import TEXT_FORMAT, to_text
 
 logger = logging.getLogger(__name__)
 
-METRICS_PATH = "/metrics"
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 16 * 1024
-_MAX_BODY_BYTES = 256 * 1024
 _MAX_PAGE_BYTES = 64 * 1024 * 1024  # of another process
 _IDLE_S = 60.0  # between two requests of a connection, and for one to arrive
 _WRITE_S = 10.0
 _HANDSHAKE_S = 10.0
 _READ_BYTES = 64 * 1024
-_HEADERS = [
-    ("cache-control", "no-store"),
-    ("x-content-type-options", "nosniff"),
-    ("content-security-policy", "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """An answer. The parts of a body that is a generator are written as they come.
-
-    Such a generator is cancelled when the client goes away.
-    """
-
-    body: bytes | AsyncGenerator[bytes, None]
-    content_type: str = "text/plain; charset=utf-8"
-    status: int = 200
-
-
-# Called with the request's target, its query included.
-MakePage = Callable[[str], Awaitable[Page]]
-# Called with the body of a POST, which is JSON.
-TakeBody = Callable[[bytes], Awaitable[Page]]
-
-
-def metrics_page(collect: Callable[[], Iterable[Metric]]) -> MakePage:
-    """The page /metrics."""
-
-    async def make(target: str) -> Page:
-        return Page(to_text(collect()), TEXT_FORMAT)
-
-    return make
 
 
 class AdminHTTP:
@@ -94,10 +52,17 @@ class AdminHTTP:
     ) -> None:
         self._listen = listen
         self._security = security
-        self._pages = pages
-        self._posts = posts or {}
         self._path = unix_path(listen)
-        self._is_on_loopback = self._path is not None or is_loopback(listen.rpartition(":")[0])
+        on_loopback = self._path is not None or is_loopback(listen.rpartition(":")[0])
+        open_paths = {METRICS_PATH} if on_loopback else set()
+        self._pages = Pages(
+            pages,
+            posts or {},
+            security.authenticator,
+            on_loopback=on_loopback,
+            # The file system protects a unix socket.
+            open_paths=open_paths if self._path is None else {*pages, *(posts or {})},
+        )
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -164,7 +129,13 @@ class AdminHTTP:
                         break
                     with_body = request.method != b"HEAD"
                     body = await _read_body(connection, reader, writer)
-                page = await self._page_of(request, body, _certificate_names(writer))
+                page = await self._pages.answer(
+                    request.method.decode("ascii"),
+                    request.target.decode("ascii"),
+                    {name.decode("ascii"): value.decode("latin-1") for name, value in request.headers},
+                    body,
+                    _certificate_names(writer),
+                )
                 if isinstance(page.body, bytes):
                     await _write(connection, writer, page, with_body=with_body)
                 else:
@@ -179,79 +150,10 @@ class AdminHTTP:
         except (TimeoutError, ConnectionError):
             pass
 
-    async def _page_of(self, request: h11.Request, body: bytes, certificate_names: list[str]) -> Page:
-        headers = {name: value.decode("latin-1") for name, value in request.headers}
-        target = request.target.decode("ascii")
-        path = target.partition("?")[0]
-        refusal = self._refusal(request.method, path, headers) or self._denial(
-            path, headers, certificate_names
-        )
-        if refusal is not None:
-            return refusal
-        try:
-            if request.method == b"POST":
-                return await self._posts[path](body)
-            return await self._pages[path](target)
-        except Exception:
-            logger.exception("page failed", extra={"path": path})
-            return Page(b"internal error\n", status=500)
-
-    def _refusal(self, method: bytes, path: str, headers: Mapping[bytes, str]) -> Page | None:
-        # Only a browser is sent here by another site under a name of that site, and it always names the host.
-        host = headers.get(b"host")
-        if self._is_on_loopback and host is not None and not is_loopback(_name_in(host)):
-            return _refused(421, f"host {host} is not served: localhost or an address of loopback is")
-        if path not in self._pages and path not in self._posts:
-            return _refused(404, f"not found; served: {' '.join(sorted({*self._pages, *self._posts}))}")
-        if method == b"POST" and path in self._posts:
-            return _cross_site_refusal(host, headers)
-        if method not in (b"GET", b"HEAD") or path not in self._pages:
-            return _refused(405, f"{path} is served to {'GET and HEAD' if path in self._pages else 'POST'}")
-        return None
-
-    def _denial(self, path: str, headers: Mapping[bytes, str], certificate_names: list[str]) -> Page | None:
-        """The refusal of a caller that does not prove that it may see the page."""
-        authenticator = self._security.authenticator
-        is_for_all = path == METRICS_PATH
-        is_open = self._path is not None or (is_for_all and self._is_on_loopback)
-        if is_open or not authenticator.needs_credentials:
-            return None
-        try:
-            identity = authenticator.identify(headers.get(b"authorization", ""), certificate_names)
-            check_role(identity, ANY_ROLE if is_for_all else frozenset((Role.ADMIN,)), path)
-        except Unauthenticated as error:
-            return _refused(401, error.message)
-        except PermissionDenied as error:
-            return _refused(403, error.message)
-        return None
-
-
-def _refused(status: int, reason: str) -> Page:
-    return Page(f"{reason}\n".encode(), status=status)
-
 
 def _certificate_names(writer: asyncio.StreamWriter) -> list[str]:
     tls = writer.get_extra_info("ssl_object")
     return [] if tls is None else names_in_certificate(tls.getpeercert())
-
-
-def _cross_site_refusal(host: str | None, headers: Mapping[bytes, str]) -> Page | None:
-    """The refusal of a POST that a page of another site may have sent."""
-    origin = headers.get(b"origin")
-    if origin is not None and origin.partition("://")[2] != host:
-        return _refused(403, f"origin {origin} is not served: it is not the host {host}")
-    content_type = headers.get(b"content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        return _refused(415, f"content-type is {content_type or 'not set'}, must be application/json")
-    return None
-
-
-def _name_in(host: str) -> str:
-    """The name or address in a Host header, without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 async def read_page(
@@ -320,8 +222,8 @@ async def _read_body(
             connection.receive_data(await reader.read(_READ_BYTES))
         elif isinstance(event, h11.Data):
             body += event.data
-            if len(body) > _MAX_BODY_BYTES:
-                raise h11.RemoteProtocolError(f"the body exceeds {_MAX_BODY_BYTES} bytes", 413)
+            if len(body) > MAX_BODY_BYTES:
+                raise h11.RemoteProtocolError(f"the body exceeds {MAX_BODY_BYTES} bytes", 413)
         else:
             return bytes(body)
 
@@ -330,10 +232,7 @@ async def _write(
     connection: h11.Connection, writer: asyncio.StreamWriter, page: Page, *, with_body: bool
 ) -> None:
     assert isinstance(page.body, bytes), "a body in parts is written by another function"
-    headers = [("content-type", page.content_type), ("content-length", str(len(page.body))), *_HEADERS]
-    if page.status == 401:
-        # A browser then asks for a password, which is the key.
-        headers.append(("www-authenticate", 'Basic realm="triptych"'))
+    headers = [*page.headers, ("content-length", str(len(page.body)))]
     events: list[h11.Event] = [h11.Response(status_code=page.status, headers=headers)]
     if with_body:
         events.append(h11.Data(data=page.body))
@@ -381,8 +280,8 @@ async def _until_closed(reader: asyncio.StreamReader) -> None:
 async def _write_parts(connection: h11.Connection, writer: asyncio.StreamWriter, page: Page) -> None:
     assert not isinstance(page.body, bytes), "a whole body is written by another function"
     # What the client sends meanwhile is dropped, hence the connection is not used again.
-    headers = [("content-type", page.content_type), ("transfer-encoding", "chunked"), ("connection", "close")]
-    await _send(connection, writer, h11.Response(status_code=page.status, headers=[*headers, *_HEADERS]))
+    headers = [*page.headers, ("transfer-encoding", "chunked"), ("connection", "close")]
+    await _send(connection, writer, h11.Response(status_code=page.status, headers=headers))
     async with contextlib.aclosing(page.body) as parts:
         try:
             async for part in parts:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
-from triptych_kit.http.admin_http import Page
+from triptych_kit.http.pages import Page
 from triptych_kit.telemetry.spans import SpanRecord
 from triptych_kit.telemetry.traces import MAX_RECENT, recent_traces, this_process
 

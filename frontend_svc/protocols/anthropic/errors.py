@@ -31,7 +31,7 @@ def error_body(error: ServiceError) -> dict[str, Any]:
 
 def event_of(content: dict[str, Any]) -> bytes:
     """An event under its own type."""
-    return b"event: " + content["type"].encode() + b"\ndata: " + _encode(content) + b"\n\n"
+    return f"event: {content['type']}\ndata: ".encode() + _encode(content) + b"\n\n"
 
 
 ANTHROPIC = Dialect(error_body, event_of, heartbeat=event_of({"type": "ping"}), id_header="request-id")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -31,16 +31,21 @@ CERTIFICATE_NAMES = "triptych.certificate_names"
 class Authorization:
     """Wraps the whole application, so that a new route is not open by mistake.
 
-    dialect_of: the API that a path belongs to.
+    dialect_of: the API that a path belongs to.  own_rules: paths whose handlers find the identity themselves.
     """
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator, dialect_of: Callable[[str], Dialect]
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        dialect_of: Callable[[str], Dialect],
+        own_rules: Collection[str] = (),
     ) -> None:
         self._app, self._authenticator, self._dialect_of = app, authenticator, dialect_of
+        self._exempt = OPEN_PATHS.union(own_rules)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._exempt:
             try:
                 self._identify(scope)
             except (Unauthenticated, PermissionDenied) as error:

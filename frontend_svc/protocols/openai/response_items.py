@@ -132,7 +132,7 @@ def items_of(messages: Sequence[Message], id_of: Callable[[str, int], str]) -> l
 
 
 def _content_of(message: Message) -> list[dict[str, Any]]:
-    of_output = {"annotations": [], "logprobs": []} if message.role == "assistant" else {}
+    of_output: dict[str, Any] = {"annotations": [], "logprobs": []} if message.role == "assistant" else {}
     kind = "output_text" if of_output else "input_text"
     return [{"type": kind, "text": text, **of_output} for text in _texts_of(message)]
 

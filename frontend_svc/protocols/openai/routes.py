@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from frontend_svc.generation.answers.chat import ChatAnswers
@@ -58,6 +58,7 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
+from frontend_svc.protocols.openai.page_routes import PageRoutes
 from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
 from frontend_svc.protocols.openai.response_store import ResponseStore
@@ -68,6 +69,7 @@ from triptych.common.v1 import output_pb2
 from triptych_kit.errors import (
     InvalidArgument,
 )
+from triptych_kit.http.pages import Pages
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.identity import Identity
 from triptych_kit.version import installed_version
@@ -93,13 +95,17 @@ class OpenAIRoutes:
         bodies: BodyReader,
         rates_of: Callable[[Identity], Mapping[str, Rate]],
         grpc_port: Callable[[], int | None] = lambda: None,
+        pages: Pages | None = None,
         heartbeat_s: float = 15.0,
     ) -> None:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
         self._is_ready, self._grpc_port = is_ready, grpc_port
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, tokenizer, requests, responses)
+        page_routes = None if pages is None else PageRoutes(pages)
+        self._page_paths = frozenset() if page_routes is None else page_routes.paths
         gets: dict[str, Handler] = {
+            "/": self._start,
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
@@ -124,10 +130,17 @@ class OpenAIRoutes:
             for method, by_path in handlers.items()
             for path, handler in by_path.items()
         ]
+        if page_routes is not None:
+            routes += page_routes.routes
         self.app = Starlette(
             routes=routes,
             middleware=[
-                Middleware(Authorization, authenticator=authenticator, dialect_of=_dialect_of),
+                Middleware(
+                    Authorization,
+                    authenticator=authenticator,
+                    dialect_of=_dialect_of,
+                    own_rules=self._page_paths,
+                ),
             ],
             exception_handlers={HTTPException: unknown_route(_dialect_of)},
         )
@@ -135,6 +148,15 @@ class OpenAIRoutes:
         self.app.router.redirect_slashes = False
         self.app.state.bodies, self.app.state.rates_of = bodies, rates_of
         self.app.state.heartbeat_s = heartbeat_s
+
+    async def _start(self, request: Request) -> Response:
+        """Where a browser goes on to, and what others find here."""
+        has_page = "/ui" in self._page_paths
+        if has_page and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/ui")
+        served = {"openai": "/v1/chat/completions", "anthropic": "/v1/messages", "models": "/v1/models"}
+        pages = {"ui": "/ui", "metrics": "/metrics"} if has_page else {}
+        return json_response({"name": "triptych", "version": installed_version(), **served, **pages})
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)

@@ -18,6 +18,7 @@ _MAX_PATH_CHARS = 128
 _TEXT_ONLY = "models here read and write text"
 _RUN_BATCH = "`triptych run-batch` runs a file of requests"
 _ROUTES = "docs/openai.md lists the routes"
+_ADMIN_HTTP = "the admin HTTP listener has it (--admin-http-port)"
 _OPENAI = "use /v1/chat/completions or /v1/completions"
 # Of other servers or of parts of APIs that are not served, and what to use instead.
 _ELSEWHERE = {
@@ -26,9 +27,11 @@ _ELSEWHERE = {
     "/docs": _ROUTES,
     "/generate": _OPENAI,
     "/invocations": _OPENAI,
+    "/metrics": _ADMIN_HTTP,
     "/openapi.json": _ROUTES,
     "/pooling": "use /v1/embeddings",
     "/redoc": _ROUTES,
+    "/ui": _ADMIN_HTTP,
     "/v1/assistants": "use /v1/responses",
     "/v1/audio": _TEXT_ONLY,
     "/v1/batches": _RUN_BATCH,
@@ -72,7 +75,7 @@ def _methods_at(request: Request, routes: Sequence[Route]) -> list[str]:
 
 def _hint(path: str, served: Sequence[str]) -> str:
     for known in sorted(_ELSEWHERE, key=len, reverse=True):
-        if path == known or path.startswith(f"{known}/"):
+        if known not in served and (path == known or path.startswith(f"{known}/")):
             return f": {_ELSEWHERE[known]}"
     near = difflib.get_close_matches(path, served, n=1) if len(path) <= _MAX_PATH_CHARS else []
     return f"; did you mean {near[0]}?" if near else ""

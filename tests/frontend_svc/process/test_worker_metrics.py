@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from triptych_kit.http.admin_http import AdminHTTP, metrics_page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import metrics_page
 from triptych_kit.process.child import Announcement
 from triptych_kit.telemetry.metrics import Counts, Distribution, Metrics
 

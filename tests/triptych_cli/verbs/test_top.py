@@ -20,7 +20,8 @@ import pytest
 
 from tests.processes import START_LIMIT_S, running_async
 from triptych_cli.verbs.top import frame, run_top
-from triptych_kit.http.admin_http import AdminHTTP, Page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import Page
 
 
 def state(**engine: Any) -> dict[str, Any]:

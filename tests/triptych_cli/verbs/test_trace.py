@@ -9,7 +9,8 @@ import pytest
 
 from tests.triptych_cli.fakes import triptych
 from triptych_cli.verbs.trace import draw
-from triptych_kit.http.admin_http import AdminHTTP, Page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import Page
 from triptych_kit.http.trace_page import page_of
 from triptych_kit.telemetry import conventions as names
 

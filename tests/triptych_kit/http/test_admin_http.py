@@ -11,7 +11,8 @@ import pytest
 import uvloop
 
 from triptych_kit.http import admin_http
-from triptych_kit.http.admin_http import AdminHTTP, Page, metrics_page, read_page
+from triptych_kit.http.admin_http import AdminHTTP, read_page
+from triptych_kit.http.pages import Page, metrics_page
 from triptych_kit.server import AddressError
 from triptych_kit.telemetry.metrics import Metrics
 

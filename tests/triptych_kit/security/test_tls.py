@@ -11,7 +11,8 @@ import pytest
 from tests.certificates import CertificateAuthority
 from triptych_kit.channel import ChannelCredentials, open_channel
 from triptych_kit.config import ConfigError
-from triptych_kit.http.admin_http import AdminHTTP, Page
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import Page
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.credentials import Credentials
 from triptych_kit.security.identity import Role, current_identity
