@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from engine_svc.core.extras import Extra, OutputExtra, Parameters
 from engine_svc.core.facts import EngineFacts
 from engine_svc.core.request import ContentSpan
+from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.tensors.source import TensorSource
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
@@ -22,14 +23,13 @@ _CORE_FIELDS = frozenset({
     "tenant", "data_parallel_rank", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
     "orphan_grace_ms", "resume_state",
 })  # fmt: skip
-_CORE_SAMPLING = frozenset({
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos",
-    "stop_token_ids", "repetition_detection", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache",
-    "max_draft_tokens",
+# Parameters of the core have the names of the contract.
+_CORE_SAMPLING = {parameter.name for parameter in fields(SamplingParams)} | {
+    "n", "repetition_detection",
     # About text, which frontends make: without effect here.
     "include_stop_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "stream_interval", "output_kind",
-})  # fmt: skip
+}  # fmt: skip
 
 
 @dataclass(slots=True)
