@@ -139,8 +139,6 @@ SENTENCES: dict[str, str] = {
     "random_input_len": "it is `input_len`",
     "random_output_len": "it is `output_len`",
     "random_range_ratio": "it is `range_ratio`",
-    "base_url": "it is `url`",
-    "backend": "the protocol is gRPC",
     "percentile_metrics": "mean, median, p90 and p99 of all latencies are reported",
     "save_result": "it is `json`, with the name of the file",
     "goodput": "it is `slo`",

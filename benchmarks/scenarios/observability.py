@@ -26,8 +26,9 @@ from benchmarks.rig.lines import LineProcess, module
 from benchmarks.rig.processes import Fleet, ServicePlan
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.bench.dataset import Turn
-from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_cli.bench.load import LoadGenerator
 from triptych_cli.bench.metrics import summarize
+from triptych_cli.bench.transport import GRPCTransport, RequestBuilder
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 
@@ -80,7 +81,7 @@ class Stack:
     async def serve(self, prompts: list[list[int]], num_new: int) -> float:
         """Output tokens per second."""
         async with open_channel(self.fleet["frontend-0"].address, profile="public") as channel:
-            generator = LoadGenerator([channel], self._builder, MonotonicClock())
+            generator = LoadGenerator(GRPCTransport([channel], self._builder), MonotonicClock())
             await generator.run([[Turn(prompt, num_new)] for prompt in prompts], [0.0] * len(prompts))
         summary = summarize(generator.timelines)
         if summary.num_completed != len(prompts):

@@ -29,8 +29,9 @@ from benchmarks.report import Report, Row, Value
 from benchmarks.rig.processes import Fleet, ServicePlan
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.bench.dataset import Turn
-from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_cli.bench.load import LoadGenerator
 from triptych_cli.bench.metrics import Distribution, Summary, summarize
+from triptych_cli.bench.transport import GRPCTransport, RequestBuilder
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 
@@ -96,7 +97,7 @@ async def _measure(folder: Path, baseline: PreTrainedModel, options: argparse.Na
             builder = RequestBuilder("", sampling, options.seed)
 
             async def serve(prompts: Sequence[Sequence[int]]) -> Summary:
-                generator = LoadGenerator([channel], builder, MonotonicClock())
+                generator = LoadGenerator(GRPCTransport([channel], builder), MonotonicClock())
                 conversations = [[Turn(prompt, options.new)] for prompt in prompts]
                 await generator.run(conversations, [0.0] * len(prompts))
                 summary = summarize(generator.timelines)

@@ -30,7 +30,8 @@ from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import utility_pb2
 from triptych_cli.bench.dataset import Turn
-from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_cli.bench.load import LoadGenerator
+from triptych_cli.bench.transport import GRPCTransport, RequestBuilder
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 
@@ -76,7 +77,9 @@ async def _measure(folder: Path, options: argparse.Namespace) -> Row:
         await fleet.until_routed()
         to_frontend = await stack.enter_async_context(open_channel(frontend.address, profile="public"))
         to_engine = await stack.enter_async_context(open_channel(engine.address))
-        generator = LoadGenerator([to_frontend], RequestBuilder("", sampling, options.seed), MonotonicClock())
+        generator = LoadGenerator(
+            GRPCTransport([to_frontend], RequestBuilder("", sampling, options.seed)), MonotonicClock()
+        )
         load = asyncio.ensure_future(generator.run(conversations, [0.0] * _NUM_REQUESTS))
         await asyncio.sleep(_BEGIN_S)
         async with open_channel(engine.admin_address) as admin:

@@ -46,12 +46,15 @@ def draw_warmup(config: BenchServeConfig, vocab_size: int, *, left_out: Sequence
     return [Turn(draw.take(num_tokens), config.output_len) for _ in range(config.warmup)]
 
 
-def check_lengths(conversations: Sequence[Conversation], max_model_len: int) -> None:
-    """Raise DatasetError, before anything is sent, for prompts that are too long for the model."""
+def check_lengths(conversations: Sequence[Conversation], max_model_len: int | None) -> None:
+    """Raise DatasetError, before anything is sent, for prompts that are too long for the model.
+
+    max_model_len: None if the server does not say it.
+    """
     longest = max(
         sum(len(turn.token_ids) + turn.num_output_tokens for turn in each) for each in conversations
     )
-    if longest > max_model_len:
+    if max_model_len is not None and longest > max_model_len:
         raise DatasetError(
             f"the longest sequence would have {longest} tokens, the model takes {max_model_len}:"
             " ask for shorter prompts or outputs, or fewer turns"

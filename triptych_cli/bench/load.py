@@ -7,49 +7,18 @@ counted and, if the next turn needs them, stored. Every timeline has the generat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
-import grpc.aio
-
-from triptych.api.v1 import generate_pb2
-from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych_cli.bench.dataset import Conversation, Turn
 from triptych_cli.bench.metrics import OK, Timeline
+from triptych_cli.bench.transport import AnswerFailed, Transport
 from triptych_kit.clock import Clock
-
-_METHOD = "/triptych.api.v1.InferenceService/Generate"
-
-# Any other end is a failure: the server gave up the output.
-_COMPLETE = frozenset(
-    {
-        output_pb2.FINISH_REASON_STOP,
-        output_pb2.FINISH_REASON_LENGTH,
-        output_pb2.FINISH_REASON_REPETITION,
-    }
-)
-
-
-class RequestBuilder:
-    """Serializes requests that differ only in prompt, length and seed."""
-
-    def __init__(self, model: str, sampling: sampling_pb2.SamplingParams, seed: int) -> None:
-        self._model = model
-        self._sampling = sampling
-        self._seed = seed
-
-    def build(self, token_ids: Sequence[int], num_output_tokens: int, index: int) -> bytes:
-        """A serialized GenerateRequest; its seed is derived from `index`."""
-        request = generate_pb2.GenerateRequest(
-            model=self._model, token_ids=generate_pb2.TokenIds(ids=token_ids), sampling=self._sampling
-        )
-        request.sampling.max_tokens = num_output_tokens
-        request.sampling.seed = self._seed + index
-        return request.SerializeToString()
 
 
 class LoadGenerator:
-    """Runs a load once over the given channels, used in turns.
+    """Runs a load once over a transport.
 
     `timelines` has every request sent so far, in order of sending, also during the run and after it was
     cancelled; a request that has not ended has an empty code.
@@ -57,19 +26,13 @@ class LoadGenerator:
 
     def __init__(
         self,
-        channels: Sequence[grpc.aio.Channel],
-        builder: RequestBuilder,
+        transport: Transport,
         clock: Clock,
         *,
         concurrency: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
-        # Requests are serialized beforehand, so that this does not delay the timestamps of others.
-        self._calls = [
-            channel.unary_stream(_METHOD, bytes, generate_pb2.GenerateResponse.FromString)
-            for channel in channels
-        ]
-        self._builder = builder
+        self._transport = transport
         self._clock = clock
         self._slots = _Slots(concurrency)
         self._timeout_s = timeout_s
@@ -81,7 +44,7 @@ class LoadGenerator:
         """Begin each conversation at its offset in s from now, and wait for all of them."""
         indexes = _first_indexes(conversations)
         requests = [
-            self._builder.build(turns[0].token_ids, turns[0].num_output_tokens, index)
+            self._transport.build(turns[0].token_ids, turns[0].num_output_tokens, index)
             for turns, index in zip(conversations, indexes, strict=True)
         ]
         began_at = self._clock.now()
@@ -95,7 +58,7 @@ class LoadGenerator:
     async def send_one(self, turn: Turn, index: int) -> Timeline:
         """Send one request now, and wait for its end; it is not in `timelines`."""
         timeline = Timeline(self._clock.now(), self._clock.now(), len(turn.token_ids))
-        request = self._builder.build(turn.token_ids, turn.num_output_tokens, index)
+        request = self._transport.build(turn.token_ids, turn.num_output_tokens, index)
         await self._generate(request, timeline, index, None)
         return timeline
 
@@ -106,7 +69,7 @@ class LoadGenerator:
             if turn_index and history is not None:
                 history += turn.token_ids
                 num_prompt_tokens = len(history)
-                request = self._builder.build(history, turn.num_output_tokens, index + turn_index)
+                request = self._transport.build(history, turn.num_output_tokens, index + turn_index)
             due_at = max(due_at, await self._slots.take())
             timeline = Timeline(due_at, self._clock.now(), num_prompt_tokens)
             self.timelines.append(timeline)
@@ -123,37 +86,27 @@ class LoadGenerator:
     async def _generate(
         self, request: bytes, timeline: Timeline, index: int, history: list[int] | None
     ) -> None:
-        call = self._calls[index % len(self._calls)](request, timeout=self._timeout_s)
         try:
-            async for response in call:
-                self._note(timeline, self._clock.now(), response, history)
-        except grpc.aio.AioRpcError as error:
-            timeline.code, timeline.message = error.code().name, error.details() or ""
+            async with contextlib.aclosing(self._transport.answer(request, index, self._timeout_s)) as parts:
+                async for part in parts:
+                    now = self._clock.now()
+                    if part.num_tokens:
+                        timeline.token_times.append(now)
+                        timeline.token_counts.append(part.num_tokens)
+                        if history is not None:
+                            history.extend(part.token_ids)
+                    if part.code:
+                        timeline.ended_at = now
+                        timeline.code, timeline.num_cached_tokens = part.code, part.num_cached_tokens
+                        if timeline.token_counts:
+                            timeline.token_counts[-1] += part.num_uncounted
+        except AnswerFailed as error:
+            timeline.code, timeline.message = error.code, error.message
             timeline.ended_at = self._clock.now()
         else:
             if not timeline.code:
                 timeline.code, timeline.message = "INCOMPLETE", "the stream ended before its output did"
                 timeline.ended_at = self._clock.now()
-        finally:
-            call.cancel()
-
-    @staticmethod
-    def _note(
-        timeline: Timeline, now: float, response: generate_pb2.GenerateResponse, history: list[int] | None
-    ) -> None:
-        kind = response.WhichOneof("event")
-        if kind == "delta":
-            token_ids = response.delta.token_ids
-            if token_ids:
-                timeline.token_times.append(now)
-                timeline.token_counts.append(len(token_ids))
-                if history is not None:
-                    history.extend(token_ids)
-        elif kind == "finished":
-            timeline.ended_at = now
-            reason = response.finished.reason
-            timeline.code = OK if reason in _COMPLETE else output_pb2.FinishReason.Name(reason)
-            timeline.num_cached_tokens = response.finished.usage.num_cached_tokens
 
 
 class _Slots:

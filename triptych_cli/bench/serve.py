@@ -1,4 +1,4 @@
-"""The verb `bench serve`: puts a load on a running frontend and reports the results."""
+"""The verb `bench serve`: puts a load on a running server and reports the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from triptych.api.v1 import model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.bench.config import BenchServeConfig
 from triptych_cli.bench.dataset import DatasetError, check_lengths, draw_conversations, draw_warmup
-from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_cli.bench.load import LoadGenerator
 from triptych_cli.bench.metrics import OK, summarize
+from triptych_cli.bench.openai import openai_transport
 from triptych_cli.bench.plot import PlotError, check_can_plot, draw
 from triptych_cli.bench.report import Result, print_result, write_json
-from triptych_cli.client_channel import client_credentials
+from triptych_cli.bench.transport import BenchedModel, GRPCTransport, RequestBuilder, Transport
+from triptych_cli.client_channel import client_credentials, trust
 from triptych_cli.verbs.failures import Asked, print_failure
 from triptych_client.channel_options import ChannelOptions
 from triptych_kit.channel import parse_target, secured_channel
@@ -68,34 +70,34 @@ def run_bench_serve(config: BenchServeConfig) -> int:
             check_can_plot()
         for path in (config.json, config.plot):
             _check_writable(path)
-        parse_target(config.url)
+        trust(config.cacert)
+        if config.backend == "triptych":
+            parse_target(config.url)
         return uvloop.run(_bench(config))
     except (PlotError, DatasetError, ConfigError, OSError) as error:
         print(f"triptych bench serve: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
-        print_failure(error, Asked(config.url, flags={"target": "--url", "model": "--model"}))
+        print_failure(error, _asked(config))
         return _USAGE_ERROR
     except ServiceError as error:
-        print_failure(error, Asked(config.url, flags={"target": "--url", "model": "--model"}))
+        print_failure(error, _asked(config))
         return 1
 
 
+def _asked(config: BenchServeConfig) -> Asked:
+    address = config.url if config.backend == "triptych" else config.base_url
+    return Asked(address, flags={"target": "--url", "model": "--model"})
+
+
 async def _bench(config: BenchServeConfig) -> int:
-    async with _connected(config.url, config.connections) as channels:
-        model = await _model(channels[0], config.model)
-        conversations = draw_conversations(config, model.vocab_size, left_out=model.eos_token_ids)
+    async with _transport(config) as (transport, model):
+        conversations = draw_conversations(config, model.vocab_size, left_out=model.left_out)
         check_lengths(conversations, model.max_model_len)
-        warmup = draw_warmup(config, model.vocab_size, left_out=model.eos_token_ids)
+        warmup = draw_warmup(config, model.vocab_size, left_out=model.left_out)
         offsets = arrival_offsets(len(conversations), config.rate, config.burstiness, config.seed)
         clock = MonotonicClock()
-        load = LoadGenerator(
-            channels,
-            RequestBuilder(config.model or "", _sampling(config), config.seed),
-            clock,
-            concurrency=config.concurrency,
-            timeout_s=config.timeout_s,
-        )
+        load = LoadGenerator(transport, clock, concurrency=config.concurrency, timeout_s=config.timeout_s)
         for index, turn in enumerate(warmup):
             timeline = await load.send_one(turn, index)
             if timeline.code != OK:
@@ -164,6 +166,22 @@ async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:
     finally:
         loop.remove_signal_handler(signal.SIGINT)
     return False
+
+
+@contextlib.asynccontextmanager
+async def _transport(config: BenchServeConfig) -> AsyncIterator[tuple[Transport, BenchedModel]]:
+    """How requests reach the server, and its model. Raises ServiceError."""
+    if config.backend == "openai":
+        async with openai_transport(config, client_credentials()) as found:
+            yield found
+        return
+    async with _connected(config.url, config.connections) as channels:
+        model = await _model(channels[0], config.model)
+        builder = RequestBuilder(config.model or "", _sampling(config), config.seed)
+        yield (
+            GRPCTransport(channels, builder),
+            BenchedModel(model.name, model.vocab_size, model.eos_token_ids, model.max_model_len),
+        )
 
 
 async def _model(channel: grpc.aio.Channel, name: str | None) -> model_pb2.Model:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +77,73 @@ class CountingFrontend(inference_pb2_grpc.InferenceServiceServicer, model_pb2_gr
                 name="fake", vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS_ID]
             )
         )
+
+
+@dataclass
+class OpenAIServer:
+    """Another server of OpenAI's completions: a text a chunk, and the number of tokens at the end alone.
+
+    `refused` are the numbers of requests, from 0, that are refused. An answer has one token more than chunks.
+    """
+
+    refused: frozenset[int] = frozenset()
+    ends_early: bool = False
+    has_ids: bool = False
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)
+    num_connections: int = 0
+
+    async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                if head.startswith(b"GET /v1/models "):
+                    models = [{"id": "a"}, {"id": "b", "max_model_len": MAX_MODEL_LEN}]
+                    writer.write(_whole(200, {"data": models}))
+                else:
+                    assert head.startswith(b"POST /v1/completions ")
+                    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                    self._answer(json.loads(await reader.readexactly(length)), writer)
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.bodies.append(body)
+        if len(self.bodies) - 1 in self.refused:
+            writer.write(_whole(429, {"error": {"message": "one too many"}}))
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        num_chunks = body["max_tokens"] - 1
+        events: list[dict[str, Any]] = [
+            {"choices": [{"text": "x", "finish_reason": None} | ({"token_ids": [9]} if self.has_ids else {})]}
+            for _ in range(num_chunks)
+        ]
+        if not self.ends_early:
+            usage = {"completion_tokens": num_chunks + 1, "prompt_tokens_details": {"cached_tokens": 2}}
+            events += [
+                {"choices": [{"text": "", "finish_reason": "length"}]},
+                {"choices": [], "usage": usage},
+            ]
+        raw = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + ": ping\n\ndata: [DONE]\n\n"
+        # Chunks that are not those of events.
+        for start in range(0, len(raw), 50):
+            part = raw[start : start + 50].encode()
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+        writer.write(b"0\r\n\r\n")
+
+
+def _whole(status: int, answer: object) -> bytes:
+    body = json.dumps(answer).encode()
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+@asynccontextmanager
+async def serving_openai(server: OpenAIServer) -> AsyncIterator[str]:
+    """Serve it for the length of a test; produces its base URL."""
+    async with await asyncio.start_server(server.serve_connection, "127.0.0.1", 0) as listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 
 @asynccontextmanager

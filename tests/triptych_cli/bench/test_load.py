@@ -17,9 +17,10 @@ from tests.triptych_cli.bench.fakes import CountingFrontend, serving
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych_cli.bench.config import BenchServeConfig
 from triptych_cli.bench.dataset import DatasetError, Turn, check_lengths, draw_conversations, draw_warmup
-from triptych_cli.bench.load import LoadGenerator, RequestBuilder
+from triptych_cli.bench.load import LoadGenerator
 from triptych_cli.bench.metrics import summarize
 from triptych_cli.bench.serve import arrival_offsets
+from triptych_cli.bench.transport import GRPCTransport, RequestBuilder
 from triptych_kit.clock import FakeClock
 from triptych_kit.config import ConfigError, load_config
 
@@ -30,7 +31,7 @@ WAIT_S = 30.0
 async def loading(frontend: CountingFrontend, **options) -> AsyncIterator[LoadGenerator]:
     builder = RequestBuilder("fake", sampling_pb2.SamplingParams(ignore_eos=True, temperature=0.5), seed=100)
     async with serving(frontend) as address, grpc.aio.insecure_channel(address) as channel:
-        yield LoadGenerator([channel], builder, FakeClock(), **options)
+        yield LoadGenerator(GRPCTransport([channel], builder), FakeClock(), **options)
 
 
 async def run(load: LoadGenerator, conversations: list[list[Turn]]) -> None:
