@@ -1,4 +1,4 @@
-"""Constraints on outputs, and what is wrong with one."""
+"""Constraints on outputs, and the errors of one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_WHITESPACE = 32
 
 @dataclass(frozen=True, slots=True)
 class Whitespace:
-    """What may stand between the parts of JSON: up to MAX_WHITESPACE, none, or what `pattern` matches."""
+    """White space between the parts of JSON: up to MAX_WHITESPACE, none, or a match of `pattern`."""
 
     is_any: bool = True
     pattern: str = ""  # "": as is_any says

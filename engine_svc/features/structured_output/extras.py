@@ -45,7 +45,7 @@ class StructuredOutput(Extra):
 
 @dataclass(frozen=True, slots=True)
 class GrammarTimes(Extra):
-    """What grammars cost since the last step that reported it; no output extra, as the engine keeps it.
+    """Times of grammars since the last step that reported them; no output extra, as the engine keeps them.
 
     compile_us: of this row's grammar; 0: it was cached, -1: reported before.  masks_us: of all rows of the
     step; -1: reported with another row.

@@ -1,7 +1,8 @@
 """A process that rewrites constraints, and compiles large ones before their engine does, and can be killed.
 
-Nothing limits the work of rewriting or of xgrammar, and fuel not all of llguidance. What takes too long or
-too much memory ends here; the process has a lower priority than the steps. Its program is this file's `main`.
+Nothing limits the work of rewriting or of xgrammar, and fuel not all of llguidance. Work that takes too
+long or too much memory ends here; the process has a lower priority than the steps. Its program is this file's
+`main`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class GrammarWorker:
         return WrittenConstraint(answer["backend"], rewritten, answer["grammar"])
 
     def close(self) -> None:
-        """End the process; what it works on is refused."""
+        """End the process; its constraint is refused."""
         if self._child is not None:
             self._child.kill()
         with self._lock:
@@ -110,7 +111,7 @@ class GrammarWorker:
         return self._socket
 
     def _kill(self) -> str:
-        """End the process; returns what its end says of the constraint that it had."""
+        """End the process; returns the cause in words, for the refusal of its constraint."""
         if self._socket is not None:
             self._socket.close()
         child, self._socket, self._child = self._child, None, None
@@ -215,7 +216,7 @@ def _work(setup: bytes) -> Callable[[StructuredOutput], WrittenConstraint]:
             # Fuel and other limits end the engine's own work after some 10 ms.
             return grammar
         _set_limits()
-        # What costs most depends on the grammar, not on the tokens: the engine's own takes about as long.
+        # The cost depends on the grammar, not on the tokens: the engine's own takes about as long.
         matcher = LLMatcher(
             bytes_alone, _TOKEN_IDS.sub("<[0]>", grammar), log_level=0, limits=parser_limits()
         )

@@ -1,4 +1,4 @@
-"""Grammars of a vocabulary: backends by name, and what they have compiled."""
+"""Grammars of a vocabulary: backends by name, and a cache of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine_svc.features.structured_output.extras import BACKENDS, StructuredOut
 from engine_svc.features.structured_output.grammar_worker import GrammarWorker
 
 _FIELD = "sampling.structured_output"  # of the ADD
-# What has schemas in it, which are rewritten.
+# Kinds with schemas, which are rewritten.
 _REWRITTEN = (ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG)
 _REFUSAL_BYTES = 512  # beside its message
 
@@ -39,7 +39,7 @@ class Grammar:
 
 
 class Grammars:
-    """Keeps the grammars that were used last, and refusals that hold for good, within limits.
+    """Cache of the grammars that were used last, and of lasting refusals, within limits.
 
     For several threads. The default backend is prepared at once, as that holds the interpreter for a second;
     others when they are first used.

@@ -1,4 +1,4 @@
-"""Limits on the text of constraints, for what the backends do not limit themselves."""
+"""Limits on the text of constraints, for work that the backends do not limit themselves."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def check_text(constraint: Constraint, *, max_bytes: int, max_nesting: int) -> N
 
 def check_repetitions(pattern: str, name: str, max_parts: int) -> None:
     """Refuse nested counts like (a{1000}){1000}, which cost their product."""
-    totals = [0]  # of each open group
-    last = 0  # of the part that a count would repeat
-    for found in _REGEX_PARTS.finditer(pattern):
-        part = found[0]
+    totals = [0]  # parts of each open group
+    last = 0  # parts that a count would repeat
+    for match in _REGEX_PARTS.finditer(pattern):
+        part = match[0]
         if part == "(":
             totals.append(0)
         elif part == ")" and len(totals) > 1:
             last = totals.pop()
             totals[-1] += last
-        elif found[1]:
-            repeated = last * int(found[1])
+        elif match[1]:
+            repeated = last * int(match[1])
             totals[-1] += repeated - last
             last = repeated
         elif part not in "?*+|":
@@ -86,7 +86,7 @@ def check_intersections(grammar: str, max_conjoined: int) -> None:
 
 
 class ConjoinedPatterns:
-    """How many different patterns of a schema one text has to match, at most.
+    """Limit on the number of different patterns of a schema that one text has to match.
 
     The work for one token is exponential in this number, and none of it is fuel.
     """
@@ -105,12 +105,12 @@ class ConjoinedPatterns:
         if isinstance(schema, dict):
             is_joined = "$ref" in schema and len(schema) > 1
             if is_joined or isinstance(schema.get("allOf"), list):
-                self._check_one(self._found(schema))
+                self._check_one(self._patterns(schema))
         for part in schema.values() if isinstance(schema, dict) else schema:
             if isinstance(part, dict | list):
                 self.check(part)
 
-    def _found_at(self, reference: str) -> _Patterns:
+    def _patterns_at(self, reference: str) -> _Patterns:
         if reference in self._of_ref:
             return self._of_ref[reference]
         if reference in self._open_refs:
@@ -121,23 +121,23 @@ class ConjoinedPatterns:
             return {(): frozenset(_patterns_in(self._document))}
         num_cut = self._num_cut
         self._open_refs.add(reference)
-        found = self._found(part_at(self._document, reference))
+        patterns = self._patterns(part_at(self._document, reference))
         self._open_refs.remove(reference)
         if self._num_cut == num_cut:
-            self._of_ref[reference] = found
-        return found
+            self._of_ref[reference] = patterns
+        return patterns
 
-    def _check_one(self, found: _Patterns) -> None:
-        most = {False: 0, True: 0}
-        for path, patterns in found.items():
+    def _check_one(self, by_path: _Patterns) -> None:
+        counts = {False: 0, True: 0}  # the largest, by whether the path has any names
+        for path, patterns in by_path.items():
             is_any = _ANY_NAME in path
-            most[is_any] = max(most[is_any], len(patterns))
-        if (count := sum(most.values())) > self._max_conjoined:
+            counts[is_any] = max(counts[is_any], len(patterns))
+        if (count := sum(counts.values())) > self._max_conjoined:
             raise GrammarTooComplex(
                 f"allOf: {count} patterns for the same text, {self._max_conjoined} are allowed"
             )
 
-    def _found(self, schema: Any) -> _Patterns:
+    def _patterns(self, schema: Any) -> _Patterns:
         """The patterns by the path of the values that have to match them."""
         self._num_values += 1
         if self._num_values > self._max_values:
@@ -145,36 +145,36 @@ class ConjoinedPatterns:
         if not isinstance(schema, dict):
             return {}
         pattern = schema.get("pattern")
-        found: _Patterns = {(): frozenset((pattern,))} if isinstance(pattern, str) else {}
+        patterns: _Patterns = {(): frozenset((pattern,))} if isinstance(pattern, str) else {}
         for part in _list(schema.get("allOf")):
-            _join(found, self._found(part))
+            _join(patterns, self._patterns(part))
         reference = schema.get("$ref")
         if isinstance(reference, str):
-            _join(found, self._found_at(reference))
+            _join(patterns, self._patterns_at(reference))
         either: _Patterns = {}
         for name in ("anyOf", "oneOf"):
             for part in _list(schema.get(name)):
-                for path, patterns in self._found(part).items():
-                    either[path] = max(either.get(path, frozenset()), patterns, key=len)
-        _join(found, either)
+                for path, branch in self._patterns(part).items():
+                    either[path] = max(either.get(path, frozenset()), branch, key=len)
+        _join(patterns, either)
         for name in ("properties", "patternProperties"):
             for key, part in _dict(schema.get(name)).items():
                 step = f".{key}" if name == "properties" else _ANY_NAME
-                _join(found, self._found(part), step)
+                _join(patterns, self._patterns(part), step)
         for name in ("items", "additionalProperties", "contains"):
-            _join(found, self._found(schema.get(name)), _ANY_NAME)
+            _join(patterns, self._patterns(schema.get(name)), _ANY_NAME)
         for index, part in enumerate(_list(schema.get("prefixItems"))):
-            _join(found, self._found(part), f"{index}")
-        return found
+            _join(patterns, self._patterns(part), f"{index}")
+        return patterns
 
 
 _Patterns = dict[tuple[str, ...], frozenset[str]]
 _ANY_NAME = "*"  # of values of several names or indices
 
 
-def _join(found: _Patterns, more: _Patterns, *step: str) -> None:
-    for path, patterns in more.items():
-        found[step + path] = found.get(step + path, frozenset()) | patterns
+def _join(patterns: _Patterns, more: _Patterns, *step: str) -> None:
+    for path, added in more.items():
+        patterns[step + path] = patterns.get(step + path, frozenset()) | added
 
 
 def _patterns_in(value: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Constraints in the text that llguidance compiles, and refusals of what its fuel does not limit.
+"""Constraints in the text that llguidance compiles, and refusals of work that its fuel does not limit.
 
 Knows no vocabulary but special tokens, so that a constraint can be checked without a model.
 """
@@ -102,8 +102,8 @@ def grammar_text(constraint: Constraint, special_ids: dict[str, int]) -> str:
 
 
 def _check_schema(document: Any) -> None:
-    """Refuse what fuel does not limit."""
-    multiple = 1  # the least common one so far
+    """Refuse keywords whose work the fuel does not limit."""
+    multiple = 1  # least common multiple of the schemas before
     open_values, seen = [document], set()
     while open_values:
         schema = open_values.pop()
@@ -116,7 +116,7 @@ def _check_schema(document: Any) -> None:
         multiple = _check_keywords(schema, multiple)
         open_values += subschemas(schema)
         if isinstance(reference := schema.get("$ref"), str):
-            # It may lead to what is no schema where it stands.
+            # The target may be no schema at its own place.
             open_values.append(part_at(document, reference))
     ConjoinedPatterns(document, max_conjoined=MAX_CONJOINED, max_values=MAX_CONJOINED_VALUES).check(document)
 
@@ -171,7 +171,7 @@ _SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 
 
 def _prepared_schema(schema: Any, constraint: Constraint) -> Any:
-    """Without the keyword that would change the options below; objects closed where the request says so."""
+    """The schema without the keyword that would change the options below, its objects closed on request."""
     if not isinstance(schema, dict):
         return schema
     prepared = {name: value for name, value in schema.items() if name != "x-guidance"}
@@ -232,7 +232,7 @@ def _lark(text: str) -> str:
 
 
 def _with_ids(lark: str, special_ids: dict[str, int]) -> str:
-    """With special tokens by their ids where the grammar names them, which is not within its texts."""
+    """The grammar with special tokens by their ids where it names them, which is not within its texts."""
 
     def written(part: re.Match[str]) -> str:
         return f"<[{special_ids[part[0]]}]>" if part[0] in special_ids else part[0]
@@ -307,8 +307,8 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression of this text alone."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/ ]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    """A regular expression of `text` alone."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/ ]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def short_message(message: str) -> str:

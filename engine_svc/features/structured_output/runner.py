@@ -236,13 +236,13 @@ class StructuredOutputRows(RunnerFeature):
 
     def apply(self, logits: Tensor, some: LogitRows, positions: Ints, token_ids: Tensor) -> None:
         columns = some.entries.tolist(), some.rows.tolist(), positions.tolist()
-        found = [
+        pairs = [
             (entry, self._mask_of[row, position])
             for entry, row, position in zip(*columns, strict=True)
             if (row, position) in self._mask_of
         ]
-        if found:
-            entries, indices = np.array(found, dtype=np.int64).T
+        if pairs:
+            entries, indices = np.array(pairs, dtype=np.int64).T
             masks = to_device(self._masks.numpy()[indices], self._device)
             self._apply(logits, masks, to_device(entries, self._device))
 

@@ -1,4 +1,4 @@
-"""Ends outputs where their grammar has ended, and counts what grammars cost."""
+"""Ends outputs where their grammar has ended, and counts the costs of grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(config: EngineConfig, context: SchedulerContext) -> SchedulerFeature | 
 
 
 class GrammarEnds(SchedulerFeature):
-    """Knows of a request's grammar only what its extra says."""
+    """Reads nothing of a request's grammar but its extra."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._requests = metrics.counts(

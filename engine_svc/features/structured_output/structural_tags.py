@@ -1,4 +1,4 @@
-"""The document of a structural tag: texts that begin a tag, and the schema of what stands inside.
+"""The document of a structural tag: texts that begin and end a tag, and the schema between them.
 
 Two forms are read. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [text]}. The newer:
 {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers", "tags", ...}}, where a tag is
@@ -22,7 +22,7 @@ class Tag:
     begin: str
     schema: dict[str, Any] | bool
     end: str
-    is_lenient: bool = False  # keywords that no backend enforces are left out, and what is no schema
+    is_lenient: bool = False  # without keywords that no backend enforces; any object where the schema is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class StructuralTags:
     stop_after_first: bool = False
 
     def texts(self) -> list[str]:
-        """What stands outside of the schemas."""
+        """The texts outside of the schemas."""
         return [*self.triggers, self.separator, *(text for tag in self.tags for text in (tag.begin, tag.end))]
 
     def document(self) -> dict[str, Any]:
-        """In the newer form, without what is lenient: for schemas that are enforced."""
+        """The document in the newer form, without leniency: for schemas that are enforced."""
         form: dict[str, Any] = {
             "tags": [
                 {
@@ -69,27 +69,27 @@ def read_structural_tags(text: str) -> StructuralTags:
     if not isinstance(document, dict):
         raise GrammarError("structural_tag is not a JSON object")
     if "structures" in document:
-        tags = _list(document, "structures")
-        found = StructuralTags(
+        entries = _list(document, "structures")
+        tags = StructuralTags(
             _triggers(document),
-            tuple(_tag(entry, entry.get("schema") if _is_object(entry) else None) for entry in tags),
+            tuple(_tag(entry, entry.get("schema") if _is_object(entry) else None) for entry in entries),
         )
     else:
-        found = _read_format(document.get("format"))
-    if not 0 < len(found.tags) <= MAX_TAGS:
-        raise GrammarError(f"structural_tag has {len(found.tags)} tags, 1 to {MAX_TAGS} are allowed")
-    for tag in found.tags:
-        if found.triggers and not any(tag.begin.startswith(trigger) for trigger in found.triggers):
+        tags = _read_format(document.get("format"))
+    if not 0 < len(tags.tags) <= MAX_TAGS:
+        raise GrammarError(f"structural_tag has {len(tags.tags)} tags, 1 to {MAX_TAGS} are allowed")
+    for tag in tags.tags:
+        if tags.triggers and not any(tag.begin.startswith(trigger) for trigger in tags.triggers):
             raise GrammarError(f"structural_tag: no trigger begins the tag {tag.begin!r}")
-    for trigger in found.triggers:
-        if not any(tag.begin.startswith(trigger) for tag in found.tags):
+    for trigger in tags.triggers:
+        if not any(tag.begin.startswith(trigger) for tag in tags.tags):
             raise GrammarError(f"structural_tag: no tag begins with the trigger {trigger!r}")
-        for other in found.triggers:
+        for other in tags.triggers:
             if other != trigger and trigger in other:
                 raise GrammarError(
                     f"structural_tag: the trigger {trigger!r} is a part of the trigger {other!r}"
                 )
-    return found
+    return tags
 
 
 def _read_format(form: object) -> StructuralTags:
@@ -154,17 +154,17 @@ def _triggers(document: Any) -> tuple[str, ...]:
 
 
 def _list(document: Any, name: str) -> list[Any]:
-    found = document.get(name)
-    if not isinstance(found, list):
+    entries = document.get(name)
+    if not isinstance(entries, list):
         raise GrammarError(f"structural_tag: {name!r} is not a list")
-    return found
+    return entries
 
 
 def _flag(document: Any, name: str) -> bool:
-    found = document.get(name, False)
-    if not isinstance(found, bool):
+    value = document.get(name, False)
+    if not isinstance(value, bool):
         raise GrammarError(f"structural_tag: {name!r} is not a bool")
-    return found
+    return value
 
 
 def _is_object(value: object) -> TypeGuard[dict[str, Any]]:

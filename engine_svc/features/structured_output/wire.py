@@ -45,47 +45,47 @@ class StructuredOutputOfAdd(WireFeature):
         eos_token_ids = context.facts.eos_token_ids
         if not eos_token_ids or not self._backends:
             raise unserved(_FIELD)
-        asked = entry.sampling.structured_output
-        backends = self._backends if asked.backend in ("", _AUTO) else (asked.backend,)
+        message = entry.sampling.structured_output
+        backends = self._backends if message.backend in ("", _AUTO) else (message.backend,)
         if backends[0] not in self._backends:
             raise InvalidArgument(
-                f"structured_output.backend is {asked.backend[:64]!r}, "
+                f"structured_output.backend is {message.backend[:64]!r}, "
                 f"it takes one of {', '.join(self._backends)}",
                 field="structured_output.backend",
             )
         return Parsed(
             StructuredOutput(
-                _to_constraint(asked), backends, _reasoning_end(entry, context), tuple(eos_token_ids)
+                _to_constraint(message), backends, _reasoning_end(entry, context), tuple(eos_token_ids)
             )
         )
 
 
-def _to_constraint(asked: sampling_pb2.StructuredOutput) -> Constraint:
-    which = asked.WhichOneof("constraint")
+def _to_constraint(message: sampling_pb2.StructuredOutput) -> Constraint:
+    which = message.WhichOneof("constraint")
     if which is None:
         raise InvalidArgument("structured_output has no constraint, it takes exactly one", field=_FIELD)
     kind = ConstraintKind(which)
-    if kind is ConstraintKind.JSON_OBJECT and not asked.json_object:
+    if kind is ConstraintKind.JSON_OBJECT and not message.json_object:
         raise InvalidArgument(f"{_FIELD}.{which} is false, it takes true alone", field=f"{_FIELD}.{which}")
-    _check_json_options(asked, kind)
+    _check_json_options(message, kind)
     return Constraint(
         kind,
-        "" if kind in (ConstraintKind.CHOICE, ConstraintKind.JSON_OBJECT) else getattr(asked, which),
-        tuple(asked.choice.choices),
-        whitespace=Whitespace(not asked.disable_any_whitespace, asked.whitespace_pattern),
-        has_additional_properties=not asked.disable_additional_properties,
-        is_lenient=asked.lenient,
+        "" if kind in (ConstraintKind.CHOICE, ConstraintKind.JSON_OBJECT) else getattr(message, which),
+        tuple(message.choice.choices),
+        whitespace=Whitespace(not message.disable_any_whitespace, message.whitespace_pattern),
+        has_additional_properties=not message.disable_additional_properties,
+        is_lenient=message.lenient,
     )
 
 
-def _check_json_options(asked: sampling_pb2.StructuredOutput, kind: ConstraintKind) -> None:
+def _check_json_options(message: sampling_pb2.StructuredOutput, kind: ConstraintKind) -> None:
     """Options about JSON, which would have no effect on another constraint or on each other."""
     for option in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
-        if getattr(asked, option) and kind not in _JSON:
+        if getattr(message, option) and kind not in _JSON:
             raise InvalidArgument(
                 f"{_FIELD}.{option} is set, but {kind.value} is no JSON", field=f"{_FIELD}.{option}"
             )
-    if asked.whitespace_pattern and asked.disable_any_whitespace:
+    if message.whitespace_pattern and message.disable_any_whitespace:
         raise InvalidArgument(
             f"{_FIELD}.whitespace_pattern is set beside disable_any_whitespace, at most one is taken",
             field=f"{_FIELD}.whitespace_pattern",

@@ -1,4 +1,4 @@
-"""What every grammar backend offers, in plain data and protocols.
+"""The interface of grammar backends, in plain data and protocols.
 
 A backend's results depend on constraint, vocabulary and tokens alone: limits are counted in work, never in
 seconds, so that all ranks reach the same state.
@@ -33,7 +33,7 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """Of 32 bits, in one row of a mask."""
+        """Words of 32 bits in one row of a mask."""
         return -(-self.size // 32)
 
 

@@ -210,10 +210,10 @@ class XGrammarMatcher:
 
 
 def _regex(text: str) -> str:
-    """With what this backend reads differently spelled out or refused."""
+    """The pattern with constructs spelled out or refused that this backend reads differently."""
     if "[[:" in text:
         raise GrammarError("regex: classes by name, as in [[:alpha:]], are not supported by xgrammar")
-    return _REGEX_PARTS.sub(lambda found: r"[^\n]" if found[0] == "." else found[0], text)
+    return _REGEX_PARTS.sub(lambda match: r"[^\n]" if match[0] == "." else match[0], text)
 
 
 def _json_options(constraint: Constraint) -> dict[str, Any]:

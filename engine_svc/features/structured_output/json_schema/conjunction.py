@@ -90,7 +90,7 @@ class Node:
         return self.rewriter.document.copied(rest, self.keywords)
 
     def context(self, *names: str) -> dict[str, Any]:
-        """A schema of what is known of the values beside some keywords."""
+        """A schema of the knowledge about values beside some keywords."""
         return {"allOf": [self.without(*names), self.beside]}
 
     def with_keywords(self, keywords: dict[str, Any]) -> Node:

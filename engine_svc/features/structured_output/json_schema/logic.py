@@ -34,7 +34,7 @@ MAX_STEPS = 400_000  # of all proofs and searches for a document: parts of schem
 _MAX_TEXT = 200
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _UNBOUNDED = re.compile(r"[*+{]")
-# Which kinds a keyword speaks of; all others satisfy it.
+# Keywords by the kind of values that they limit; values of other kinds satisfy them.
 NUMBER_KEYWORDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 STRING_KEYWORDS = frozenset({"minLength", "maxLength", "pattern", "format"})
 ARRAY_KEYWORDS = frozenset(
@@ -352,7 +352,7 @@ class Prover:
 
 
 def _mismatches(pattern: str, text: str) -> bool:
-    """Whether a pattern is not in a text; not asked where Python's search might take long."""
+    """Whether a pattern is not in a text; False where Python's search might take long."""
     if len(text) > _MAX_TEXT or len(pattern) > _MAX_TEXT or _REPEATED_GROUP.search(pattern):
         return False
     if len(_UNBOUNDED.findall(pattern)) > 2:

@@ -1,4 +1,4 @@
-"""The negation of a schema in other keywords, among values of which something is known."""
+"""The negation of a schema in other keywords, among values with known properties."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}  # by th
 
 
 class CannotNegate(ValueError):
-    """The message names the keyword."""
+    """A keyword without a negation, which the message names."""
 
 
 def negation(prover: Prover, schema: Any, known: Known = ANY_VALUE, depth: int = 0) -> Any:
-    """A schema of those values that do not satisfy `schema`, among those of which `known` holds.
+    """A schema of the values of `known` that do not satisfy `schema`.
 
-    CannotNegate names a keyword that has no negation.
+    Raises CannotNegate for a keyword without a negation.
     """
     if isinstance(schema, bool):
         return not schema

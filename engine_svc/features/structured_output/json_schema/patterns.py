@@ -25,21 +25,21 @@ _NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_$][\w$]*>")
 
 
 class UnsupportedPattern(ValueError):
-    """The message names the construct."""
+    """A construct without a translation, which the message names."""
 
 
 def rust_pattern(pattern: str) -> str:
-    """The same language in Rust's syntax, unanchored as before; UnsupportedPattern by name."""
+    """The pattern in Rust's syntax, unanchored as before. Raises UnsupportedPattern."""
     return _Translation(pattern).run()
 
 
 def pattern_without(texts: Iterable[str]) -> str:
-    """An ECMA pattern of all strings but these."""
+    """An ECMA pattern of all strings except `texts`."""
     return f"^{_complement(set(texts))}$"
 
 
 def literal(text: str) -> str:
-    """An ECMA pattern of this text, not anchored."""
+    """An ECMA pattern of `text` alone, not anchored."""
     return "".join(_literal(character) for character in text)
 
 
@@ -63,16 +63,16 @@ def _complement(texts: set[str]) -> str:
     return "(?:" + "|".join(alternatives) + ")"
 
 
-def texts_of(pattern: str, most: int) -> list[str]:
-    """All texts of a translated pattern between ^ and $; [] if there are more than `most`, or it is no such.
+def texts_of(pattern: str, max_texts: int) -> list[str]:
+    """All texts of a translated pattern between ^ and $; [] if there are more than `max_texts`.
 
-    It may be no such to this search alone.
+    The same for every pattern that the search cannot enumerate.
     """
     inner = pattern[1:-1]
     if not (pattern.startswith("^") and pattern.endswith("$")) or "^" in inner or "$" in inner:
         return []
     try:
-        return _Texts(inner, most).run()
+        return _Texts(inner, max_texts).run()
     except UnsupportedPattern:
         return []
 
@@ -80,60 +80,60 @@ def texts_of(pattern: str, most: int) -> list[str]:
 class _Texts:
     """Enumerates a pattern in the syntax of the translation, without anchors."""
 
-    def __init__(self, pattern: str, most: int) -> None:
+    def __init__(self, pattern: str, max_texts: int) -> None:
         self._text = pattern
-        self._most = most
+        self._max_texts = max_texts
         self._at = 0
 
     def run(self) -> list[str]:
-        found = self._sequence()
+        texts = self._sequence()
         if self._at < len(self._text):
             raise UnsupportedPattern("a choice to which an anchor does not belong")
-        return found
+        return texts
 
     def _sequence(self) -> list[str]:
-        found = [""]
+        texts = [""]
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             part = self._atom()
-            least, most = 1, 1
+            low, high = 1, 1
             if count := _COUNT.match(self._text, self._at):
                 self._at = count.end()
-                least, most = self._limits(count[0])
-            repeated = self._product([""], part, least)
+                low, high = self._limits(count[0])
+            repeated = self._product([""], part, low)
             choices = dict.fromkeys(repeated)
-            for _ in range(most - least):
+            for _ in range(high - low):
                 repeated = self._product(repeated, part, 1)
                 choices.update(dict.fromkeys(repeated))
-            found = self._product(found, list(choices), 1)
-        return found
+            texts = self._product(texts, list(choices), 1)
+        return texts
 
     def _product(self, texts: list[str], part: list[str], count: int) -> list[str]:
         for _ in range(count):
-            texts = self._few([text + more for text in texts for more in part])
+            texts = self._distinct([text + more for text in texts for more in part])
         return texts
 
-    def _few(self, texts: Iterable[str]) -> list[str]:
-        found = list(dict.fromkeys(texts))
-        if len(found) > self._most:
-            raise UnsupportedPattern(f"more than {self._most} texts")
-        return found
+    def _distinct(self, texts: Iterable[str]) -> list[str]:
+        distinct = list(dict.fromkeys(texts))
+        if len(distinct) > self._max_texts:
+            raise UnsupportedPattern(f"more than {self._max_texts} texts")
+        return distinct
 
     def _limits(self, quantifier: str) -> tuple[int, int]:
         if quantifier == "?":
             return 0, 1
-        least, comma, most = quantifier.strip("{}").partition(",")
-        if not least.isdecimal() or (comma and not most) or int(most or least) > self._most:
+        low, comma, high = quantifier.strip("{}").partition(",")
+        if not low.isdecimal() or (comma and not high) or int(high or low) > self._max_texts:
             raise UnsupportedPattern(f"the quantifier {quantifier}")
-        return int(least), int(most or least)
+        return int(low), int(high or low)
 
     def _atom(self) -> list[str]:
         if self._text.startswith("(?:", self._at):
-            found: list[str] = []
+            texts: list[str] = []
             while self._text[self._at] != ")":
                 self._at += 3 if self._text[self._at] == "(" else 1
-                found = self._few([*found, *self._sequence()])
+                texts = self._distinct([*texts, *self._sequence()])
             self._at += 1
-            return found
+            return texts
         if single := _SINGLE.match(self._text, self._at):
             self._at = single.end()
             return [_character(single[0])]
@@ -143,10 +143,10 @@ class _Texts:
         codes: list[int] = []
         for first, last in _RANGE.findall(members[1]):
             low, high = ord(_character(first)), ord(_character(last or first))
-            if high - low >= self._most:
-                raise UnsupportedPattern(f"more than {self._most} texts")
+            if high - low >= self._max_texts:
+                raise UnsupportedPattern(f"more than {self._max_texts} texts")
             codes += range(low, high + 1)
-        return self._few(map(chr, codes))
+        return self._distinct(map(chr, codes))
 
 
 def _character(text: str) -> str:
@@ -154,6 +154,8 @@ def _character(text: str) -> str:
 
 
 class _Translation:
+    """A pattern of ECMA-262, read once from left to right."""
+
     def __init__(self, pattern: str) -> None:
         self._text = pattern
         self._at = 0
@@ -175,8 +177,8 @@ class _Translation:
         if character == "(":
             self._group()
             return
-        if found := _QUANTIFIER.match(self._text, self._at):
-            self._quantifier(found[0])
+        if quantifier := _QUANTIFIER.match(self._text, self._at):
+            self._quantifier(quantifier[0])
             return
         self._at += 1
         if character in "*+?":
@@ -199,10 +201,10 @@ class _Translation:
             self._at += 1  # lazy: the same language
 
     def _group(self) -> None:
-        if found := _LOOKAROUND.match(self._text, self._at):
-            raise UnsupportedPattern(f"lookaround (?{found[1]}")
-        if found := _NAMED_GROUP.match(self._text, self._at):
-            self._at += len(found[0])
+        if lookaround := _LOOKAROUND.match(self._text, self._at):
+            raise UnsupportedPattern(f"lookaround (?{lookaround[1]}")
+        if opening := _NAMED_GROUP.match(self._text, self._at):
+            self._at += len(opening[0])
         elif self._text.startswith("(?:", self._at):
             self._at += 3
         elif self._text.startswith("(?", self._at):
@@ -217,13 +219,11 @@ class _Translation:
             raise UnsupportedPattern(f"the word boundary \\{letter}")
         if letter == "k" or (letter in "123456789" and letter):
             raise UnsupportedPattern(f"the backreference \\{letter}")
-        found = self._member()
-        if found in _CLASSES.values():
-            return f"[{found}]"
-        return found
+        member = self._member()
+        return f"[{member}]" if member in _CLASSES.values() else member
 
     def _member(self) -> str:
-        """An escape, in or outside of a class: what stands for it in brackets, or a nested class."""
+        """An escape, inside or outside of a class, as members of a class or as a nested one."""
         letter = self._text[self._at + 1 : self._at + 2]
         self._at += 2
         if not letter:
@@ -233,34 +233,34 @@ class _Translation:
         if letter.lower() in _CLASSES:
             return f"[^{_CLASSES[letter.lower()]}]"
         if letter in "pP":
-            found = re.compile(r"\{[\w=]+\}").match(self._text, self._at)
-            if not found:
+            name = re.compile(r"\{[\w=]+\}").match(self._text, self._at)
+            if not name:
                 raise UnsupportedPattern(f"\\{letter} without a property")
-            self._at += len(found[0])
-            return f"\\{letter}{found[0]}"
+            self._at += len(name[0])
+            return f"\\{letter}{name[0]}"
         return _code(self._character(letter))
 
     def _character(self, letter: str) -> int:
-        """Code of an escaped character whose backslash and letter are read."""
+        """The code of an escaped character, behind its backslash and letter."""
         if letter in _CONTROLS:
             return ord(_CONTROLS[letter])
-        if letter == "c" and (found := re.compile("[A-Za-z]").match(self._text, self._at)):
+        if letter == "c" and (control := re.compile("[A-Za-z]").match(self._text, self._at)):
             self._at += 1
-            return ord(found[0]) % 32
-        if letter == "x" and (found := re.compile("[0-9A-Fa-f]{2}").match(self._text, self._at)):
+            return ord(control[0]) % 32
+        if letter == "x" and (digits := re.compile("[0-9A-Fa-f]{2}").match(self._text, self._at)):
             self._at += 2
-            return int(found[0], 16)
+            return int(digits[0], 16)
         if letter == "u":
-            if found := re.compile(r"\{([0-9A-Fa-f]{1,6})\}").match(self._text, self._at):
-                self._at += len(found[0])
-                return int(found[1], 16)
-            if found := re.compile(r"([dD][89abAB]..)\\u([dD][c-fC-F]..)").match(self._text, self._at):
-                self._at += len(found[0])
-                high, low = int(found[1], 16), int(found[2], 16)
+            if digits := re.compile(r"\{([0-9A-Fa-f]{1,6})\}").match(self._text, self._at):
+                self._at += len(digits[0])
+                return int(digits[1], 16)
+            if digits := re.compile(r"([dD][89abAB]..)\\u([dD][c-fC-F]..)").match(self._text, self._at):
+                self._at += len(digits[0])
+                high, low = int(digits[1], 16), int(digits[2], 16)
                 return 0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF)
-            if found := re.compile("[0-9A-Fa-f]{4}").match(self._text, self._at):
+            if digits := re.compile("[0-9A-Fa-f]{4}").match(self._text, self._at):
                 self._at += 4
-                return int(found[0], 16)
+                return int(digits[0], 16)
         if letter.isalnum():
             raise UnsupportedPattern(f"the escape \\{letter}")
         return ord(letter)

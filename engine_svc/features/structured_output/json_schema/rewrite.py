@@ -1,4 +1,4 @@
-"""Schemas in the keywords that a grammar backend enforces, and which of their keywords have no such form.
+"""Schemas in the keywords that a grammar backend enforces, and the keywords without such a form.
 
 The result has the same instances, apart from the order of keys that every backend fixes. Keywords that are
 not enforced are listed with their place; the result is then the schema without them.
@@ -193,7 +193,7 @@ class _Rewriting:
 
 
 def _check_cycles(root: dict[str, Any], definitions: dict[str, Any]) -> None:
-    """A reference that leads to itself without a step into the value says nothing, and never ends."""
+    """Refuse references that lead to themselves without a step into the value: they never end."""
     is_done: dict[str, bool] = {}  # by name of a definition
 
     def visit(schema: Any) -> None:

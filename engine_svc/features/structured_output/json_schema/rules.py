@@ -110,7 +110,7 @@ def _prefix_items(node: Node, keyword: str) -> None:
 
 
 def _unevaluated_items(node: Node, keyword: str) -> None:
-    """As `items`, where nothing beside it evaluates items."""
+    """`unevaluatedItems` as `items`, where no keyword beside it evaluates items."""
     schema = node.keywords[keyword]
     if "items" in node.keywords or schema is True:
         return
@@ -121,7 +121,7 @@ def _unevaluated_items(node: Node, keyword: str) -> None:
 
 
 def _unique_items(node: Node, keyword: str) -> None:
-    """Nothing, where other keywords keep the items apart."""
+    """`uniqueItems` left out where other keywords keep the items apart."""
     if not node.keywords[keyword]:
         return
     prefix = node.keywords.get("prefixItems", [])
@@ -138,7 +138,7 @@ def _unique_items(node: Node, keyword: str) -> None:
 
 
 def _contains(node: Node, keyword: str) -> None:
-    """As the number of items, where each is a match; as a choice of positions; or as no match at all."""
+    """`contains` as a number of items, where each matches; as a choice of positions; or as no match."""
     schema, low, high = (
         node.keywords[keyword], node.keywords.get("minContains", 1), node.keywords.get("maxContains"),
     )  # fmt: skip
@@ -240,7 +240,7 @@ def _all_properties(node: Node, pattern: str, entry: Any) -> None:
 
 
 def _unevaluated_properties(node: Node, keyword: str) -> None:
-    """As `additionalProperties`, beside the names that the schema and those it joins always evaluate."""
+    """`unevaluatedProperties` as `additionalProperties`, beside names that are evaluated in any value."""
     schema = node.keywords[keyword]
     if "additionalProperties" in node.keywords or schema is True:
         return
@@ -266,7 +266,7 @@ class _Evaluated:
 
 
 def _evaluate(node: Node, schema: Any, evaluated: _Evaluated, depth: int) -> bool:
-    """Collect what a schema evaluates; False where that depends on the value."""
+    """Collect the properties that a schema evaluates; False where they depend on the value."""
     if isinstance(schema, bool):
         return True
     node.prover.spend(4 + len(schema))
@@ -367,7 +367,7 @@ class _Names:
 
 
 def _min_properties(node: Node, keyword: str) -> None:
-    """As a choice of optional names, or as the backend's own count, which knows no optional names."""
+    """`minProperties` as a choice of optional names, or as the backend's own count where none is optional."""
     names = _Names.of(node.keywords)
     num_missing = node.keywords[keyword] - len(names.required)
     too_many = f"{len(names.optional)} properties have too many choices"
@@ -401,7 +401,7 @@ def _min_properties(node: Node, keyword: str) -> None:
 
 
 def _max_properties(node: Node, keyword: str) -> None:
-    """As a choice of absent names, or as the backend's own count, which knows no optional names."""
+    """`maxProperties` as a choice of absent names, or as the backend's own count where none is optional."""
     names = _Names.of(node.keywords)
     room = node.keywords[keyword] - len(names.required)
     num_absent = len(names.optional) - room
@@ -442,7 +442,7 @@ def _recursive_ref(node: Node, keyword: str) -> None:
 
 
 def _all_of(node: Node, keyword: str) -> None:
-    """Each is rewritten for values that satisfy the others, so that fewer branches overlap."""
+    """`allOf`, each entry rewritten for values that satisfy the others, so that fewer branches overlap."""
     entries = node.keywords[keyword]
     own = node.without(keyword)
     for index, entry in enumerate(entries):
@@ -458,7 +458,7 @@ def _any_of(node: Node, keyword: str) -> None:
 
 
 def _one_of(node: Node, keyword: str) -> None:
-    """`anyOf` branches each of which excludes those that it overlaps."""
+    """`oneOf` as `anyOf` of branches, each without the values of those that it overlaps."""
     base = node.context(keyword)
     branches = [entry for entry in node.keywords[keyword] if not node.prover.is_unsatisfiable(base, entry)]
     if len(branches) > MAX_DISJOINT:
@@ -514,7 +514,7 @@ def _not(node: Node, keyword: str) -> None:
 
 
 def _if(node: Node, keyword: str) -> None:
-    """`anyOf` of the condition with `then`, and of its negation with `else`."""
+    """`if` as `anyOf` of the condition with `then`, and of its negation with `else`."""
     condition, then, other = (node.keywords.get(name, True) for name in ("if", "then", "else"))
     if then is True and other is True:
         return
