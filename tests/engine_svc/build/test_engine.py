@@ -27,9 +27,10 @@ from engine_svc.core.facts import LoadProgress
 from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Add, Outbox, Stop
+from engine_svc.loop.mailbox import Add, Stop
 from engine_svc.membership.departure import Departure
 from engine_svc.session.servicer import EngineCoreServicer
+from tests.engine_svc.loop.frontend import Frontend
 from tests.engine_svc.runner.chains import Chain
 from tests.triptych_kit.plugin_folder import write_feature
 from triptych_cli.verbs.replay import run_replay
@@ -83,8 +84,7 @@ class Built:
         self, prompts: list[list[int]], max_tokens: int, extras: Mapping[int, Extra] = MappingProxyType({})
     ) -> list[list[int]]:
         """Greedy continuations of `prompts`, all at once. extras: of some of them, by index."""
-        woken = threading.Event()
-        outbox = Outbox(max_bytes=1_000_000, wake=woken.set)
+        frontend = Frontend()
         for handle, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
             request = Request(f"r{handle}", list(prompt), len(prompt), sampling)
@@ -92,25 +92,13 @@ class Built:
                 request.extras[type(extra)] = extra
             assert self.core.refusal(request) is None
             self.core.prepare(request)
-            self.inbox.put(Add(request, outbox, handle))
+            self.inbox.put(Add(request, frontend.outbox, handle))
         thread = threading.Thread(target=self.engine.run)
         thread.start()
-        tokens: list[list[int]] = [[] for _ in prompts]
-        num_ended = 0
-        while num_ended < len(prompts):
-            assert woken.wait(60)
-            woken.clear()
-            step = outbox.take()
-            if step is None:
-                continue
-            start = 0
-            for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
-                tokens[handle] += step.token_ids[start : start + num_tokens]
-                start += num_tokens
-            num_ended += len(step.finished)
+        frontend.read_until_ended(len(prompts))
         self.inbox.put(Stop())
         thread.join(10)
-        return tokens
+        return [frontend.tokens[handle] for handle in range(len(prompts))]
 
 
 def transformers_greedy(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:

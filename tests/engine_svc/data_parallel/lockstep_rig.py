@@ -25,7 +25,8 @@ from engine_svc.loop.pause import PauseMode
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.fakes import FakeExecutor, FakePendingStep
 from tests.engine_svc.loop.controlled_rig import FakeRunners
-from tests.engine_svc.loop.test_engine import Frontend, prompt_of
+from tests.engine_svc.loop.frontend import Frontend
+from tests.engine_svc.loop.test_engine import prompt_of
 from triptych_kit.clock import FakeClock
 
 MAX_MODEL_LEN = 1200

@@ -24,37 +24,8 @@ from engine_svc.loop.step_output import StepOutput
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
 from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
+from tests.engine_svc.loop.frontend import Frontend
 from triptych_kit.clock import FakeClock
-
-
-class Frontend:
-    """Reads an outbox into tokens and ends per handle."""
-
-    def __init__(self) -> None:
-        self.woken = threading.Event()
-        self.outbox = Outbox(max_bytes=1_000_000, wake=self.woken.set)
-        self.tokens: dict[int, list[int]] = {}
-        self.ends: list[tuple[int, FinishReason]] = []
-        self.cached: dict[int, int] = {}
-        self.on_step: Callable[[StepOutput], None] = lambda step: None
-
-    def read(self) -> None:
-        step = self.outbox.take()
-        if step is None:
-            return
-        self.on_step(step)
-        start = 0
-        for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
-            self.tokens.setdefault(handle, []).extend(step.token_ids[start : start + num_tokens])
-            start += num_tokens
-        self.ends += [(step.handles[row.row], row.reason) for row in step.finished]
-        self.cached |= {step.handles[row]: first.num_cached_tokens for row, first in step.first}
-
-    def read_until_ended(self, num_requests: int) -> None:
-        while len(self.ends) < num_requests:
-            assert self.woken.wait(LIMIT_S)
-            self.woken.clear()
-            self.read()
 
 
 class Rig:

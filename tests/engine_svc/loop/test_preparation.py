@@ -13,11 +13,12 @@ from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Outbox, Prepared, StatsSnapshot
+from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Prepared, StatsSnapshot
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState
 from tests.engine_svc.fakes import FakeExecutor, make_scheduler
+from tests.engine_svc.loop.frontend import Frontend
 from triptych_kit.clock import FakeClock
 
 LIMIT_S = 10.0
@@ -65,7 +66,7 @@ class Rig:
         self.scheduler = make_scheduler(
             max_num_seqs=max_num_seqs, max_steps_in_flight=depth, features=[self.preparations]
         )
-        self.inbox, self.outbox = Inbox(100), Outbox(max_bytes=1 << 20, wake=lambda: None)
+        self.inbox, self.frontend = Inbox(100), Frontend()
         self.engine = Engine(
             scheduler=self.scheduler,
             executor=FakeExecutor(self.plans.append),
@@ -77,8 +78,6 @@ class Rig:
             max_in_flight=depth,
             at_end=[self.preparations.close],
         )
-        self.ends: dict[int, tuple[FinishReason, int | None, str, str]] = {}
-        self.num_tokens: dict[int, int] = {}
 
     def add(
         self, handle: int, text: str = "", *, max_tokens: int = 3, deadline_at: float | None = None
@@ -92,7 +91,7 @@ class Rig:
             arrival_at=handle,
             extras=extras,
         )
-        self.inbox.put(Add(request, self.outbox, handle, deadline_at))
+        self.inbox.put(Add(request, self.frontend.outbox, handle, deadline_at))
 
     def answer(self, handle: int, *failures: RequestFailed | None) -> None:
         (number,) = [number for number, request_id, _ in self.ranks.sent if request_id == f"r{handle}"]
@@ -102,11 +101,14 @@ class Rig:
     def turn(self, num_turns: int = 1) -> None:
         for _ in range(num_turns):
             self.engine.turn()
-            while (step := self.outbox.take()) is not None:
-                for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
-                    self.num_tokens[handle] = self.num_tokens.get(handle, 0) + num_tokens
-                for end in step.finished:
-                    self.ends[step.handles[end.row]] = (end.reason, end.stop_token_id, end.code, end.message)
+            self.frontend.read_all()
+
+    @property
+    def ends(self) -> dict[int, tuple[FinishReason, int | None, str, str]]:
+        return {
+            handle: (end.reason, end.stop_token_id, end.code, end.message)
+            for handle, end in self.frontend.end_of.items()
+        }
 
     def admitted(self) -> Sequence[str]:
         return [entry.request_id for plan in self.plans for entry in plan.admitted]
@@ -166,7 +168,8 @@ def test_the_first_failure_ends_the_request_alone_with_its_status():
     rig.answer(1, None)
     rig.answer(3, None, None)
     rig.turn(8)
-    assert (rig.num_tokens, rig.admitted()) == ({1: 0, 2: 3, 3: 3}, ["r2", "r3"])
+    num_tokens = {handle: len(tokens) for handle, tokens in rig.frontend.tokens.items()}
+    assert (num_tokens, rig.admitted()) == ({1: 0, 2: 3, 3: 3}, ["r2", "r3"])
     assert rig.ranks.dropped == ["r1", "r3"]
     assert rig.scheduler.stats().num_used_blocks == 0
 
@@ -237,7 +240,7 @@ def test_ranks_that_are_lost_end_the_engine_and_not_the_request():
     rig.add(1, "lost")
     with pytest.raises(DeviceLost):
         rig.turn()
-    assert (rig.ends, rig.outbox.take()) == ({}, None)
+    assert (rig.ends, rig.frontend.outbox.take()) == ({}, None)
 
 
 @pytest.mark.parametrize("state", [PauseState.NEW, PauseState.ALL])

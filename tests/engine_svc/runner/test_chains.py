@@ -13,14 +13,14 @@ from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Outbox, Prepared, StatsSnapshot
+from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Prepared, StatsSnapshot
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
-from engine_svc.loop.step_output import FinishedRow
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.feature import RunnerFeatures
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.fakes import LIMIT_S
+from tests.engine_svc.loop.frontend import Frontend
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain, ChainRows
@@ -41,14 +41,14 @@ class Rig:
     depth: int = 1
     num_blocks: int = 128
     max_num_batched_tokens: int = 24
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    ends: dict[int, FinishedRow] = field(default_factory=dict)
+    frontend: Frontend = field(default_factory=Frontend)
     requests: dict[int, Request] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.tokens, self.ends = self.frontend.tokens, self.frontend.end_of
         self.feature = ChainRows(self.model.ours.facts.vocab_size)
-        self.inbox, self.outbox = Inbox(100), Outbox(max_bytes=1 << 24, wake=lambda: None)
+        self.inbox = Inbox(100)
         self.answered = threading.Event()
 
         def on_prepared(number: int, failure: Exception | None) -> None:
@@ -103,7 +103,7 @@ class Rig:
         )
         self.requests[handle] = request
         self.tokens[handle] = []
-        self.inbox.put(Add(request, self.outbox, handle))
+        self.inbox.put(Add(request, self.frontend.outbox, handle))
 
     def run(self, num_ends: int) -> None:
         """Turns until so many requests have ended; waits for preparations if nothing else is to be done."""
@@ -114,13 +114,7 @@ class Rig:
 
     def turn(self) -> bool:
         has_run = self.engine.turn()
-        while (step := self.outbox.take()) is not None:
-            start = 0
-            for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
-                self.tokens[handle] += step.token_ids[start : start + num_tokens]
-                start += num_tokens
-            for end in step.finished:
-                self.ends[step.handles[end.row]] = end
+        self.frontend.read_all()
         return has_run
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from engine_svc.core.errors import DeviceFull, DeviceLost
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.engine import Engine
-from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot
+from engine_svc.loop.mailbox import Add, Inbox, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import Model
@@ -29,6 +29,7 @@ from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.connections import without_collections
+from tests.engine_svc.loop.frontend import Frontend
 from tests.engine_svc.model.checkpoints import MAX_POSITION
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.conftest import BLOCK_SIZE, NUM_BLOCKS, TinyModel
@@ -92,29 +93,7 @@ def failing_runner(
     return runner, failing
 
 
-class Reader:
-    """Reads tokens and log probabilities by handle, and counts ends."""
-
-    def __init__(self) -> None:
-        self.outbox = Outbox(max_bytes=1 << 24, wake=lambda: None)
-        self.tokens: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float]] = {}
-        self.num_ended = 0
-
-    def read(self) -> None:
-        step = self.outbox.take()
-        if step is None:
-            return
-        start = 0
-        for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
-            self.tokens.setdefault(handle, []).extend(step.token_ids[start : start + num_tokens])
-            start += num_tokens
-        for handle, part in step.token_logprobs.sampled.items() if step.token_logprobs is not None else ():
-            self.logprobs.setdefault(handle, []).extend(part.logprobs)
-        self.num_ended += len(step.finished)
-
-
-def serve(runner: ModelRunner, *, is_beside: bool, steps_in_flight: int) -> Reader:
+def serve(runner: ModelRunner, *, is_beside: bool, steps_in_flight: int) -> Frontend:
     """Run all requests to their ends on the real runner."""
     core = build_core(
         SchedulerConfig(
@@ -126,7 +105,7 @@ def serve(runner: ModelRunner, *, is_beside: bool, steps_in_flight: int) -> Read
         ),
         CacheConfig(NUM_BLOCKS, (FullAttention(BLOCK_SIZE),)),
     )
-    inbox, reader, rng = Inbox(100), Reader(), random.Random(4)
+    inbox, reader, rng = Inbox(100), Frontend(), random.Random(4)
     for handle in range(NUM_REQUESTS):
         prompt = [rng.randrange(3, 160) for _ in range(3 + 6 * handle)]
         options = {"temperature": 1.0, **SAMPLING_OPTIONS[handle]}
@@ -145,11 +124,11 @@ def serve(runner: ModelRunner, *, is_beside: bool, steps_in_flight: int) -> Read
     for _ in range(1000):
         engine.turn()
         reader.read()
-        if reader.num_ended == NUM_REQUESTS:
+        if len(reader.ends) == NUM_REQUESTS:
             break
     engine.settle()
     engine.close()
-    assert reader.num_ended == NUM_REQUESTS
+    assert len(reader.ends) == NUM_REQUESTS
     assert core.kv_cache.num_used_blocks == 0
     # The rows of the last step are still there.
     runner.execute(StepPlan(0, released=[f"r{handle}" for handle in range(NUM_REQUESTS)]))

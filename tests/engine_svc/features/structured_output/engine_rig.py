@@ -18,8 +18,9 @@ from engine_svc.core.request import Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
 from engine_svc.features.structured_output.extras import StructuredOutput
-from engine_svc.loop.mailbox import Add, Outbox, Stop
+from engine_svc.loop.mailbox import Add, Stop
 from engine_svc.loop.step_output import FinishedRow
+from tests.engine_svc.loop.frontend import Frontend
 
 MODEL = Path(triptych_cli.tiny_model.__file__).parent / "weights"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -96,35 +97,23 @@ class Rig:
         )
         self._thread = threading.Thread(target=self.engine.run)
         self._thread.start()
-        self._woken = threading.Event()
-        self._outbox = Outbox(max_bytes=1 << 24, wake=self._woken.set)
+        self._frontend = Frontend()
         self._num_handles = 0
 
     def answer(self, asked: list[Asked]) -> list[Answered]:
         """The answers to requests that come together; the seed of each is its index."""
         handles = range(self._num_handles, self._num_handles + len(asked))
         self._num_handles += len(asked)
-        answers: dict[int, Answered] = {}
         requests = {}
         for index, (handle, one) in enumerate(zip(handles, asked, strict=True)):
             request = replace(one.request(index), request_id=f"r{handle}")
             requests[handle] = request
             assert self.core.refusal(request) is None
             self.core.prepare(request)
-            self.served.inbox.put(Add(request, self._outbox, handle))
-        tokens: dict[int, list[int]] = {handle: [] for handle in handles}
-        while len(answers) < len(asked):
-            assert self._woken.wait(LIMIT_S)
-            self._woken.clear()
-            while (step := self._outbox.take()) is not None:
-                start = 0
-                for handle, num_tokens in zip(step.handles, step.num_tokens, strict=True):
-                    tokens[handle] += step.token_ids[start : start + num_tokens]
-                    start += num_tokens
-                for end in step.finished:
-                    handle = step.handles[end.row]
-                    answers[handle] = Answered(tokens[handle], end, requests[handle])
-        return [answers[handle] for handle in handles]
+            self.served.inbox.put(Add(request, self._frontend.outbox, handle))
+        self._frontend.read_until_ended(self._num_handles)
+        tokens, ends = self._frontend.tokens, self._frontend.end_of
+        return [Answered(tokens.get(handle, []), ends[handle], requests[handle]) for handle in handles]
 
     def metric(self, name: str, *labels: str) -> float:
         reading: Any = self.served.metrics.families[name].read()
