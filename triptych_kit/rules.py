@@ -9,6 +9,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -228,7 +229,10 @@ class _ListCheck:
         self._count = count
         self._ids = ids
         self._checks = checks
-        self._totals = totals
+        # Those of inner lists, then those of texts.
+        self._totals = [
+            [total.check for total in totals if total.is_of_texts is of_texts] for of_texts in (False, True)
+        ]
         self._nested = nested
 
     def __call__(self, value: Any, limits: Limits) -> Sequence[Violation]:
@@ -237,7 +241,7 @@ class _ListCheck:
             return (Violation(name, name, text),)
         if self._ids is not None and (outside := self._ids(value, limits)) is not None:
             return (Violation(name, f"{name}[{outside[0]}]", outside[1]),)
-        totals = self._violated_totals(value)
+        totals = self._violated_totals(value) if value else ()
         if totals and self._nested is not None:
             return totals
         broken: list[Violation] = []
@@ -254,12 +258,12 @@ class _ListCheck:
                 broken += [violation.below(name, f"{name}[{index}]") for violation in inner]
         return broken
 
-    def _violated_totals(self, value: Any) -> list[Violation]:
-        for of_texts in (False, True):
-            texts = [total.check(value) for total in self._totals if total.is_of_texts is of_texts]
-            if any(texts):
-                return [Violation(self._name, self._name, text) for text in texts if text is not None]
-        return []
+    def _violated_totals(self, value: Any) -> Sequence[Violation]:
+        for totals in self._totals:
+            texts = [text for total in totals if (text := total(value)) is not None]
+            if texts:
+                return [Violation(self._name, self._name, text) for text in texts]
+        return ()
 
 
 def _value_checks(field: FieldDescriptor, rules: Any) -> list[_ValueCheck]:
@@ -382,24 +386,32 @@ class _TotalCheck(NamedTuple):
 
 
 def _total_check(field: FieldDescriptor, total: Any) -> _TotalCheck:
-    counts = [_len_below(field.message_type, path) for path in total.paths]
+    lengths = [_len_below(field.message_type, path) for path in total.paths]
+    counts = [count for count, _ in lengths] or [_len_of_texts]
     most, unit = total.maximum, total.unit or "characters"
 
     def check(entries: Any) -> str | None:
-        num = sum(count(entries) for count, _ in counts) if counts else sum(map(len, entries))
+        num = 0
+        for count in counts:
+            num += count(entries)
         return _count(num, unit, 0, most) if num > most else None
 
-    return _TotalCheck(check, all(is_of_texts for _, is_of_texts in counts))
+    return _TotalCheck(check, all(is_of_texts for _, is_of_texts in lengths))
+
+
+def _len_of_texts(texts: Any) -> int:
+    return sum(map(len, texts))
 
 
 def _len_below(message: Any, path: str) -> tuple[Callable[[Any], int], bool]:
     """The function that sums lengths at `path` in messages, and whether they are those of texts."""
     name, _, rest = path.partition(".")
     field = message.fields_by_name[name]
+    values = attrgetter(name)
     if not rest:
-        return lambda entries: sum(len(getattr(entry, name)) for entry in entries), not field.is_repeated
+        return lambda entries: sum(map(len, map(values, entries))), not field.is_repeated
     inner, is_of_texts = _len_below(field.message_type, rest)
-    return lambda entries: sum(inner(getattr(entry, name)) for entry in entries), is_of_texts
+    return lambda entries: sum(map(inner, map(values, entries))), is_of_texts
 
 
 def _length_check(least: int, most: int | None) -> _ValueCheck:

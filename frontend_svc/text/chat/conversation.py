@@ -118,9 +118,8 @@ async def _check_message(
     message_field: str, message: chat_message_pb2.ChatMessage, violations: Violations, slices: _Slices
 ) -> None:
     await slices.turn()
-    violations.extend(
-        violation.below(message_field, message_field) for violation in _OF_MESSAGE.violations(message, {})
-    )
+    if broken := _OF_MESSAGE.violations(message, {}):
+        violations.extend(violation.below(message_field, message_field) for violation in broken)
     is_tool = message.role == chat_message_pb2.CHAT_ROLE_TOOL
     if is_tool and not message.tool_call_id:
         violations.add(
@@ -146,7 +145,8 @@ async def _check_message(
     for index, call in enumerate(message.tool_calls):
         await slices.turn()
         field = f"{message_field}.tool_calls[{index}]"
-        violations.extend(violation.below(field, field) for violation in _OF_CALL.violations(call, {}))
+        if broken := _OF_CALL.violations(call, {}):
+            violations.extend(violation.below(field, field) for violation in broken)
         rule = "must be false: an incomplete call was not made"
         violations.need(not call.incomplete, f"{field}.incomplete", True, rule)
         violations.extend(object_violations(f"{field}.arguments_json", call.arguments_json))
