@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -115,14 +115,17 @@ class CalledTool(Base):
     index: int | None = None
 
 
-class TextPart(Base):
-    type: Literal["text"]
-    text: str
+class Part(Base, forbid_unknown_fields=False):
+    """A part of a message. One that is no text is refused by its type, whatever its other fields are."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
 
 
 class Message(Base):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
@@ -214,6 +217,20 @@ class TokenizeBody(Base, kw_only=True):
 class DetokenizeBody(Base, kw_only=True):
     tokens: list[int]
     model: str = ""
+
+
+def text_of(part: Part, at: str, kinds: Collection[str] = ("text", "refusal")) -> str:
+    """The text of a part, which is at `at` in the body. Raises Unimplemented for one of no kind of text."""
+    if part.type not in kinds:
+        raise Unimplemented(
+            f"{at}.type is {part.type!r:.60}, which is not served: models here read text",
+            metadata={"field": f"{at}.type"},
+        )
+    name = "refusal" if part.type == "refusal" else "text"
+    text: str | None = getattr(part, name)
+    if text is None:
+        raise InvalidArgument(f"{at}.{name} is missing", field=f"{at}.{name}")
+    return text
 
 
 BodyT = TypeVar("BodyT", bound=Base)

@@ -15,8 +15,8 @@ from frontend_svc.protocols.openai.bodies import (
     NamedTool,
     SamplingBody,
     StructuredOutputs,
-    TextPart,
     Tool,
+    text_of,
 )
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
@@ -95,13 +95,14 @@ def chat_request(body: ChatBody) -> chat_message_pb2.ChatRequest:
 
 
 def message_of(message: Message, field: str) -> chat_message_pb2.ChatMessage:
-    parts = [message.content] if isinstance(message.content, str) else message.content or ()
+    content = message.content
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        texts = [text_of(part, f"{field}.content[{index}]") for index, part in enumerate(content or ())]
     return chat_message_pb2.ChatMessage(
         role=f"CHAT_ROLE_{message.role.upper()}",
-        parts=[
-            chat_message_pb2.ChatPart(text=part.text if isinstance(part, TextPart) else part)
-            for part in parts
-        ],
+        parts=[chat_message_pb2.ChatPart(text=text) for text in texts],
         name=message.name or "",
         reasoning=message.reasoning_content or message.reasoning or "",
         tool_calls=[_call_of(call, index) for index, call in enumerate(message.tool_calls or ())],

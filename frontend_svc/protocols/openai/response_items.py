@@ -11,28 +11,20 @@ from frontend_svc.protocols.openai.bodies import (
     CalledFunction,
     CalledTool,
     Message,
-    TextPart,
+    Part,
     read_part,
+    text_of,
 )
 from triptych_kit.errors import InvalidArgument, Unimplemented
+
+_TEXTS = ("input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextContent(Base):
-    """A part with text; `parsed` is added by clients that read it as JSON, and send it back."""
-
-    type: Literal["input_text", "output_text", "refusal", "summary_text", "reasoning_text"]
-    text: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
 class MessageItem(Base, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextContent]
+    content: str | list[Part]
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
@@ -42,8 +34,8 @@ class MessageItem(Base, kw_only=True):
 class ReasoningItem(Base, kw_only=True):
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[TextContent] | None = None
-    content: list[TextContent] | None = None
+    summary: list[Part] | None = None
+    content: list[Part] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
@@ -61,7 +53,7 @@ class CallItem(Base, kw_only=True):
 class CallOutputItem(Base, kw_only=True):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextContent]
+    output: str | list[Part]
     id: str | None = None
     status: Status | None = None
 
@@ -139,7 +131,7 @@ def _content_of(message: Message) -> list[dict[str, Any]]:
 
 def _texts_of(message: Message) -> list[str]:
     content = message.content or ""
-    return [content] if isinstance(content, str) else [part.text for part in content]
+    return [content] if isinstance(content, str) else [part.text or "" for part in content]
 
 
 def _add_to_assistant(
@@ -157,7 +149,7 @@ def _add_to_assistant(
         # Reasoning comes before what it leads to.
         if last is None or last.content is not None or last.tool_calls:
             last = _new_assistant(found, at)
-        last.reasoning_content = (last.reasoning_content or "") + "".join(part.text for part in parts)
+        last.reasoning_content = (last.reasoning_content or "") + "".join(part.text or "" for part in parts)
     else:
         if last is None or last.content is not None or last.tool_calls:
             last = _new_assistant(found, at)
@@ -183,15 +175,9 @@ def _item(raw: dict[str, Any], at: str) -> MessageItem | ReasoningItem | CallIte
     return read_part({name: value for name, value in raw.items() if value is not None}, _KINDS[kind], at)
 
 
-def _text_parts(content: str | Sequence[TextContent], at: str) -> list[TextPart]:
+def _text_parts(content: str | Sequence[Part], at: str) -> list[Part]:
+    """Parts of a chat's message."""
     if isinstance(content, str):
-        return [TextPart("text", content)]
-    parts = []
-    for index, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            name = "refusal" if part.type == "refusal" else "text"
-            field = f"{at}[{index}].{name}"
-            raise InvalidArgument(f"{field} is missing", field=field)
-        parts.append(TextPart("text", text))
-    return parts
+        return [Part("text", content)]
+    texts = [text_of(part, f"{at}[{index}]", _TEXTS) for index, part in enumerate(content)]
+    return [Part("text", text) for text in texts]

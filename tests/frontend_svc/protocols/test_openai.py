@@ -173,6 +173,13 @@ async def test_parameters_reach_the_engine_by_their_names():
     assert (entry.priority, bool(entry.cache_salt)) == (4, True)
 
 
+PART = "messages[0].content[0]"
+
+
+def with_part(part: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "says"),
     [
@@ -187,7 +194,10 @@ async def test_parameters_reach_the_engine_by_their_names():
         ({**CHAT, "functions": []}, 400, "functions", "use tools"),
         ({**CHAT, "n": 2, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
         ({**CHAT, "model": "other"}, 404, "model", "other"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "image_url"),
+        (with_part({"type": "image_url", "image_url": {}}), 400, f"{PART}.type", "models here read text"),
+        (with_part({"type": "input_audio", "input_audio": {}}), 400, f"{PART}.type", "'input_audio'"),
+        (with_part({"type": "text"}), 400, f"{PART}.text", "is missing"),
+        (with_part({"text": "x"}), 400, f"{PART}.type", "is missing"),
         ({**CHAT, "response_format": {"type": "json_schema"}}, 400, None, "is missing"),
         ({**CHAT, "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice", "one constraint"),
         ({**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias.x", "no token id"),

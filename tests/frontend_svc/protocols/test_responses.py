@@ -380,7 +380,7 @@ USER = {"role": "user", "content": "the"}
         (
             {"input": [{**USER, "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
-            "Invalid enum value 'input_image'",
+            "'input_image', which is not served: models here read text",
         ),
         (
             {"input": [{**USER, "content": [{"type": "input_text"}]}]},
