@@ -122,6 +122,7 @@ def ready(engine: ServedEngine, facts: EngineFacts) -> session_pb2.Ready:
             repetition_penalty=facts.default_sampling.repetition_penalty,
         ),
         hidden_size=facts.hidden_size,
+        model_folder=facts.model_folder,
     )
     engine.features.announce(message)
     return message

@@ -409,6 +409,7 @@ def _describe(config: EngineConfig, artifacts: tuple[Artifact, ...], side: Runne
         hidden_size=model.hidden_size,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        model_folder=str(folder.resolve()),
     )
 
 

@@ -75,6 +75,7 @@ class EngineFacts:
     hidden_size: int = 0  # of the input embeddings; 0 if unknown
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    model_folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,6 +370,7 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             supported_tasks=self.supported_tasks,
             structured_output_backends=self.structured_output_backends,
             structured_output_keywords=["type"] if self.structured_output_backends else (),
+            model_folder=f"/models/{self.model}",
         )
 
     def _artifacts(self) -> list[session_pb2.Artifact]:

@@ -111,6 +111,7 @@ class ModelAnswers:
             num_engines=served.count((model.name, model.fingerprint)),
             fingerprint=model.fingerprint,
             has_chat_template=model.has_chat_template,
+            folder=model.ready.model_folder,
             default_sampling=_default_sampling(model.defaults),
         )
         describe(model, card)

@@ -248,7 +248,7 @@ def model_card(model: model_pb2.Model, created: int) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "triptych",
-        "root": model.name,
+        "root": model.folder or model.name,
         "parent": None,
         "max_model_len": model.max_model_len,
     }

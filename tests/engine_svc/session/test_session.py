@@ -893,3 +893,10 @@ async def test_frontends_learn_the_width_of_embeddings_and_that_they_are_taken()
     async with serving(open_rig()) as stub:
         ready = (await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=10)).ready
         assert (ready.hidden_size, ready.takes_prompt_embeds) == (HIDDEN, True)
+
+
+async def test_frontends_learn_where_the_model_is():
+    rig = ServiceRig(facts=replace(make_facts(), model_folder="/models/fake"))
+    async with serving(rig) as stub:
+        ready = (await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=10)).ready
+    assert ready.model_folder == "/models/fake"

@@ -320,7 +320,7 @@ async def test_models_health_and_version_and_what_there_is_not():
     assert (missing.status, missing.body["error"]["code"]) == (404, "unknown_url")
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
     assert wrong.body["error"]["message"].endswith("use POST")
-    assert listed["object"] == "list"
+    assert (listed["object"], card["root"]) == ("list", "/models/tiny")
 
 
 @pytest.mark.parametrize(
