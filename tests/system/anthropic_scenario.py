@@ -93,6 +93,6 @@ async def run_at_once(base: str, model: str) -> list[str]:
 if __name__ == "__main__":
     (address,) = sys.argv[1:]
     with anthropic.Anthropic(base_url=address, api_key="none") as made:
-        served = made.models.list().data[0].id
+        (served,) = [model.id for model in made.models.list() if model.display_name]
         seen = run(made, served)
     print(json.dumps({**seen, "texts": asyncio.run(run_at_once(address, served))}))

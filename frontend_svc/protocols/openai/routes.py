@@ -23,6 +23,7 @@ from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.tenants import Rate
 from frontend_svc.protocols.anthropic.errors import ANTHROPIC
+from frontend_svc.protocols.anthropic.models import VERSION_HEADER, model_info, model_list
 from frontend_svc.protocols.anthropic.routes import MessageRoutes
 from frontend_svc.protocols.openai.answers import (
     Answer,
@@ -168,13 +169,15 @@ class OpenAIRoutes:
         return json_response({"version": installed_version(), "grpc_port": self._grpc_port()})
 
     async def _models(self, request: Request) -> Response:
-        models = self._served.all().models
-        cards = {model.name: model_card(model, self._created) for model in models}
-        return json_response({"object": "list", "data": list(cards.values())})
+        models = list({model.name: model for model in self._served.all().models}.values())
+        if VERSION_HEADER in request.headers:
+            return json_response(model_list(models, self._created))
+        return json_response({"object": "list", "data": [model_card(one, self._created) for one in models]})
 
     async def _one_model(self, request: Request) -> Response:
         model = self._served.one(request.path_params["model"])
-        return json_response(model_card(model, self._created))
+        show = model_info if VERSION_HEADER in request.headers else model_card
+        return json_response(show(model, self._created))
 
     async def _tokenize(self, request: Request) -> Response:
         body, ignored = await body_of(request, TokenizeBody)

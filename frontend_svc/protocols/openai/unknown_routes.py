@@ -57,7 +57,7 @@ def unknown_route(dialect_of: Callable[[str], Dialect]) -> Callable[[Request, Ex
                 f"{served} is not served: use {' or '.join(methods)}", reason="METHOD_NOT_ALLOWED"
             )
         else:
-            hint = _hint(path, [route.path for route in routes])
+            hint = _hint(path, [route.path for route in routes if route.path != "/"])
             shown = InvalidArgument(f"{served} is not served{hint}", reason="UNKNOWN_URL")
         response = refusal(shown, dialect_of(path))
         if methods:

@@ -223,9 +223,8 @@ def asked_with(block: dict[str, Any]) -> dict[str, Any]:
     return {**ASKED, "messages": [{"role": "user", "content": [block]}]}
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
+async def test_a_wrong_body_is_an_error_that_names_its_field():
+    wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"max_tokens": 5}, 400, "messages is missing"),
         ({**ASKED, "messages": []}, 400, "messages has 0 messages"),
         ({**ASKED, "model": "other"}, 404, "other"),
@@ -249,16 +248,15 @@ def asked_with(block: dict[str, Any]) -> dict[str, Any]:
             400,
             "tools[0].type is 'bash_20250124'",
         ),
-    ],
-)  # fmt: skip
-async def test_a_wrong_body_is_an_error_that_names_its_field(body, status, says):
+    ]
     async with served(engine_of(TEXT)) as client:
-        reply = await client.post(URL, body)
+        for body, status, says in wrong:
+            reply = await client.post(URL, body)
+            kind = "not_found_error" if status == 404 else "invalid_request_error"
+            assert (reply.status, reply.body["type"], reply.body["error"]["type"]) == (status, "error", kind)
+            assert says in reply.body["error"]["message"]
+            assert reply.headers["request-id"] == reply.headers["x-request-id"]
         after = await client.post(URL, ASKED)
-    kind = "not_found_error" if status == 404 else "invalid_request_error"
-    assert (reply.status, reply.body["type"], reply.body["error"]["type"]) == (status, "error", kind)
-    assert says in reply.body["error"]["message"]
-    assert reply.headers["request-id"] == reply.headers["x-request-id"]
     assert after.status == 200
 
 
@@ -270,6 +268,18 @@ async def test_an_error_after_the_start_is_the_last_event():
     assert (whole.status, whole.body) == (500, error)
     assert streamed.status == 200
     assert events_of(streamed)[-1] == error
+
+
+async def test_models_have_the_shape_of_anthropic_for_its_clients():
+    version = {"anthropic-version": "2023-06-01"}
+    async with served(engine_of(TEXT)) as client:
+        listed = (await client.call("GET", "/v1/models", **version)).body
+        one = (await client.call("GET", "/v1/models/tiny", **version)).body
+    (info,) = listed.pop("data")
+    assert info == one
+    assert listed == {"first_id": "tiny", "last_id": "tiny", "has_more": False}
+    assert (info["id"], info["type"], info["display_name"]) == ("tiny", "model", "tiny")
+    assert info["created_at"].endswith("Z")
 
 
 async def test_a_route_that_is_not_served_has_the_shape_of_its_api():

@@ -323,27 +323,27 @@ async def test_models_health_and_version_and_what_there_is_not():
     assert (listed["object"], card["root"]) == ("list", "/models/tiny")
 
 
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("/chat/completions", "did you mean /v1/chat/completions?"),
-        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
-        ("/v1/complete", "did you mean /v1/completions?"),
-        ("/v1/files/file-1", "send what is in a file as text"),
-        ("/v1/batches", "run-batch"),
-        ("/v1/conversations", "previous_response_id"),
-        ("/v1/images/generations", "models here read and write text"),
-        ("/api/chat", "use /v1/chat/completions"),
-        ("/openapi.json", "docs/openai.md"),
-        ("/zzz", "is not served"),
-        ("/" + "v1/chat/completions" * 50, "is not served"),
-    ],
-)
-async def test_a_path_that_is_not_served_is_answered_with_what_is(path, says):
+async def test_a_path_that_is_not_served_is_answered_with_what_is():
+    endings = {
+        "/chat/completions": "did you mean /v1/chat/completions?",
+        "/v1/v1/chat/completions": "did you mean /v1/chat/completions?",
+        "/v1/complete": "did you mean /v1/completions?",
+        "/v1/files/file-1": "`triptych run-batch` runs a file of requests",
+        "/v1/batches": "`triptych run-batch` runs a file of requests",
+        "/v1/conversations": "previous_response_id of /v1/responses continues a conversation",
+        "/v1/images/generations": "models here read and write text",
+        "/api/chat": "use /v1/chat/completions or /v1/completions",
+        "/openapi.json": "docs/openai.md lists the routes",
+        "/z": "POST /z is not served",
+        "/" + "v1/chat/completions" * 50: "is not served",
+    }
     async with served() as client:
-        reply = await client.post(path, {})
-    assert (reply.status, reply.body["error"]["code"]) == (404, "unknown_url")
-    assert says in reply.body["error"]["message"]
+        replies = {path: await client.post(path, {}) for path in endings}
+    assert {(reply.status, reply.body["error"]["code"]) for reply in replies.values()} == {
+        (404, "unknown_url")
+    }
+    messages = {path: reply.body["error"]["message"] for path, reply in replies.items()}
+    assert [path for path, ending in endings.items() if not messages[path].endswith(ending)] == []
 
 
 async def test_the_tokenizer_is_described_as_by_vllm():
