@@ -147,7 +147,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self.has_heartbeat = True
         self.heartbeat = session_pb2.Heartbeat(state=session_pb2.ENGINE_STATE_READY)
         self.num_heartbeats = 0  # since the newest session
-        self.num_acks = 0
         self.goodbyes: list[str] = []
         self.address = ""
         self._server: grpc.aio.Server | None = None
@@ -298,7 +297,6 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
                 if request.session is session and request.handle in message.abort.handles:
                     request.abort_reason = message.abort.reason
                     request.num_aborts += list(message.abort.handles).count(request.handle)
-            self.num_acks += message.HasField("ack")
             if message.HasField("goodbye"):
                 self.goodbyes.append(message.goodbye.reason)
                 if not message.goodbye.leaves_adoptable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from engine_svc.cache.attention import NEVER, AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
-from engine_svc.cache.block_pool import content_key
 from engine_svc.cache.config import CacheConfig
 from engine_svc.cache.kv_cache import NO_BLOCKS, KVCache
 from engine_svc.cache.prefix import PrefixHit
@@ -14,15 +13,6 @@ from tests.engine_svc.cache.doubles import EventLog
 from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tables_of, tokens
 
 COMMON = tokens(48)  # three full blocks
-
-
-def test_44_a_partial_block_has_no_hash_even_where_a_full_one_was():
-    small = SmallCache(2)
-    first = small.admitted(request("a", tokens(16)))
-    small.cache.release(first)
-    second = small.admitted(request("b", tokens(15)))
-    assert (table_of(second), small.hashes_of(second)) == ([1], [None])
-    assert small.pool.num_cached_keys == 0
 
 
 def test_45_without_prefix_caching_nothing_is_found_again():
@@ -40,32 +30,6 @@ def test_45_without_prefix_caching_nothing_is_found_again():
     assert small.compute(second, 1) is None
     assert (small.cache.prefix_queries, small.cache.hit_rate.value) == (0, 0.0)
     assert second.block_hashes == []
-
-
-def test_46_a_refused_admission_changes_nothing():
-    small = SmallCache(11)
-    first = small.admitted(request("a", tokens(96)))
-    second = request("b", [*tokens(96), *tokens(80, 500)])
-    assert not small.admit(second)
-    assert (table_of(second), second.num_computed_tokens) == ([], 0)
-    assert small.ref_counts_of(first) == [1] * 6
-    assert small.pool.free_block_ids == [7, 8, 9, 10]
-    assert small.cache.prefix_queries == 96
-
-
-def test_matched_blocks_without_a_holder_count_as_taken():
-    small = SmallCache(5)
-    first = small.admitted(request("a", tokens(32)))
-    small.cache.release(first)
-    assert not small.admit(request("b", [*tokens(32), *tokens(33, 500)]))
-    assert small.admit(request("c", [*tokens(32), *tokens(32, 500)]))
-
-
-def test_a_refused_growth_changes_nothing():
-    small = SmallCache(3)
-    growing = small.admitted(request("a", tokens(32)))
-    assert small.cache.grow(growing, 1) is None
-    assert table_of(growing) == [1, 2]
 
 
 def test_47_who_skips_the_lookup_still_leaves_blocks_for_others():
@@ -103,52 +67,6 @@ def test_the_fingerprint_of_the_model_is_in_the_hashes():
     assert here.admit(hashed[0])
     assert there.admit(hashed[1])
     assert hashed[0].block_hashes != hashed[1].block_hashes
-
-
-def test_the_search_ends_at_the_first_miss():
-    small = SmallCache(20)
-    first = small.admitted(request("a", [*tokens(32), *tokens(32, 500)]))
-    stranger = request("b", [*tokens(16, 900), *first.token_ids[16:], 1])
-    assert small.cache.match_prefix(stranger).num_tokens == 0
-    small.cache.release(first)
-    small.evict(2)
-    again = request("c", [*first.token_ids, 1])
-    # The third and fourth block are there, but behind the one that is missing.
-    assert small.cache.match_prefix(again).num_tokens == 16
-    assert small.pool.find(first.block_hashes[3]) == 4
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_lookahead", "num_blocks"),
-    [(3, 1, 1), (3, 2, 2), (3, 4, 2), (3, 5, 2), (3, 6, 3), (8, 0, 2)],
-)
-def test_61_lookahead_slots_are_part_of_the_room(num_tokens: int, num_lookahead: int, num_blocks: int):
-    small = SmallCache(10, block_size=4, num_lookahead_tokens=num_lookahead)
-    ahead = small.admitted(request("a", tokens(num_tokens)))
-    assert len(table_of(ahead)) == num_blocks
-
-
-def test_61_a_growing_request_keeps_its_lookahead_slots():
-    small = SmallCache(10, block_size=4, num_lookahead_tokens=2)
-    ahead = small.admitted(request("a", tokens(5)))
-    assert len(table_of(ahead)) == 2
-    assert small.append(ahead, [5]) == []
-    assert small.append(ahead, [6]) == [3]
-    assert small.append(ahead, tokens(3, 7)) == []
-    assert small.append(ahead, [10]) == [4]
-
-
-@pytest.mark.parametrize(("num_usable", "is_admitted"), [(2, True), (1, False)])
-def test_61_lookahead_slots_count_when_a_request_enters(num_usable: int, is_admitted: bool):
-    small = SmallCache(num_usable + 1, block_size=4, num_lookahead_tokens=2)
-    assert small.admit(request("a", tokens(3))) is is_admitted
-
-
-def test_61_no_slot_lies_behind_the_longest_sequence():
-    small = SmallCache(10, block_size=4, num_lookahead_tokens=4, max_model_len=9)
-    ahead = small.admitted(request("a", tokens(5)))
-    assert len(table_of(ahead)) == 3
-    assert small.append(ahead, tokens(3, 5)) == []
 
 
 def test_reset_forgets_the_hit_rate_and_a_refused_one_does_not():
@@ -222,72 +140,10 @@ def _limits(running: Request) -> tuple[int, int, int]:
     return running.room_until, running.registers_at, running.quiet_until
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "limits"),
-    [
-        # The last token that fills a block has to be planned aloud, the first of the next as well.
-        (1, (4, 4, 3)),
-        (3, (4, 4, 3)),
-        (4, (4, 8, 4)),
-        (5, (8, 8, 7)),
-        (7, (8, 8, 7)),
-        (8, (8, 12, 8)),
-    ],
-)
-def test_a_request_is_quiet_up_to_the_end_of_its_block(num_tokens: int, limits: tuple[int, int, int]):
-    small = SmallCache(10, block_size=4)
-    running = small.admitted(request("a", tokens(num_tokens)))
-    assert _limits(running) == limits
-
-
-def test_without_prefix_caching_a_request_is_quiet_as_long_as_it_has_room():
-    small = SmallCache(10, block_size=4, enable_prefix_caching=False)
-    running = small.admitted(request("a", tokens(5)))
-    assert _limits(running) == (8, NEVER, 8)
-    assert small.append(running, tokens(3)) == []
-    assert _limits(running) == (8, NEVER, 8)
-    assert small.append(running, [1]) == [3]
-    assert _limits(running) == (12, NEVER, 12)
-    assert running.block_hashes == []
-
-
-def test_lookahead_slots_are_taken_before_they_are_needed():
-    small = SmallCache(10, block_size=4, num_lookahead_tokens=3, enable_prefix_caching=False)
-    running = small.admitted(request("a", tokens(5)))
-    assert (table_of(running), _limits(running)) == ([1, 2], (5, NEVER, 5))
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_tokens", "room_until"),
-    [
-        (SlidingWindow(4, 6), 3, 4),
-        (SlidingWindow(4, 6), 8, 8),
-        (SlidingWindow(4, 6), 9, 9),
-        (SlidingWindow(2, 7), 1, 2),
-        (ChunkedLocal(4, 8), 8, 8),
-        (SlidingWindow(4, 1), 3, 4),
-        (SlidingWindow(4, 1), 4, 4),
-    ],
-)
-def test_a_window_that_passes_a_block_ends_the_quiet(kind: AttentionKind, num_tokens: int, room_until: int):
-    small = SmallCache(10, groups=(kind,), enable_prefix_caching=False)
-    running = small.admitted(request("a", tokens(num_tokens)))
-    assert running.room_until == room_until
-
-
 def test_the_room_of_a_request_is_that_of_its_shortest_group():
     small = SmallCache(20, groups=(FullAttention(8), FullAttention(2)), enable_prefix_caching=False)
     running = small.admitted(request("a", tokens(5)))
     assert _limits(running) == (6, NEVER, 6)
-
-
-def test_content_is_registered_by_the_group_that_fills_a_block_first():
-    small = SmallCache(20, groups=(FullAttention(8), FullAttention(8)))
-    running = small.admitted(request("a", tokens(5)))
-    assert _limits(running) == (8, 8, 7)
-    assert small.append(running, tokens(3)) == []
-    assert [table.num_registered for table in running.block_tables] == [1, 1]
-    assert _limits(running) == (8, 16, 8)
 
 
 _SHAPES: list[tuple[AttentionKind, ...]] = [
@@ -299,7 +155,7 @@ _SHAPES: list[tuple[AttentionKind, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("groups", _SHAPES)
+@pytest.mark.parametrize("groups", [*_SHAPES, (SlidingWindow(2, 7),), (FullAttention(8), FullAttention(8))])
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("num_lookahead", [0, 3])
 def test_something_happens_behind_the_quiet_and_nothing_before(groups, caches, num_lookahead):
@@ -352,15 +208,6 @@ def test_a_request_that_has_room_gains_nothing():
     running.token_ids += tokens(4, 5)
     assert small.cache.grow(running, 3) is NO_BLOCKS
     assert small.cache.grow(running, 4) == [[3]]
-
-
-@pytest.mark.parametrize(("num_tokens", "num_registered"), [(3, 0), (4, 1), (7, 1), (8, 2)])
-def test_a_chunk_registers_the_blocks_that_it_fills(num_tokens: int, num_registered: int):
-    small = SmallCache(10, block_size=4)
-    running = request("a", tokens(11))
-    assert small.cache.admit(running, PrefixHit(), num_tokens, reserve_all=False) is not None
-    assert running.block_tables[0].num_registered == num_registered
-    assert small.pool.num_cached_keys == num_registered
 
 
 @pytest.mark.parametrize(("num_drafts", "num_blocks"), [(0, 2), (1, 2), (2, 3), (6, 4)])
@@ -428,89 +275,6 @@ def test_a_released_request_has_no_room_left():
 HYBRID = (FullAttention(16), SlidingWindow(16, 32), SlidingWindow(16, 32))
 
 
-def _hybrid() -> SmallCache:
-    small = SmallCache(21, groups=HYBRID)
-    assert small.admit(request("a", [*COMMON, *tokens(7, 100)]))
-    return small
-
-
-def test_59_every_group_has_blocks_of_its_own():
-    small = SmallCache(21, groups=HYBRID)
-    first = small.admitted(request("a", [*COMMON, *tokens(7, 100)]))
-    assert tables_of(first) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    full, *windows = (small.hashes_of(first)[start : start + 4] for start in (0, 4, 8))
-    assert full == [*first.block_hashes, None]
-    for group, keys in enumerate(windows, start=1):
-        assert keys == [*(content_key(block_hash, group) for block_hash in first.block_hashes), None]
-    assert small.cache.num_groups == 3
-
-
-def test_59_a_second_request_takes_over_of_each_group_what_it_reads():
-    small = _hybrid()
-    second = request("b", [*COMMON, *tokens(5, 200)])
-    hit = small.cache.match_prefix(second)
-    assert (hit.num_tokens, hit.block_ids) == (48, ([1, 2, 3], [0, 6, 7], [0, 10, 11]))
-    assert small.admit(second)
-    assert tables_of(second) == [[1, 2, 3, 13], [0, 6, 7, 14], [0, 10, 11, 15]]
-    assert [small.pool.ref_count(block_id) for block_id in range(1, 13)] == [
-        2,
-        2,
-        2,
-        1,
-        1,
-        2,
-        2,
-        1,
-        1,
-        2,
-        2,
-        1,
-    ]
-    assert [(table.num_registered, table.num_released) for table in second.block_tables] == [
-        (3, 0),
-        (3, 1),
-        (3, 1),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("evicted", "num_cached"),
-    [
-        # The first block of full attention is needed for everything.
-        ((1,), 0),
-        # Without the last block of any group, two blocks are left; their windows have not passed yet.
-        ((3,), 32),
-        ((7,), 32),
-        ((11,), 32),
-        ((2,), 16),
-        # A window needs the last two blocks, or all from the beginning.
-        ((5,), 48),
-        ((9, 5), 48),
-        ((6,), 16),
-        ((6, 9), 0),
-        ((7, 5), 0),
-        ((3, 10), 16),
-    ],
-)
-def test_59_a_hit_is_what_all_groups_hold(evicted: tuple[int, ...], num_cached: int):
-    small = SmallCache(21, groups=HYBRID)
-    first = small.admitted(request("a", [*COMMON, *tokens(7, 100)]))
-    small.cache.release(first)
-    for block_id in evicted:
-        small.evict(block_id)
-    second = request("b", [*COMMON, *tokens(5, 200)])
-    assert small.cache.match_prefix(second).num_tokens == num_cached
-
-
-def test_59_a_request_that_ends_frees_group_by_group_from_the_tail():
-    small = SmallCache(21, groups=HYBRID)
-    first = small.admitted(request("a", [*COMMON, *tokens(7, 100)]))
-    small.cache.release(first)
-    assert first.block_tables == []
-    rest = list(range(13, 21))
-    assert small.pool.free_block_ids == [12, 8, 4, *rest, 3, 2, 1, 7, 6, 5, 11, 10, 9]
-
-
 def test_room_is_all_or_nothing_over_all_groups():
     small = SmallCache(10, groups=HYBRID)
     refused, fitting = request("a", tokens(49)), request("b", tokens(48, 100))
@@ -523,17 +287,6 @@ def test_room_is_all_or_nothing_over_all_groups():
     assert small.pool.free_block_ids == [4, 7]
 
 
-def test_growth_adds_to_the_groups_that_need_it_and_names_them():
-    small = SmallCache(21, groups=(FullAttention(4), FullAttention(8)))
-    running = small.admitted(request("a", tokens(4)))
-    assert tables_of(running) == [[1], [2]]
-    running.token_ids += tokens(8, 50)
-    assert small.cache.grow(running, 4) == [[3], []]
-    running.num_computed_tokens = 8
-    assert small.cache.grow(running, 4) == [[4], [5]]
-    assert tables_of(running) == [[1, 3, 4], [2, 5]]
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "num_registered"), [(31, (0, 0)), (32, (1, 2)), (48, (1, 2)), (63, (1, 2)), (64, (2, 4))]
 )
@@ -543,18 +296,6 @@ def test_60_only_what_ends_with_a_block_of_every_group_is_cached(num_tokens, num
     first = small.admitted(request("a", tokens(num_tokens)))
     assert tuple(table.num_registered for table in first.block_tables) == num_registered
     assert small.pool.num_cached_keys == sum(num_registered)
-
-
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(32, 0), (33, 32), (64, 32), (65, 64), (90, 64)])
-def test_60_hits_end_with_a_block_of_every_group(num_tokens: int, num_cached: int):
-    small = SmallCache(30, groups=(FullAttention(32), SlidingWindow(16, 32)))
-    assert small.admit(request("a", tokens(80)))
-    second = request("b", tokens(num_tokens))
-    hit = small.cache.match_prefix(second)
-    assert hit.num_tokens == num_cached
-    if num_cached:
-        # The full blocks are 1 and 2, those of the window 4 to 7.
-        assert hit.block_ids == {32: ([1], [4, 5]), 64: ([1, 2], [0, 0, 6, 7])}[num_cached]
 
 
 def test_60_a_block_of_several_hashes_has_the_last_of_them():
@@ -597,16 +338,6 @@ def test_with_several_groups_the_block_given_up_may_be_the_last_of_the_prompt(
     assert single.cache.match_prefix(request("b", tokens(num_tokens))).num_tokens == max(0, limit)
 
 
-def test_groups_of_one_kind_are_found_together():
-    small = SmallCache(30, groups=(FullAttention(16), FullAttention(16)))
-    first = small.admitted(request("a", COMMON))
-    small.cache.release(first)
-    second = request("b", [*COMMON, 1])
-    assert small.cache.match_prefix(second).block_ids == ([1, 2, 3], [4, 5, 6])
-    small.evict(5)
-    assert small.cache.match_prefix(second).block_ids == ([1], [4])
-
-
 def test_chunks_end_with_blocks_of_every_group_and_give_up_none():
     SmallCache(30, groups=(FullAttention(4), ChunkedLocal(2, 8)))
     for groups, drops in [
@@ -616,19 +347,6 @@ def test_chunks_end_with_blocks_of_every_group_and_give_up_none():
     ]:
         with pytest.raises(ValueError, match=r"chunk is \d: with prefix caching it must be a multiple of \d"):
             SmallCache(30, groups=groups, drop_last_matched_block=drops)
-
-
-def test_chunks_beside_full_attention_hit_as_far_as_that():
-    small = SmallCache(30, groups=(FullAttention(2), ChunkedLocal(2, 4)))
-    first = small.admitted(request("a", tokens(11)))
-    assert tables_of(first) == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
-    second = request("b", tokens(11))
-    assert small.cache.match_prefix(second).block_ids == ([1, 2, 3, 4, 5], [0, 0, 0, 0, 11])
-    small.cache.release(first)
-    small.evict(4)
-    assert small.cache.match_prefix(second).block_ids == ([1, 2, 3], [0, 0, 9])
-    small.evict(9)
-    assert small.cache.match_prefix(second).block_ids == ([1, 2], [0, 0])
 
 
 # How blocks come back: what it costs to take them from a request, and how to keep them after its end.
@@ -1006,35 +724,6 @@ def test_65_the_whole_prompt_has_to_fit_though_only_a_chunk_is_taken():
     assert small.cache.admit(long, PrefixHit(), 16, reserve_all=False) == [[1]]
 
 
-@pytest.mark.parametrize(("num_tokens", "is_admitted"), [(64, True), (65, False)])
-def test_65_the_gate_is_exact(num_tokens: int, is_admitted: bool):
-    small = SmallCache(5)
-    long = request("a", tokens(num_tokens))
-    gained = small.cache.admit(long, PrefixHit(), 16, reserve_all=True)
-    assert gained == ([[1]] if is_admitted else None)
-    assert table_of(long) == ([1] if is_admitted else [])
-
-
-@pytest.mark.parametrize(("num_lookahead", "is_admitted"), [(0, True), (16, True), (48, True), (49, False)])
-def test_65_the_gate_asks_for_lookahead_slots_behind_the_chunk_alone(num_lookahead: int, is_admitted: bool):
-    small = SmallCache(5, num_lookahead_tokens=num_lookahead)
-    long = request("a", tokens(64))
-    admitted = small.cache.admit(long, PrefixHit(), 16, reserve_all=True) is not None
-    assert admitted is is_admitted
-
-
-@pytest.mark.parametrize(("num_held", "is_admitted"), [(0, True), (1, True), (2, False)])
-def test_65_matched_blocks_that_somebody_holds_need_no_room(num_held: int, is_admitted: bool):
-    small = SmallCache(7)
-    small.admitted(request("a", tokens(33)))
-    small.pool.allocate(num_held)
-    # Blocks 1 and 2 are matched; of 4 others that it wants, and 3 are free.
-    long = request("b", [*tokens(32), *tokens(32, 500)])
-    hit = small.cache.match_prefix(long)
-    assert hit.num_tokens == 32
-    assert (small.cache.admit(long, hit, 16, reserve_all=True) is not None) is is_admitted
-
-
 @pytest.mark.parametrize(("num_usable", "is_admitted"), [(6, True), (5, False)])
 def test_65_who_has_blocks_already_needs_the_rest_alone(num_usable: int, is_admitted: bool):
     small = SmallCache(num_usable + 1)
@@ -1095,60 +784,6 @@ def _windowed(
 
 
 @pytest.mark.parametrize(
-    ("computed", "table"),
-    [
-        (3, [1, 2]),
-        (4, [1, 2, 3]),
-        (5, [0, 2, 3]),
-        (6, [0, 2, 3, 4]),
-        (7, [0, 0, 3, 4]),
-        (11, [0, 0, 0, 0, 5, 6]),
-    ],
-)
-def test_57_blocks_behind_the_window_are_given_back_before_the_next_token(computed: int, table: list[int]):
-    small = _windowed(WINDOW)
-    running = small.admitted(request("a", tokens(computed)))
-    # Only what comes afterwards shows that they are not read again.
-    assert table_of(running) == list(range(1, (computed + 1) // 2 + 1))
-    small.append(running, [99])
-    assert table_of(running) == table
-
-
-@pytest.mark.parametrize(
-    ("computed", "table"),
-    [
-        (3, [1, 2]),
-        (4, [0, 0, 3]),
-        (6, [0, 0, 3, 4]),
-        (7, [0, 0, 3, 4]),
-        (8, [0, 0, 0, 0, 5]),
-        (12, [0, 0, 0, 0, 0, 0, 7]),
-    ],
-)
-def test_58_blocks_of_complete_chunks_are_given_back_before_the_next_token(computed: int, table: list[int]):
-    small = _windowed(CHUNKS)
-    running = small.admitted(request("a", tokens(computed), skips_lookup=True))
-    small.append(running, [99])
-    assert table_of(running) == table
-
-
-@pytest.mark.parametrize(("caches", "free"), [(True, [7, 8, 9, 4, 3, 2, 1]), (False, [4, 3, 2, 1, 7, 8, 9])])
-def test_57_of_what_is_given_back_the_later_blocks_are_free_first(caches: bool, free: list[int]):
-    small = _windowed(WINDOW, num_blocks=10, caches=caches)
-    running = small.admitted(request("a", tokens(11)))
-    assert small.append(running, [99]) == []
-    assert small.pool.free_block_ids == free
-    assert running.block_tables[0].num_released == 4
-
-
-def test_58_of_a_complete_chunk_the_later_blocks_are_free_first():
-    small = _windowed(CHUNKS, num_blocks=10)
-    running = small.admitted(request("a", tokens(12), skips_lookup=True))
-    assert small.append(running, [99]) == [7]
-    assert small.pool.free_block_ids == [8, 9, 6, 5, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize(
     ("num_in_flight", "num_released"), [(0, 4), (1, 3), (2, 3), (3, 2), (4, 2), (6, 1), (7, 0), (11, 0)]
 )
 def test_tokens_in_flight_still_read_behind_the_window(num_in_flight: int, num_released: int):
@@ -1183,54 +818,12 @@ def test_a_growth_that_is_refused_has_given_back_all_the_same():
     assert small.compute(running, 4) == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "table"),
-    [
-        (2, [7]),
-        (3, [1, 7]),
-        (5, [1, 2, 7]),
-        (6, [1, 2, 7]),
-        (7, [0, 2, 3, 7]),
-        (12, [0, 0, 0, 4, 5, 7]),
-        (13, [0, 0, 0, 0, 5, 6, 7]),
-    ],
-)
-def test_56_a_second_request_holds_only_what_its_window_reads(num_tokens: int, table: list[int]):
-    small = _windowed(WINDOW)
-    small.admitted(request("a", tokens(12)))
-    second = small.admitted(request("b", tokens(num_tokens)))
-    assert table_of(second) == table
-    num_matched = len(table) - 1
-    held = [small.pool.ref_count(block_id) for block_id in range(1, 7)]
-    assert held == [1 + (block_id in table) for block_id in range(1, 7)]
-    counts = second.block_tables[0].num_registered, second.block_tables[0].num_released
-    assert counts == (max(num_matched, num_tokens // 2), table.count(0))
-
-
-def test_58_a_second_request_holds_only_its_chunk():
-    small = _windowed(CHUNKS)
-    assert small.admit(request("a", tokens(10), skips_lookup=True))
-    for num_tokens, table in [(5, [0, 0, 6]), (7, [0, 0, 3, 7]), (9, [0, 0, 0, 0, 8])]:
-        second = small.admitted(request(f"b{num_tokens}", tokens(num_tokens)))
-        assert second.num_cached_tokens == (num_tokens - 1) // 2 * 2
-        assert table_of(second) == table
-
-
 def test_58_with_chunks_alone_nothing_of_complete_chunks_is_computed():
     # No token of a later chunk depends on them, whether or not they are computed.
     small = _windowed(CHUNKS)
     first = small.admitted(request("a", tokens(11)))
     assert (first.num_cached_tokens, table_of(first)) == (8, [0, 0, 0, 0, 1, 2])
     assert small.pool.num_cached_keys == 1
-
-
-def test_56_the_beginning_is_found_where_the_rest_is_gone():
-    small = _windowed(WINDOW)
-    first = small.admitted(request("a", tokens(12)))
-    small.cache.release(first)
-    for block_id, num_cached in [(6, 10), (4, 6), (2, 2), (1, 0)]:
-        small.evict(block_id)
-        assert small.cache.match_prefix(request("b", tokens(13))).num_tokens == num_cached
 
 
 @pytest.mark.parametrize(("held", "is_admitted"), [([1, 2, 3], True), ([1, 2, 3, 4], False)])

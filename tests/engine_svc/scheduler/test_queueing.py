@@ -28,13 +28,6 @@ def test_an_aborted_request_leaves_the_queue_with_one_final_output():
         assert len(stage.scheduler.waiting_ids) == 9 - index
 
 
-def test_aborting_unknown_finished_and_repeated_ids_does_nothing():
-    stage = Stage()
-    stage.add(request("a", 8))
-    assert len(stage.scheduler.abort(["b", "a", "a"], now=0.0)) == 1
-    assert stage.scheduler.abort(["a"], now=0.0) == []
-
-
 # Row 183.
 def test_an_abort_while_running_frees_blocks_at_once_and_the_row_with_the_next_plan():
     stage = Stage()
@@ -236,14 +229,6 @@ def test_an_empty_queue_has_nothing():
     queue = WaitingQueue()
     assert (len(queue), queue.num_ready, queue.num_blocked, queue.num_uncached_tokens) == (0, 0, 0, 0)
     assert (queue.at(0), queue.blocked("a"), list(queue)) == (None, None, [])
-
-
-def test_the_smallest_key_comes_first_whatever_the_arrival_order():
-    queue = _queue(_waiting("a", 3), _waiting("b", 1), _waiting("c", 2))
-    assert ids_of(queue) == ["b", "c", "a"]
-    found = [queue.at(place) for place in range(4)]
-    assert ids_of(one for one in found if one is not None) == ["b", "c", "a"]
-    assert found[3] is None
 
 
 def test_blocked_ones_keep_their_place_and_are_not_offered():
@@ -521,17 +506,6 @@ def test_pausing_all_plans_nothing_until_resumed():
     assert stage.schedule().request_ids == []
     stage.scheduler.set_pause(PauseState.NONE)
     assert granted(stage.schedule()) == {"a": 1, "b": 8}
-
-
-def test_what_is_in_flight_when_a_pause_begins_still_comes_back():
-    stage = Stage()
-    running = request("a", 8)
-    stage.add(running)
-    plan = stage.schedule()
-    stage.scheduler.set_pause(PauseState.ALL)
-    assert stage.schedule().request_ids == []
-    assert len(stage.update(plan)) == 1
-    assert running.num_output_tokens == 1
 
 
 def test_who_ends_in_a_pause_is_released_with_the_next_step():

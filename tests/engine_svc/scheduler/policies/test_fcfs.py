@@ -1,4 +1,4 @@
-"""First come, first served."""
+"""Which request gives way, by priority and by least work; recorded cases have the order of arrival."""
 
 from __future__ import annotations
 
@@ -7,54 +7,12 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import Request
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute
 from engine_svc.scheduler.policies.priority import ByPriority
-from tests.engine_svc.scheduler.doubles import AtMost, Meter
+from tests.engine_svc.scheduler.doubles import AtMost
 from tests.engine_svc.scheduler.fakes import Stage, granted, ids_of, request
 
 CONFIG = SchedulerConfig(max_model_len=64)
-
-
-def test_each_who_comes_stands_behind_all_and_each_who_returns_before_all():
-    policy = FirstComeFirstServed(CONFIG)
-    one = request("a", 4)
-    came = [policy.order_key(one) for _ in range(3)]
-    returned = [policy.requeue_key(one) for _ in range(3)]
-    assert [*reversed(returned), *came] == sorted([*came, *returned])
-    assert len({*came, *returned}) == 6
-    assert policy.budgets == ()
-
-
-def test_running_requests_are_served_in_order_of_admission_and_the_last_gives_way():
-    policy = FirstComeFirstServed(CONFIG)
-    running = [request(name, 4) for name in "abc"]
-    walk = policy.walk(running, 0)
-    assert walk == running
-    assert walk is not running
-    kv_cache = build_core(CONFIG, CacheConfig(10, (FullAttention(4),))).kv_cache
-    assert policy.pick_victim(running, kv_cache) is running[2]
-
-
-def test_neither_urgency_nor_times_matter():
-    stage = Stage(max_num_seqs=2)
-    stage.add(
-        request("a", 8, priority=9, arrival_at=3.0),
-        request("b", 8, arrival_at=2.0),
-        request("c", 8, priority=-1),
-    )
-    assert stage.step().request_ids == ["a", "b"]
-    assert stage.scheduler.waiting_ids == ["c"]
-
-
-# The most urgent first; the least urgent gives way.
-
-
-# Rows 152 and 169.
-def test_equal_arrivals_are_taken_by_id():
-    stage = Stage(policy="priority")
-    stage.add(request("r10", 8), request("r9", 8), request("r1", 8))
-    assert stage.step().request_ids == ["r1", "r10", "r9"]
 
 
 def test_what_a_victim_was_to_compute_is_never_found_in_the_cache():
@@ -78,30 +36,6 @@ def test_what_a_victim_was_to_compute_is_never_found_in_the_cache():
     assert (granted(plan), plan.num_computed_tokens) == ({"victim": 8}, [16])
 
 
-# Row 176: a victim that comes later in the walk was not planned, and is not planned any more.
-def test_a_victim_not_yet_planned_gives_nothing_back_and_gets_nothing():
-    meter = Meter()
-    stage = Stage(policy="priority", num_blocks=5, block_size=4, budgets=[meter], enable_prefix_caching=False)
-    stage.add(request("full", 4, priority=1), request("victim", 8, priority=9))
-    stage.step()
-    stage.add(request("tail", 1, priority=1))
-    assert granted(stage.step()) == {"full": 1}
-    assert (meter.spent, meter.given_back) == ({"full": 1}, {})
-    assert granted(stage.step()) == {"full": 1, "tail": 1}
-
-
-def test_of_the_equally_urgent_the_latest_gives_way_and_of_those_the_first_admitted():
-    policy = ByPriority(CONFIG)
-    kv_cache = build_core(CONFIG, CacheConfig(10, (FullAttention(4),))).kv_cache
-    urgent = request("urgent", 4, priority=1, arrival_at=9.0)
-    early, late, late_too = (
-        request(f"r{at}{n}", 4, priority=5, arrival_at=at) for at, n in ((1, 0), (2, 1), (2, 2))
-    )
-    assert policy.pick_victim([urgent, early, late, late_too], kv_cache) is late
-    assert policy.pick_victim([urgent, early], kv_cache) is early
-    assert policy.pick_victim([urgent], kv_cache) is urgent
-
-
 def test_of_equals_who_has_lost_often_enough_gives_way_no_more_if_its_id_is_the_smaller():
     policy = ByPriority(CONFIG)
     kv_cache = build_core(CONFIG, CacheConfig(10, (FullAttention(4),))).kv_cache
@@ -113,21 +47,6 @@ def test_of_equals_who_has_lost_often_enough_gives_way_no_more_if_its_id_is_the_
     # A request that has lost little is not asked.
     assert policy.pick_victim([urgent, greater, smaller], kv_cache) is greater
     assert policy.pick_victim([urgent, smaller], kv_cache) is smaller
-
-
-def test_who_gives_way_returns_to_its_place_and_newcomers_never_preempt():
-    policy = ByPriority(CONFIG)
-    one = request("a", 4, priority=2, arrival_at=3.0)
-    assert policy.order_key(one) == policy.requeue_key(one) == (2, 3.0, "a")
-    running = [one, request("b", 4)]
-    walk = policy.walk(running, 5)
-    assert (walk, walk is running, policy.budgets) == (running, False, ())
-    stage = Stage(policy="priority", num_blocks=3, block_size=4)
-    stage.add(request("low", 7, priority=9))
-    stage.step()
-    stage.add(request("high", 7, priority=0))
-    assert granted(stage.step()) == {"low": 1}
-    assert stage.scheduler.waiting_ids == ["high"]
 
 
 # When blocks run out, as little work as possible is lost.
