@@ -37,34 +37,22 @@ def own_services(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(name, service) for name, service in services.items() if service_kind(name)]
 
 
+def checked(content: Any, path: Path) -> subprocess.CompletedProcess[str]:
+    """What the schema of compose says of a file with this content, which is written to `path`."""
+    path.write_text(yaml.safe_dump(content))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_it_follows_the_schema_of_compose(path: Path, tmp_path: Path) -> None:
-    replaced = tmp_path / path.name
-    replaced.write_text(yaml.safe_dump(read(path)))
-    command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.compose-spec",
-        str(replaced),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = checked(read(path), tmp_path / path.name)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_file_that_does_not_follow_it_is_refused(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.yml"
-    wrong.write_text(yaml.safe_dump({"services": {"frontend": {"immage": "x"}}}))
-    command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.compose-spec",
-        str(wrong),
-    ]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
+    wrong = {"services": {"frontend": {"immage": "x"}}}
+    assert checked(wrong, tmp_path / "wrong.yml").returncode == 1
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

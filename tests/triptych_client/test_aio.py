@@ -1,4 +1,4 @@
-"""The asyncio client against a scripted frontend."""
+"""The asyncio client where it waits in ways of its own; the rest is the blocking client's source."""
 
 from __future__ import annotations
 
@@ -40,31 +40,12 @@ async def test_a_stream_is_started_deltas_and_finished(client: Client) -> None:
     ]
 
 
-async def test_text_deltas_are_those_of_one_output(client: Client) -> None:
-    assert [text async for text in client.generate("two words").text_deltas()] == ["two", "words"]
-
-
-async def test_a_unary_answer_is_a_completion(client: Client) -> None:
-    completion = await client.generate_unary("two words", stop=["x"])
-    assert (completion.text, completion.outputs[0].stop_match) == ("two words", "x")
-
-
 async def test_leaving_the_block_cancels_the_request(client: Client, frontend: FakeFrontend) -> None:
     async with client.generate(STREAM_FOREVER) as stream:
         assert isinstance(await anext(stream), Started)
         assert isinstance(await anext(stream), Delta)
     assert await cancelled_in(frontend)
     assert [event async for event in stream] == []
-
-
-async def test_a_stream_that_is_left_is_aborted_with_the_metadata_of_its_call(
-    client: Client, frontend: FakeFrontend
-) -> None:
-    async with client.generate(
-        STREAM_FOREVER, orphan_grace_ms=1000, metadata={"x-request-id": "mine"}
-    ) as stream:
-        await anext(stream)
-    assert [metadata["x-request-id"] for metadata in frontend.metadata] == ["mine", "mine"]
 
 
 async def test_closing_wakes_a_reader_without_an_error(client: Client, frontend: FakeFrontend) -> None:
@@ -114,12 +95,6 @@ async def test_the_deadline_is_an_error(client: Client, frontend: FakeFrontend) 
             pass
     assert caught.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
     assert await cancelled_in(frontend)
-
-
-async def test_unavailable_is_tried_again_before_the_first_answer(client, frontend):
-    frontend.num_failures_left = 1
-    assert (await client.generate_unary("word")).text == "word"
-    assert len(frontend.requests) == 2
 
 
 async def test_no_server_is_not_reached() -> None:
