@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import random
+import re
 
 import pytest
 
@@ -22,11 +23,13 @@ from frontend_svc.text.prompt import RequestPrompt
 from tests.engine_svc.request_options import make_wire_features
 from tests.engine_svc.session.service_rig import make_facts
 from tests.frontend_svc.fakes import make_request
-from tests.frontend_svc.options.asking import LIMITS, breaches, model_of
+from tests.frontend_svc.options.asking import LIMITS, VOCAB_SIZE, breaches, model_of
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, session_pb2
+from triptych_conformance.invalid_values import invalid_messages
 from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.rules import MODEL_LENGTH, VOCABULARY
 
 WIRE_FEATURES = make_wire_features()
 FIELDS = [name for option in OPTIONS for name in option.fields]
@@ -68,6 +71,25 @@ def test_a_field_of_a_chat_that_neither_the_core_nor_an_option_has_is_refused_by
     prompt = ChatPrompt(request, model_of(), takes_templates=False)
     with pytest.raises(Unimplemented, match="not served yet: adapter"):
         asyncio.run(check_request(request, prompt, model_of(), LIMITS))
+
+
+@pytest.mark.parametrize("kind", [generate_pb2.GenerateRequest, chat_message_pb2.ChatRequest])
+def test_a_value_that_breaks_a_rule_of_the_contract_is_refused_by_its_field(kind):
+    ready = session_pb2.Ready(structured_output_backends=["guidance"], takes_prompt_embeds=True)
+    model = model_of(ready=ready)
+    for path, invalid in invalid_messages(kind, {VOCABULARY: VOCAB_SIZE, MODEL_LENGTH: model.max_model_len}):
+        name, _, inner = path.partition(".")
+        user = {"role": chat_message_pb2.CHAT_ROLE_USER, "parts": [{"text": "x"}]}
+        is_chat = kind is chat_message_pb2.ChatRequest
+        request = kind(messages=[user]) if is_chat else kind(prompt="x")
+        if name == "messages" or not inner:
+            request.ClearField(name)
+        request.MergeFrom(invalid)
+        prompt = ChatPrompt(request, model, takes_templates=True) if is_chat else RequestPrompt(request)
+        with pytest.raises(InvalidArgument) as caught:
+            asyncio.run(check_request(request, prompt, model, LIMITS))
+        fields = [re.sub(r"\[\d+\]", "", field) for field, _ in caught.value.violations]
+        assert any(path.startswith(field) for field in fields), (path, fields)
 
 
 def test_all_violations_of_a_request_are_reported_at_once():
