@@ -24,6 +24,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from coordinator_svc.data_parallel.ranks import Rank, RankReport, Ranks
+from triptych_kit.errors import InvalidTransition
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ class Phase(Enum):
     RESTING = "resting"  # no change in progress; the group may wait for engines or for the next retry
     PREPARING = "preparing"
     COMMITTING = "committing"  # some engine may have changed over already
+
+
+_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.RESTING: frozenset({Phase.PREPARING}),
+    Phase.PREPARING: frozenset({Phase.COMMITTING, Phase.RESTING}),
+    Phase.COMMITTING: frozenset({Phase.RESTING}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +269,7 @@ class Formation:
             ends_by=now + self._limits.prepare_s,
             waiting=set(involved),
         )
-        self.phase = Phase.PREPARING
+        self._move_to(Phase.PREPARING)
         self._orders = {id_: self._prepare_order(self._last_given, members, id_) for id_ in involved}
         self._look_again(self._attempt.ends_by)
 
@@ -287,7 +295,7 @@ class Formation:
         involved = [id_ for id_ in (*attempt.members, *attempt.leavers) if self._is_same(attempt, id_)]
         attempt.waiting = set(involved)
         attempt.ends_by = now + self._limits.commit_s
-        self.phase = Phase.COMMITTING
+        self._move_to(Phase.COMMITTING)
         commit = Commit(attempt.generation, self._ranks.reduced)
         self._orders = dict.fromkeys(involved, commit)
         self._look_again(attempt.ends_by)
@@ -338,8 +346,13 @@ class Formation:
         self._not_before = now + (min(retry_s, self._limits.max_retry_s) if self.num_failures > 1 else 0.0)
 
     def _rest(self) -> None:
-        self.phase = Phase.RESTING
+        self._move_to(Phase.RESTING)
         self._attempt = None
+
+    def _move_to(self, phase: Phase) -> None:
+        if phase not in _TRANSITIONS[self.phase]:
+            raise InvalidTransition(f"a group that is {self.phase.value} cannot become {phase.value}")
+        self.phase = phase
 
     def _wanted(self) -> tuple[str, ...]:
         return self._ranks.candidates(self._leaving, self.target_size)

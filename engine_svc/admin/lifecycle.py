@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from engine_svc.core.request import InvalidTransition
+from engine_svc.core.errors import InvalidTransition
 
 
 class EngineState(enum.Enum):

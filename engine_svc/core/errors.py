@@ -1,4 +1,4 @@
-"""Errors of executors that are not a request's fault, and the one that is. Knows no device."""
+"""Errors of executors, of requests and of state machines. Knows no device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import logging
 import traceback
 
 logger = logging.getLogger(__name__)
+
+
+class InvalidTransition(RuntimeError):
+    """A state machine was given a transition that its table does not have: a bug in the engine."""
 
 
 class DeviceLost(RuntimeError):

@@ -6,16 +6,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine_svc.core.errors import RequestFailed
+from engine_svc.core.errors import InvalidTransition, RequestFailed
 from engine_svc.core.extras import Extras
 from engine_svc.core.sampling_params import SamplingParams
 
 # In the place of a stop token, where a verdict and no token ended a request with STOP.
 NO_STOP_TOKEN = -1
-
-
-class InvalidTransition(RuntimeError):
-    """A request was moved to a status that cannot follow its present one: a bug in the engine."""
 
 
 class RequestStatus(Enum):

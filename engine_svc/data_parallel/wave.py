@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from triptych_kit.errors import InvalidTransition
+from engine_svc.core.errors import InvalidTransition
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine_svc.core.control import Refused, WakeTag
+from engine_svc.core.errors import InvalidTransition
 from engine_svc.loop.answer import give
 from engine_svc.loop.engine import Engine
 from engine_svc.loop.protocols import EngineScheduler, Lockstep, RankCalls
 from engine_svc.scheduler.config import PauseState
 from triptych_kit.clock import Clock
-from triptych_kit.errors import Aborted, FailedPrecondition, InvalidArgument, InvalidTransition, ServiceError
+from triptych_kit.errors import Aborted, FailedPrecondition, InvalidArgument, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class PauseController:
             _refuse_asleep()
         self._dismiss_waiters("the engine was resumed before the running requests finished")
         self._resting_state = RunState.RUNNING
-        self._enter(RunState.RUNNING)
+        self._move_to(RunState.RUNNING)
 
     def sleep(self, level: int, mode: PauseMode, answer: Future[None]) -> None:
         """Pause, then release memory; an engine that is asleep can sleep more deeply.
@@ -153,7 +154,7 @@ class PauseController:
             return
         self._asleep = self._asleep.difference(tags)
         if not self._asleep:
-            self._enter(RunState.PAUSED)
+            self._move_to(RunState.PAUSED)
             self._return_to_resting_state()
 
     def note_away(self, tags: Collection[WakeTag]) -> None:
@@ -164,20 +165,20 @@ class PauseController:
         self._dismiss_waiters("the engine has lost its weights or cache and sleeps until it is woken")
         self._asleep = self._asleep.union(tags)
         if self._state is not RunState.ASLEEP:
-            self._enter(RunState.PAUSED)
-            self._enter(RunState.ASLEEP)
+            self._move_to(RunState.PAUSED)
+            self._move_to(RunState.ASLEEP)
 
     def drop_cancelled(self) -> None:
         """Drop calls whose futures were cancelled; if none is left, the engine continues as before."""
         self._waiters = [waiter for waiter in self._waiters if not waiter.answer.cancelled()]
         if self._state is RunState.PAUSING and not self._waiters:
-            self._enter(self._resting_state)
+            self._move_to(self._resting_state)
 
     def _begin_pause(self, mode: PauseMode, waiter: _Waiter) -> None:
         if waiter.answer.cancelled():
             return
         if mode is PauseMode.WAIT and self._scheduler.running_ids:
-            self._enter(RunState.PAUSING)
+            self._move_to(RunState.PAUSING)
             self._waiters.append(waiter)
             self._watch()
             return
@@ -205,7 +206,7 @@ class PauseController:
         self._finish_pause(waiters)
 
     def _finish_pause(self, waiters: list[_Waiter]) -> None:
-        self._enter(RunState.PAUSED)
+        self._move_to(RunState.PAUSED)
         for waiter in waiters:
             give(waiter.answer, waiter.then)
         # All of them may have been cancelled or refused.
@@ -224,7 +225,7 @@ class PauseController:
             raise FailedPrecondition("KV blocks of some requests cannot be released")
         # After an unexpected error the state of the device is unknown: it counts as released, to be woken.
         self._asleep |= {WakeTag.SCHEDULING} if level == 0 else frozenset(WakeTag)
-        self._enter(RunState.ASLEEP)
+        self._move_to(RunState.ASLEEP)
         if level == 0:
             return
         try:
@@ -232,7 +233,7 @@ class PauseController:
         except Refused:
             self._asleep = before
             if not before:
-                self._enter(RunState.PAUSED)
+                self._move_to(RunState.PAUSED)
             raise
 
     def _forget_cache(self) -> bool:
@@ -255,9 +256,9 @@ class PauseController:
 
     def _return_to_resting_state(self) -> None:
         if self._state is RunState.PAUSED:
-            self._enter(self._resting_state)
+            self._move_to(self._resting_state)
 
-    def _enter(self, state: RunState) -> None:
+    def _move_to(self, state: RunState) -> None:
         if state is self._state:
             return
         if state not in _TRANSITIONS[self._state]:

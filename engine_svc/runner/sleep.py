@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_svc.core.control import WakeTag, WeightsLost
-from engine_svc.core.errors import clear_frames
+from engine_svc.core.errors import InvalidTransition, clear_frames
 from engine_svc.model.decoder import Model
 from engine_svc.model.errors import CheckpointError
 from engine_svc.model.facts import ModelFacts
@@ -105,7 +105,7 @@ class Resident:
         if level == 2 and self._locations[WakeTag.WEIGHTS] is not Location.NOWHERE:
             self._give_up_weights()
         elif self._locations[WakeTag.WEIGHTS] is Location.DEVICE and self._kv.device.type != "cpu":
-            self._move(WakeTag.WEIGHTS, Location.HOST)
+            self._move_to(WakeTag.WEIGHTS, Location.HOST)
             tensors = tensors_of(self._model, self._kv.device.type)
             self._parked[WakeTag.WEIGHTS] = ParkedMemory(tensors, keep=True)
         return_free_memory(self._kv.device)
@@ -186,18 +186,18 @@ class Resident:
             raise WeightsLost("; ".join(reasons)) from again
         self._record_again()
 
-    def _move(self, part: WakeTag, location: Location) -> None:
-        assert location in _TRANSITIONS[self._locations[part]], (
-            f"{part} cannot go from {self._locations[part]} to {location}"
-        )
+    def _move_to(self, part: WakeTag, location: Location) -> None:
+        present = self._locations[part]
+        if location not in _TRANSITIONS[present]:
+            raise InvalidTransition(f"{part.value} cannot go from {present.value} to {location.value}")
         self._locations[part] = location
 
     def _park_cache(self) -> None:
-        self._move(WakeTag.KV_CACHE, Location.NOWHERE)
+        self._move_to(WakeTag.KV_CACHE, Location.NOWHERE)
         self._parked[WakeTag.KV_CACHE] = ParkedMemory(self._kv.stacks, keep=False)
 
     def _give_up_weights(self) -> None:
-        self._move(WakeTag.WEIGHTS, Location.NOWHERE)
+        self._move_to(WakeTag.WEIGHTS, Location.NOWHERE)
         self._parked.pop(WakeTag.WEIGHTS, None)
         self._model = None
         if self._source is not None:
@@ -219,7 +219,7 @@ class Resident:
     def _restore(self, part: WakeTag) -> None:
         self._parked[part].restore()
         del self._parked[part]
-        self._move(part, Location.DEVICE)
+        self._move_to(part, Location.DEVICE)
 
     def _loaded(self, source: WeightSource) -> tuple[Model, ModelFacts]:
         try:
@@ -238,7 +238,7 @@ class Resident:
         return model, facts
 
     def _take(self, model: Model, facts: ModelFacts) -> None:
-        self._move(WakeTag.WEIGHTS, Location.DEVICE)
+        self._move_to(WakeTag.WEIGHTS, Location.DEVICE)
         self._model, self.facts = model, facts
 
     def _record_again(self) -> None:

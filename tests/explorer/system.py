@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from coordinator_svc.data_parallel.wave import Wave
+from engine_svc.core.errors import InvalidTransition
 from engine_svc.data_parallel.wave import LockstepState, WaveMachine
 from tests.explorer import coordinator_moves, engine_moves
 from tests.explorer.broken import BrokenPromise, Promise, expect
 from tests.explorer.codec import Codec
 from tests.explorer.moves import Kind, Move
 from tests.explorer.world import Commit, Frozen, Mode, Rank, World
-from triptych_kit.errors import InvalidTransition
 
 
 @dataclass(frozen=True, slots=True)

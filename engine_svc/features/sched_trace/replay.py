@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine_svc.cache.kv_cache import KVCache
+from engine_svc.core.errors import InvalidTransition
 from engine_svc.core.extras import Extras
-from engine_svc.core.request import FinishReason, InvalidTransition, Request, RequestOutput, Verdict
+from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.sched_trace.records import (
     DECISION,

@@ -16,7 +16,6 @@ from frontend_svc.engines.connection.connection import (
 from frontend_svc.engines.connection.health import (
     HELD_STATES,
     IN_USE_STATES,
-    TRANSITIONS,
     EngineState,
     StepWatch,
 )
@@ -34,8 +33,27 @@ __all__ = ["SCHEMA_REVISION", "EngineClient", "EngineState", "FrontendIdentity"]
 
 logger = logging.getLogger(__name__)
 
+_TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
+    EngineState.CONNECTING: frozenset({EngineState.LOADING, EngineState.DOWN, EngineState.CLOSED}),
+    EngineState.LOADING: frozenset(
+        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    EngineState.READY: frozenset(
+        {EngineState.DRAINING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    # Back to LOADING, and from there to READY, when a drain is cancelled.
+    EngineState.DRAINING: frozenset(
+        {EngineState.LOADING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    EngineState.RECONNECTING: frozenset(
+        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
+    ),
+    EngineState.DOWN: frozenset({EngineState.CONNECTING, EngineState.CLOSED}),
+    EngineState.CLOSED: frozenset(),
+}
+
 _CLOSE_DEADLINE_S = 1.0
-# For so long this frontend tries to reach an engine that is no longer listed, to abort the requests that were
+# How long this frontend tries to reach an engine that is no longer listed, to abort the requests that were
 # moved to other engines.
 _MAX_OWED_S = 30.0
 # An engine that is lost sooner than this after it was ready does not reset the backoff.
@@ -283,7 +301,7 @@ class EngineClient:
         self.requests.lose(loss)
 
     def _move_to(self, state: EngineState) -> None:
-        if state not in TRANSITIONS[self.state]:
+        if state not in _TRANSITIONS[self.state]:
             raise InvalidTransition(f"an engine cannot go from {self.state.value} to {state.value}")
         level = logging.DEBUG if state in (EngineState.CONNECTING, EngineState.LOADING) else logging.INFO
         logger.log(level, "engine state", extra={"engine": self.address, "state": state.value})

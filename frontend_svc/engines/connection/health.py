@@ -14,7 +14,7 @@ _DEFAULT_BUDGET_S = 5.0
 
 
 class EngineState(Enum):
-    """What this frontend can do with an engine."""
+    """The state of an engine for this frontend."""
 
     CONNECTING = "connecting"
     LOADING = "loading"
@@ -27,25 +27,6 @@ class EngineState(Enum):
 
 # The engine serves, or did until a moment ago.
 IN_USE_STATES = (EngineState.READY, EngineState.DRAINING, EngineState.RECONNECTING)
-
-TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
-    EngineState.CONNECTING: frozenset({EngineState.LOADING, EngineState.DOWN, EngineState.CLOSED}),
-    EngineState.LOADING: frozenset(
-        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
-    ),
-    EngineState.READY: frozenset(
-        {EngineState.DRAINING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
-    ),
-    # Back to LOADING, and from there to READY, when a drain is cancelled.
-    EngineState.DRAINING: frozenset(
-        {EngineState.LOADING, EngineState.RECONNECTING, EngineState.DOWN, EngineState.CLOSED}
-    ),
-    EngineState.RECONNECTING: frozenset(
-        {EngineState.READY, EngineState.DRAINING, EngineState.DOWN, EngineState.CLOSED}
-    ),
-    EngineState.DOWN: frozenset({EngineState.CONNECTING, EngineState.CLOSED}),
-    EngineState.CLOSED: frozenset(),
-}
 
 
 class StepWatch:

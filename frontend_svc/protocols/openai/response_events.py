@@ -29,7 +29,11 @@ _ENDS = {
     "length": ResponseStatus.INCOMPLETE,
     "abort": ResponseStatus.CANCELLED,
 }
-_TRANSITIONS = {ResponseStatus.IN_PROGRESS: {*_ENDS.values(), ResponseStatus.FAILED}}
+_FINAL = frozenset({*_ENDS.values(), ResponseStatus.FAILED})
+_TRANSITIONS: dict[ResponseStatus, frozenset[ResponseStatus]] = {
+    ResponseStatus.IN_PROGRESS: _FINAL,
+    **dict.fromkeys(_FINAL, frozenset[ResponseStatus]()),
+}
 # OpenAI has no event for one that was cancelled; its status says so.
 _END_EVENTS = {
     ResponseStatus.COMPLETED: "response.completed",
@@ -149,12 +153,15 @@ class GrowingResponse:
         return self._events(item.end(status))
 
     def _end(self, status: ResponseStatus) -> Event:
-        if status not in _TRANSITIONS.get(self.status, ()):
-            raise InvalidTransition(f"response {self.id}: {self.status} to {status}")
-        self.status = status
+        self._move_to(status)
         if status is ResponseStatus.COMPLETED:
             self._completed_at = int(time.time())
         return self._event(_END_EVENTS[status], response=self.body())
+
+    def _move_to(self, status: ResponseStatus) -> None:
+        if status not in _TRANSITIONS[self.status]:
+            raise InvalidTransition(f"response {self.id}: {self.status} to {status}")
+        self.status = status
 
     def _events(self, named: list[tuple[str, Event]]) -> list[Event]:
         return [self._event(name, **fields) for name, fields in named]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from engine_svc.admin.lifecycle import EngineState, Lifecycle
-from engine_svc.core.request import InvalidTransition
+from engine_svc.core.errors import InvalidTransition
 
 _PATHS: dict[EngineState, list[EngineState]] = {
     EngineState.LOADING: [],

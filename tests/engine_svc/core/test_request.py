@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_svc.core.request import InvalidTransition, Request, RequestStatus
+from engine_svc.core.errors import InvalidTransition
+from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.sampling_params import SamplingParams
 
 ALLOWED = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine_svc.core.errors import InvalidTransition
 from engine_svc.data_parallel.wave import VOTE_INTERVAL, LockstepState, Vote, WaveMachine
-from triptych_kit.errors import InvalidTransition
 
 
 def formed(*, interval: int = 1, wave: int = 1) -> WaveMachine:
