@@ -18,6 +18,12 @@ from tests.architecture.sources import ROOT
 
 # Words that name a feature, all of which an identifier has to have. The model computes embeddings.
 NAMES = {
+    "request_events": [{"request", "events"}],
+    "kv_events": [{"kv", "events"}],
+    "kv_residency": [{"residency"}],
+    "log_steps": [{"log", "steps"}],
+    "sched_trace": [{"sched", "trace"}],
+    "nan_counts": [{"nan", "counts"}],
     "prompt_embeds": [{"embeds"}, {"embedded"}, {"embeddings"}],
     "prompt_logprobs": [{"prompt", "logprobs"}, {"prompt", "logprob"}],
     "penalties": [{"penalty"}, {"penalties"}],
@@ -26,7 +32,17 @@ NAMES = {
     "token_rules": [{"bias"}, {"bad", "words"}, {"allowed", "token"}],
 }
 # Files outside of a feature's folder that name it, with the reason.
+_SUBSCRIPTION = dict.fromkeys(
+    (
+        "engine_svc/convert/messages.py",
+        "engine_svc/session/kv_subscription.py",
+        "engine_svc/session/servicer.py",
+    ),
+    "messages of a call that any engine serves",
+)
 ALLOWED = {
+    "request_events": _SUBSCRIPTION,
+    "kv_events": _SUBSCRIPTION | {"engine_svc/build/engine.py": "makes the log that the call reads"},
     "penalties": {
         "engine_svc/core/facts.py": "the model's defaults, which the frontend applies",
         "engine_svc/build/fingerprint.py": "reads these defaults",
@@ -78,7 +94,7 @@ def test_without_any_feature_the_rest_works(tree: Path, feature: str) -> None:
 
 def test_every_feature_is_in_the_list() -> None:
     folder = ROOT / "engine_svc" / "features"
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(FEATURES)
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(FEATURES) == NAMES.keys()
 
 
 def identifiers(path: Path) -> Iterator[str]:

@@ -42,7 +42,7 @@ def in_fresh_process(program: str) -> str:
     [
         (["triptych_kit"], (*HEAVY, "tokenizers")),
         (["coordinator_svc"], (*HEAVY, "tokenizers", "frontend_svc", "engine_svc")),
-        (["frontend_svc"], (*HEAVY, "triptych_kernels", "engine_svc", "coordinator_svc")),
+        (["frontend_svc"], (*HEAVY, "llguidance", "triptych_kernels", "engine_svc", "coordinator_svc")),
         (["triptych_client"], (*HEAVY, "tokenizers", "triptych_kit", "opentelemetry")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from tests.architecture.sources import OTHERS, PACKAGES, ROOT, all_sources, package_sources
 
-FEATURE_NAMES = re.compile(r"lora|adapter|grammar|image|connector|continuum", re.IGNORECASE)
-CORE = ("engine_svc/scheduler", "engine_svc/cache", "engine_svc/runner", "engine_svc/loop/engine.py")
+FEATURE_NAMES = re.compile(r"lora|adapter|grammar|schema|image|connector|continuum", re.IGNORECASE)
+CORE = ("engine_svc/scheduler", "engine_svc/cache", "engine_svc/runner", "engine_svc/loop")
 FORBIDDEN_FILE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 LEFT_OVER = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK|NOTE)\b")
 
