@@ -48,11 +48,6 @@ class BlockPool:
         """Blocks without a holder, whether or not their content is cached."""
         return len(self._free)
 
-    @property
-    def free_block_ids(self) -> list[int]:
-        """The free blocks from the next to be allocated to the last. For tests and debugging: O(n)."""
-        return [block.block_id for block in self._free]
-
     def cached_block_ids(self, limit: int) -> list[int]:
         """Cached blocks without a holder among the `limit` that are reused last, from the last on."""
         newest_first = islice(reversed(self._free), limit)
@@ -64,10 +59,6 @@ class BlockPool:
 
     def ref_count(self, block_id: int) -> int:
         return self._blocks[block_id].ref_count
-
-    def key_of(self, block_id: int) -> bytes | None:
-        """The key of this block's content if it is cached."""
-        return self._blocks[block_id].key
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate the next free blocks; their cached content is evicted."""

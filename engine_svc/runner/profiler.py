@@ -36,10 +36,6 @@ class Profiler:
         self._activities: list[ProfilerActivity] = []
         self._num_started = 0
 
-    @property
-    def is_recording(self) -> bool:
-        return self._recording is not None
-
     def range(self, name: str) -> AbstractContextManager[object]:
         """Name the enclosed work in the trace."""
         is_idle = self._recording is None or self._num_steps > self._max_num_steps

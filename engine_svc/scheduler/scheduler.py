@@ -101,11 +101,6 @@ class Scheduler:
         )
 
     @property
-    def num_unfinished(self) -> int:
-        """Running, waiting and blocked requests."""
-        return len(self._queues.requests)
-
-    @property
     def running_ids(self) -> list[str]:
         """Running requests, in order of admission."""
         return [request.request_id for request in self._queues.running]
@@ -241,10 +236,6 @@ class Scheduler:
         for request in reversed(self._queues.running.copy()):
             if only is not None and request.request_id not in only:
                 self._preempt(request, now)
-
-    def limit_drafts(self, limit: DraftLimit) -> None:
-        """From now on drafts are proposed when a step is launched, as many as the limit allows."""
-        self._draft_limit = limit
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _REQUEST = admin_pb2.WatchSchedulerRequest(interval_ms=100, max_requests=512, max_blocks=16_384)
 _MAX_STEPS = 120
 _MAX_WATCHES = 64
-# After so long without being asked, the watches end.
+# Time without a reader after which the watches end.
 _IDLE_S = 5.0
 # How long an answer waits for the first message of an engine.
 _FIRST_S = 0.5
@@ -89,10 +89,6 @@ class StatePage:
         self._watches: dict[str, EngineWatch] = {}
         self._asked_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def num_watches(self) -> int:
-        return len(self._watches)
 
     async def make(self, target: str) -> Page:
         """The page; waits for an engine's first message, but not for long."""

@@ -13,6 +13,7 @@ from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.scheduler import Scheduler
+from tests.engine_svc.core_state import free_block_ids, key_of, num_unfinished
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.paged_runner import Row, first_read
@@ -113,7 +114,7 @@ def check_conservation(pool: BlockPool, requests: Sequence[Request], held: Itera
     expected = [holders[block_id] for block_id in block_ids]
     if counts != expected:
         raise BrokenInvariant("kv-conservation", f"blocks are counted {counts}, listed {expected}")
-    free = pool.free_block_ids
+    free = free_block_ids(pool)
     if sorted(free) != [block_id for block_id in block_ids if not holders[block_id]]:
         raise BrokenInvariant("kv-conservation", f"free are {free}, listed {expected}")
     if len(free) != pool.num_free_blocks:
@@ -160,9 +161,8 @@ def check_keys(request: Request, group: int, kind: AttentionKind, kv_cache: KVCa
     """hash-soundness: of the blocks of a request, those that are registered are found by its hashes."""
     table = request.block_tables[group]
     num_hashes = kind.block_size // kv_cache.hasher.block_size
-    key_of = kv_cache.pool.key_of
     for index in range(table.num_released, len(table.block_ids)):
-        key = key_of(table.block_ids[index])
+        key = key_of(kv_cache.pool, table.block_ids[index])
         if index >= table.num_registered:
             if key is not None:
                 raise BrokenInvariant(
@@ -215,7 +215,7 @@ def check_queues(scheduler: Scheduler, requests: Sequence[Request]) -> None:
         len(waiting) - len(blocked),
     ):
         raise BrokenInvariant("order", f"figures {stats} of {len(running)} running, {len(waiting)} waiting")
-    if any(not request.blockers for request in blocked) or scheduler.num_unfinished != len(requests):
+    if any(not request.blockers for request in blocked) or num_unfinished(scheduler) != len(requests):
         raise BrokenInvariant("order", f"blocked by nothing, or not counted: {blocked}")
     if stats.num_waiting_tokens != sum(request.num_uncached_tokens for request in waiting):
         raise BrokenInvariant("order", f"{stats.num_waiting_tokens} tokens are said to wait")

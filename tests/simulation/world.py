@@ -13,6 +13,7 @@ from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.turns import INPUT
+from tests.engine_svc.core_state import num_unfinished
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
 from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget
@@ -42,6 +43,8 @@ class RandomLimit:
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
 
+    def forget(self, request: Request) -> None: ...
+
 
 class World:
     """What happens to a core, checked as it happens. Steps, time and events are up to the caller."""
@@ -64,7 +67,7 @@ class World:
         self.scheduler, self.kv_cache = core.scheduler, core.kv_cache
         self.features.kv_cache = core.kv_cache
         if setup.limits_drafts:
-            self.scheduler.limit_drafts(RandomLimit(rng, setup.scheduler.num_speculative_tokens))
+            self.scheduler._draft_limit = RandomLimit(rng, setup.scheduler.num_speculative_tokens)
         self.runner = PagedRunner(
             setup.cache.groups,
             rng,
@@ -283,7 +286,7 @@ class World:
     def check_idle(self) -> None:
         """kv-idle-zero: no request is left, and nothing is held."""
         pool = self.kv_cache.pool
-        if self.histories or self.in_flight or self.scheduler.num_unfinished or self.scheduler.has_work:
+        if self.histories or self.in_flight or num_unfinished(self.scheduler) or self.scheduler.has_work:
             raise BrokenInvariant("kv-idle-zero", f"{list(self.histories)} have not ended")
         if pool.num_free_blocks != pool.num_usable_blocks:
             raise BrokenInvariant(

@@ -39,6 +39,7 @@ from engine_svc.ranks.process_group import GroupLimits, RankLaunch, RanksStartin
 from engine_svc.ranks.watch import RankLost
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.tensors.host_tensor import HostTensor
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.request_options import split_options
 from tests.engine_svc.runner.chains import Chain
 from tests.processes import running, source_environment
@@ -378,7 +379,7 @@ def test_a_rank_that_is_lost_while_it_prepares_ends_the_engine_and_not_the_reque
         blocked = Request("r0", [1, 2, 3], 3, sampling, extras=extras | {Chain: Chain(3, "hangs in 1")})
         inbox.put(Add(blocked, outbox, 0))
         inbox.put(Add(Request("r1", [1, 2, 3], 3, sampling), outbox, 1))
-        while core.scheduler.num_unfinished != 1:
+        while num_unfinished(core.scheduler) != 1:
             engine.turn()
         os.kill(ranked.group.process_ids[1], signal.SIGKILL)
         with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):

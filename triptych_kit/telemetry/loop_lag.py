@@ -50,10 +50,6 @@ class LoopLag:
             self._timer.cancel()
             self._timer = None
 
-    @property
-    def num_samples(self) -> int:
-        return len(self._samples_s)
-
     def summary(self) -> LagSummary:
         ordered = sorted(self._samples_s)
         if not ordered:

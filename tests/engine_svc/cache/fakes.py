@@ -10,6 +10,7 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.observer import CacheObserver
 from engine_svc.core.request import ContentSpan, Request
 from engine_svc.core.sampling_params import SamplingParams
+from tests.engine_svc.core_state import free_block_ids, key_of
 
 BLOCK_SIZE = 16
 
@@ -104,7 +105,7 @@ class SmallCache:
 
     def evict(self, block_id: int) -> None:
         """Have one free block handed out, and none of the others; afterwards it is free without content."""
-        others = [free_id for free_id in self.pool.free_block_ids if free_id != block_id]
+        others = [free_id for free_id in free_block_ids(self.pool) if free_id != block_id]
         self.pool.hold(others)
         taken = self.pool.allocate(1)
         assert taken == [block_id]
@@ -112,7 +113,7 @@ class SmallCache:
 
     def hashes_of(self, holder: Request) -> list[bytes | None]:
         """By which hash each block of a request can be found."""
-        return [self.pool.key_of(block_id) for table in holder.block_tables for block_id in table.block_ids]
+        return [key_of(self.pool, block_id) for table in holder.block_tables for block_id in table.block_ids]
 
     def ref_counts_of(self, holder: Request) -> list[int]:
         return [

@@ -17,6 +17,7 @@ from engine_svc.cache.attention import (
 )
 from engine_svc.cache.prefix import PrefixHit
 from tests.engine_svc.cache.fakes import SmallCache, request, tables_of, tokens
+from tests.engine_svc.core_state import free_block_ids
 
 FULL, WINDOW, CHUNKS, CROSS = FullAttention(2), SlidingWindow(2, 4), ChunkedLocal(2, 4), CrossAttention(2)
 
@@ -334,4 +335,4 @@ def test_the_encoders_blocks_come_back_with_the_others():
     running = small.admitted(request("a", tokens(5), num_encoder_tokens=10))
     assert small.cache.cost_of_release(running) == (5, 5)
     small.cache.release(running)
-    assert small.pool.free_block_ids == [5, 4, 3, 2, 1, 6, 7]
+    assert free_block_ids(small.pool) == [5, 4, 3, 2, 1, 6, 7]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine_svc.cache.block import Block, FreeList
 from engine_svc.cache.block_pool import BlockPool, content_key
 from engine_svc.cache.kv_cache import HitRate
+from tests.engine_svc.core_state import free_block_ids, key_of
 
 
 def _ids(free: FreeList) -> list[int]:
@@ -92,13 +93,13 @@ def test_more_than_is_free_is_refused_and_nothing_changes():
     pool = BlockPool(3)
     with pytest.raises(ValueError, match="3 blocks wanted, 2 are free"):
         pool.allocate(3)
-    assert pool.free_block_ids == [1, 2]
+    assert free_block_ids(pool) == [1, 2]
     assert pool.allocate(0) == []
     assert pool.allocate(2) == [1, 2]
 
 
 def test_a_pool_needs_a_block_to_hand_out():
-    assert BlockPool(2).free_block_ids == [1]
+    assert free_block_ids(BlockPool(2)) == [1]
     with pytest.raises(ValueError, match="the pool has 1 blocks"):
         BlockPool(1)
 
@@ -110,9 +111,9 @@ def test_a_held_block_comes_back_only_with_its_last_holder():
     pool.hold([block_id])
     assert pool.ref_count(block_id) == 2
     pool.release([block_id])
-    assert pool.free_block_ids == [2]
+    assert free_block_ids(pool) == [2]
     pool.release([block_id])
-    assert pool.free_block_ids == [1, 2]
+    assert free_block_ids(pool) == [1, 2]
     assert pool.ref_count(block_id) == 0
 
 
@@ -129,7 +130,7 @@ def test_blocks_without_content_are_reused_before_those_with():
     pool.allocate(4)
     pool.register([1, 2], [b"one", b"two"])
     pool.release([4, 3, 2, 1])
-    assert pool.free_block_ids == [4, 3, 5, 2, 1]
+    assert free_block_ids(pool) == [4, 3, 5, 2, 1]
 
 
 def test_holding_a_free_block_keeps_it_from_reuse():
@@ -150,7 +151,7 @@ def test_reuse_forgets_the_content():
     assert pool.find(b"one") == 1
     pool.allocate(1)
     assert pool.find(b"one") is None
-    assert pool.key_of(1) is None
+    assert key_of(pool, 1) is None
 
 
 def _twins() -> BlockPool:
@@ -168,7 +169,7 @@ def test_52_evicting_one_of_two_twins_leaves_the_other_findable_and_evicting_bot
     pool.release([1])
     pool.allocate(1)
     assert (pool.find(b"same"), pool.num_cached_keys) == (2, 1)
-    assert (pool.key_of(1), pool.key_of(2)) == (None, b"same")
+    assert (key_of(pool, 1), key_of(pool, 2)) == (None, b"same")
     pool.release([2])
     pool.allocate(1)
     assert (pool.find(b"same"), pool.num_cached_keys) == (None, 0)
@@ -209,7 +210,7 @@ def test_content_can_be_forgotten_where_it_is():
     pool.forget([1, 2, 3, 4, 0])
     assert (pool.find(b"one"), pool.find(b"same"), pool.num_cached_keys) == (None, 3, 1)
     assert [pool.ref_count(block_id) for block_id in (1, 2, 3, 4)] == [0, 0, 1, 1]
-    assert pool.free_block_ids == [5, 1, 2]
+    assert free_block_ids(pool) == [5, 1, 2]
 
 
 def test_the_same_content_is_found_apart_in_each_group():
@@ -235,7 +236,7 @@ def test_53_reset_is_refused_while_a_block_is_in_use_and_then_forgets_all():
     pool.release([2])
     assert pool.reset()
     assert (pool.find(b"same"), pool.num_cached_keys) == (None, 0)
-    assert [pool.key_of(block_id) for block_id in (1, 2, 3)] == [None] * 3
+    assert [key_of(pool, block_id) for block_id in (1, 2, 3)] == [None] * 3
     # Nor does it know twins any more.
     pool.register(pool.allocate(1), [b"same"])
     pool.release([1])

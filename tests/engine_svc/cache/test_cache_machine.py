@@ -13,6 +13,7 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.core.sampling_params import SamplingParams
+from tests.engine_svc.core_state import free_block_ids
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.invariants import check_conservation, check_events, check_tables
 from tests.simulation.paged_runner import first_read
@@ -179,7 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _state(self) -> tuple[object, ...]:
         pool = self.cache.pool
         counts = [pool.ref_count(block_id) for block_id in range(1, pool.num_usable_blocks + 1)]
-        return pool.free_block_ids, counts, pool.num_cached_keys, self.cache.prefix_queries
+        return free_block_ids(pool), counts, pool.num_cached_keys, self.cache.prefix_queries
 
     def _compute(self, request: Request, num_tokens: int) -> None:
         """Write the KV of tokens, into the blocks that they have in every group."""

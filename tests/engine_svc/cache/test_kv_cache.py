@@ -11,6 +11,7 @@ from engine_svc.cache.prefix import PrefixHit
 from engine_svc.core.request import ContentSpan, Request
 from tests.engine_svc.cache.doubles import EventLog
 from tests.engine_svc.cache.fakes import SmallCache, request, table_of, tables_of, tokens
+from tests.engine_svc.core_state import free_block_ids, key_of
 
 COMMON = tokens(48)  # three full blocks
 
@@ -22,7 +23,7 @@ def test_45_without_prefix_caching_nothing_is_found_again():
     assert small.hashes_of(first) == [None] * 3
     small.cache.release(first)
     # Nothing of it is worth keeping, so all of it comes first.
-    assert small.pool.free_block_ids == [3, 2, 1, 4]
+    assert free_block_ids(small.pool) == [3, 2, 1, 4]
     second = small.admitted(request("b", tokens(16)))
     assert second.num_cached_tokens == 0
     assert table_of(second) == [3, 2, 1, 4]
@@ -198,7 +199,7 @@ def test_who_asks_only_behind_the_quiet_misses_nothing(groups, drops_last, num_t
             knowing.num_computed_tokens += num_tokens
             assert gained == []
         assert tables_of(knowing) == tables_of(asking)
-        assert caches[1].pool.free_block_ids == caches[0].pool.free_block_ids
+        assert free_block_ids(caches[1].pool) == free_block_ids(caches[0].pool)
         assert caches[1].hashes_of(knowing) == caches[0].hashes_of(asking)
 
 
@@ -279,12 +280,12 @@ def test_room_is_all_or_nothing_over_all_groups():
     small = SmallCache(10, groups=HYBRID)
     refused, fitting = request("a", tokens(49)), request("b", tokens(48, 100))
     assert not small.admit(refused)
-    assert (refused.block_tables, small.pool.free_block_ids) == ([], list(range(1, 10)))
+    assert (refused.block_tables, free_block_ids(small.pool)) == ([], list(range(1, 10)))
     assert small.admit(fitting)
     # The windows give two blocks back, but three groups want one each.
     assert small.append(fitting, [99]) is None
     assert tables_of(fitting) == [[1, 2, 3], [0, 5, 6], [0, 8, 9]]
-    assert small.pool.free_block_ids == [4, 7]
+    assert free_block_ids(small.pool) == [4, 7]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_what_was_registered_but_will_not_be_computed_is_not_found(num_withdrawn
         ("evict", block_id, hashes[block_id - 1], 0) for block_id in range(num_found + 1, 4)
     ]
     # They keep the places that they would have with their content.
-    assert small.pool.free_block_ids == [4, 5, 3, 2, 1]
+    assert free_block_ids(small.pool) == [4, 5, 3, 2, 1]
 
 
 def test_withdrawing_forgets_blocks_of_every_group_and_none_that_a_window_has_passed():
@@ -436,8 +437,8 @@ def test_withdrawing_forgets_blocks_of_every_group_and_none_that_a_window_has_pa
     assert window[:3] == [0, 0, 0]
     small.cache.release(withdrawn, 7)
     # 5 tokens were computed: two blocks of each group.
-    assert [small.pool.key_of(block_id) is not None for block_id in full] == [True] * 2 + [False] * 4
-    assert [small.pool.key_of(block_id) for block_id in window[3:]] == [None] * 3
+    assert [key_of(small.pool, block_id) is not None for block_id in full] == [True] * 2 + [False] * 4
+    assert [key_of(small.pool, block_id) for block_id in window[3:]] == [None] * 3
 
 
 def test_66_held_blocks_stay_after_the_end_and_come_back_in_the_order_of_their_release():
@@ -447,12 +448,12 @@ def test_66_held_blocks_stay_after_the_end_and_come_back_in_the_order_of_their_r
     assert kept == [4, 3, 2, 1]
     small.cache.release(ended)
     assert ended.block_tables == []
-    assert small.pool.free_block_ids == [5, 6, 7, 8, 9, 10]
+    assert free_block_ids(small.pool) == [5, 6, 7, 8, 9, 10]
     assert [small.pool.ref_count(block_id) for block_id in kept] == [1] * 4
     assert small.cache.num_used_blocks == 4
     assert not small.cache.reset()
     small.cache.release_held(kept)
-    assert small.pool.free_block_ids == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert free_block_ids(small.pool) == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
     assert small.cache.reset()
 
 
@@ -465,7 +466,7 @@ def test_66_held_content_is_found_and_shared():
     assert table_of(second) == [1, 2, 3, 5]
     small.cache.release_held(kept)
     assert small.ref_counts_of(second) == [1] * 4
-    assert small.pool.free_block_ids == [4, 6, 7, 8, 9, 10]
+    assert free_block_ids(small.pool) == [4, 6, 7, 8, 9, 10]
 
 
 def test_66_what_a_window_has_given_back_is_not_held():
@@ -532,14 +533,14 @@ def test_70_a_reservation_is_all_or_nothing(num_usable: int, is_reserved: bool):
     small = SmallCache(num_usable + 1)
     first = small.admitted(request("a", tokens(16)))
     small.cache.release(first)
-    free = small.pool.free_block_ids
+    free = free_block_ids(small.pool)
     loaded = request("b", [*tokens(16), *tokens(60, 500)])
     # A matched block that no request holds, and three new ones.
     reserved = small.cache.reserve(loaded, 64)
     assert (reserved is not None) is is_reserved
     if not is_reserved:
         assert (loaded.block_tables, loaded.num_computed_tokens) == ([], 0)
-        assert small.pool.free_block_ids == free
+        assert free_block_ids(small.pool) == free
 
 
 def test_70_a_reservation_asks_for_no_more_than_its_tokens():
@@ -561,7 +562,7 @@ def test_70_a_reservation_is_released_without_a_trace():
     small.cache.release(loaded)
     assert loaded.block_tables == []
     # What was in them is unknown, so they are the first to be handed out.
-    assert small.pool.free_block_ids == [3, 2, 1, 4, 5]
+    assert free_block_ids(small.pool) == [3, 2, 1, 4, 5]
     assert small.pool.num_cached_keys == 0
 
 
@@ -720,7 +721,7 @@ def test_65_the_whole_prompt_has_to_fit_though_only_a_chunk_is_taken():
     small = SmallCache(5)
     long = request("a", tokens(256))
     assert small.cache.admit(long, PrefixHit(), 16, reserve_all=True) is None
-    assert (long.block_tables, small.pool.free_block_ids) == ([], [1, 2, 3, 4])
+    assert (long.block_tables, free_block_ids(small.pool)) == ([], [1, 2, 3, 4])
     assert small.cache.admit(long, PrefixHit(), 16, reserve_all=False) == [[1]]
 
 
@@ -810,11 +811,11 @@ def test_a_step_in_flight_takes_nothing_back_that_was_given():
 def test_a_growth_that_is_refused_has_given_back_all_the_same():
     small = _windowed(WINDOW, num_blocks=5)
     running = small.admitted(request("a", tokens(8)))
-    assert small.pool.free_block_ids == []
+    assert free_block_ids(small.pool) == []
     running.token_ids += tokens(9, 50)
     assert small.cache.grow(running, 9) is None
     assert table_of(running) == [0, 0, 3, 4]
-    assert small.pool.free_block_ids == [2, 1]
+    assert free_block_ids(small.pool) == [2, 1]
     assert small.compute(running, 4) == [2, 1]
 
 
@@ -832,12 +833,12 @@ def test_only_the_blocks_that_are_read_count_as_taken(held: list[int], is_admitt
     first = small.admitted(request("a", tokens(12)))
     small.cache.release(first)
     small.pool.hold(held)
-    free = small.pool.free_block_ids
+    free = free_block_ids(small.pool)
     second = request("b", tokens(13))
     # Two matched blocks that no request holds, and one new.
     assert small.admit(second) is is_admitted
     assert table_of(second) == ([0, 0, 0, 0, 5, 6, 4] if is_admitted else [])
-    assert small.pool.free_block_ids == ([] if is_admitted else free)
+    assert free_block_ids(small.pool) == ([] if is_admitted else free)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from engine_svc.loop.recovery import log_failure
 from engine_svc.loop.step_output import StepOutput
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.fakes import LIMIT_S, FakeExecutor, FakePendingStep, expected_tokens, make_scheduler
 from tests.engine_svc.loop.frontend import Frontend
 from triptych_kit.clock import FakeClock
@@ -488,7 +489,7 @@ def test_counts_follow_a_request_and_its_row_is_freed_with_the_next_step():
 
     def count() -> None:
         stats = rig.scheduler.stats()
-        counts.append((stats.num_waiting, stats.num_running, rig.scheduler.num_unfinished))
+        counts.append((stats.num_waiting, stats.num_running, num_unfinished(rig.scheduler)))
 
     request = Request("r1", [1, 2, 3], 3, SamplingParams(max_tokens=9))
     rig.inbox.put(Add(request, rig.frontend.outbox, 1))
@@ -850,7 +851,7 @@ def test_a_request_that_cannot_be_prepared_ends_without_a_token_and_the_next_is_
     rig.serve(2)
     assert dict(rig.frontend.ends) == {7: FinishReason.ERROR, 1: FinishReason.LENGTH}
     assert rig.frontend.tokens == {7: [], 1: expected_tokens(prompt_of(1), 1, 4)}
-    assert rig.scheduler.num_unfinished == 0
+    assert num_unfinished(rig.scheduler) == 0
 
 
 # Random worlds of steps that fail, now and then or by a request's fault: which may end with an error.

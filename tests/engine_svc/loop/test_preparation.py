@@ -17,6 +17,7 @@ from engine_svc.loop.mailbox import Abort, Add, Call, Inbox, Prepared, StatsSnap
 from engine_svc.loop.preparation import Preparations
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.fakes import FakeExecutor, make_scheduler
 from tests.engine_svc.loop.frontend import Frontend
 from triptych_kit.clock import FakeClock
@@ -183,7 +184,7 @@ def test_an_abort_while_it_is_prepared_ends_both():
     assert (rig.ends[1][0], rig.ranks.dropped) == (FinishReason.ABORT, ["r1"])
     rig.answer(1, None, None)
     rig.turn()
-    assert (rig.scheduler.num_unfinished, rig.preparations.left_s()) == (0, None)
+    assert (num_unfinished(rig.scheduler), rig.preparations.left_s()) == (0, None)
 
 
 def test_its_own_deadline_holds_while_it_is_prepared():

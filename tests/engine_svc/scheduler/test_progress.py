@@ -6,6 +6,7 @@ import pytest
 
 from engine_svc.core.request import Request, RequestStatus
 from engine_svc.scheduler.policies import POLICIES
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import AtMost
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, request, segment, session
 from tests.simulation.budgets import AdapterCap
@@ -20,7 +21,7 @@ def _finish(stage: Stage, *requests: Request, max_steps: int) -> None:
         stage.add(added)
     stage.step_until_idle(max_steps)
     assert all(done.num_output_tokens == done.sampling.max_tokens for done in requests)
-    assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+    assert (num_unfinished(stage.scheduler), stage.cache.num_used_blocks) == (0, 0)
 
 
 @every_policy

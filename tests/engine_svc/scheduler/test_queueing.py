@@ -9,6 +9,7 @@ from engine_svc.core.request import FinishReason, InputSegment, Request, Request
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.waiting_queue import WaitingQueue
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import Compiler, Loader
 from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, ids_of, request, segment, session
 
@@ -24,7 +25,7 @@ def test_an_aborted_request_leaves_the_queue_with_one_final_output():
         assert output.new_token_ids == []
         assert waiting.timeline.finished_at == 3.0
         assert (waiting.status, waiting.finish_reason) == (RequestStatus.FINISHED, FinishReason.ABORT)
-        assert stage.scheduler.num_unfinished == 9 - index
+        assert num_unfinished(stage.scheduler) == 9 - index
         assert len(stage.scheduler.waiting_ids) == 9 - index
 
 
@@ -53,7 +54,7 @@ def test_90_an_abort_that_races_the_final_token_ends_as_abort_and_leaves_nothing
         assert (last.status, last.finish_reason) == (RequestStatus.FINISHED, FinishReason.ABORT)
         assert last.num_output_tokens == steps_before
         assert stage.scheduler.abort(["a"], now=9.0) == []
-        assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+        assert (num_unfinished(stage.scheduler), stage.cache.num_used_blocks) == (0, 0)
 
 
 def test_a_request_that_never_ran_is_never_released():
@@ -116,7 +117,7 @@ def test_a_blocked_request_can_be_aborted():
     stage.add(request("a", 8, blockers=["one"]))
     assert not stage.scheduler.has_work
     assert len(stage.scheduler.abort(["a"], now=0.0)) == 1
-    assert stage.scheduler.num_unfinished == 0
+    assert num_unfinished(stage.scheduler) == 0
 
 
 # Row 172.

@@ -6,6 +6,7 @@ import pytest
 
 from engine_svc.core.request import FinishReason, RequestStatus
 from engine_svc.scheduler.config import SchedulerConfig
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
 
 
@@ -108,7 +109,7 @@ def test_a_late_token_may_end_a_preempted_request():
     stage.preempt_running()
     [output] = stage.update(plan, {"a": [EOS]})
     assert output.finish_reason is FinishReason.STOP
-    assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
+    assert (num_unfinished(stage.scheduler), stage.scheduler.has_work) == (0, False)
 
 
 def test_an_id_used_again_gets_nothing_of_the_former_request():

@@ -7,6 +7,7 @@ import pytest
 from engine_svc.core.request import FinishReason, Request
 from engine_svc.core.sampling_params import RepetitionLimits
 from engine_svc.scheduler.turns import note_limits, repeats_itself, why_stopped
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.fakes import EOS, Stage, request
 
 STOP = 42
@@ -102,7 +103,7 @@ def test_an_output_that_repeats_itself_is_ended_at_the_token_that_completes_the_
     stage.add(request("a", 8, repetition=RepetitionLimits(2, 2, 2)))
     ended = [stage.update(stage.schedule(), {"a": [token]})[0].finish_reason for token in (4, 5, 4, 5)]
     assert ended == [None, None, None, FinishReason.REPETITION]
-    assert stage.scheduler.num_unfinished == 0
+    assert num_unfinished(stage.scheduler) == 0
 
 
 def test_below_the_minimum_an_output_may_repeat_itself():

@@ -6,6 +6,7 @@ import pytest
 
 from engine_svc.core.request import FinishReason, Request, RequestStatus
 from engine_svc.scheduler.turns import INPUT, begin_turn, settle_turn
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import Loader
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, STOP, Stage, granted, request, segment, session
 
@@ -120,7 +121,7 @@ def test_the_end_marker_ends_a_session_that_waits_for_input():
     assert (output.request_id, output.finish_reason) == ("a", FinishReason.ABORT)
     assert (output.new_token_ids, output.continues, output.num_cached_tokens) == ([], False, None)
     assert (resumable.status, resumable.timeline.finished_at) == (RequestStatus.FINISHED, 3.0)
-    assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+    assert (num_unfinished(stage.scheduler), stage.cache.num_used_blocks) == (0, 0)
     assert stage.scheduler.waiting_ids == []
 
 
@@ -134,7 +135,7 @@ def test_the_end_marker_lets_the_turn_that_runs_come_to_its_end():
     [output] = stage.update(stage.schedule(), {"a": [STOP]})
     assert (output.finish_reason, output.continues) == (FinishReason.STOP, False)
     assert resumable.output_token_ids == [10, STOP]
-    assert stage.scheduler.num_unfinished == 0
+    assert num_unfinished(stage.scheduler) == 0
 
 
 # Behaviour 36, behind segments that wait.
@@ -148,7 +149,7 @@ def test_the_end_marker_stands_behind_the_segments_that_came_before_it():
     assert output.continues
     [output] = stage.update(stage.schedule(), {"a": [STOP]})
     assert (output.finish_reason, output.continues) == (FinishReason.STOP, False)
-    assert stage.scheduler.num_unfinished == 0
+    assert num_unfinished(stage.scheduler) == 0
 
 
 # Behaviour 36, before a segment: that one is refused at the door.
@@ -175,7 +176,7 @@ def test_a_session_can_be_aborted_between_its_turns_and_within_one():
         stage.scheduler.extend("b", segment(4), now=1.0)
         [output] = stage.scheduler.abort(["a"], now=2.0)
         assert (output.finish_reason, resumable.is_finished) == (FinishReason.ABORT, True)
-        assert (stage.scheduler.num_unfinished, stage.cache.num_used_blocks) == (0, 0)
+        assert (num_unfinished(stage.scheduler), stage.cache.num_used_blocks) == (0, 0)
 
 
 def test_an_abort_drops_the_segments_that_wait():
@@ -185,7 +186,7 @@ def test_an_abort_drops_the_segments_that_wait():
     stage.scheduler.extend("a", segment(4), now=1.0)
     stage.scheduler.abort(["a"], now=1.0)
     assert stage.update(plan, {"a": [STOP]}) == []
-    assert (stage.scheduler.num_unfinished, stage.scheduler.has_work) == (0, False)
+    assert (num_unfinished(stage.scheduler), stage.scheduler.has_work) == (0, False)
 
 
 def test_who_goes_on_stands_before_who_has_not_begun():

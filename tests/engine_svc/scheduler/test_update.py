@@ -20,6 +20,7 @@ from engine_svc.core.step import StepPlan, StepResult, TokenLogprobs
 from engine_svc.scheduler.feature import SchedulerFeature
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.speculation.accounting import DraftStats
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import BlockHolder
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, Stage, request
 
@@ -88,7 +89,7 @@ def test_a_chunk_without_finite_logits_ends_its_request_too():
     stage.add(request("a", 8))
     [output] = stage.update(stage.schedule(), non_finite=[0])
     assert output.finish_reason is FinishReason.ERROR
-    assert stage.scheduler.num_unfinished == 0
+    assert num_unfinished(stage.scheduler) == 0
 
 
 def test_the_timeline_has_every_turn_of_a_life():

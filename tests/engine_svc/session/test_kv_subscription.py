@@ -16,6 +16,7 @@ from engine_svc.core.errors import DeviceLost
 from engine_svc.features.kv_events.scheduler import KVEvents
 from engine_svc.loop.mailbox import Call, KVEventLog
 from engine_svc.scheduler.config import SchedulerConfig
+from tests.engine_svc.core_state import key_of
 from tests.engine_svc.fakes import LIMIT_S, MAX_MODEL_LEN
 from tests.engine_svc.session.service_rig import ServiceRig, StreamClient, make_entry, served, serving
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, kv_pb2
@@ -130,7 +131,7 @@ class FollowedRig(ServiceRig):
 
     def _keys(self) -> set[bytes]:
         pool = self.core.kv_cache.pool
-        keys = {pool.key_of(block_id) for block_id in range(self.num_blocks)}
+        keys = {key_of(pool, block_id) for block_id in range(self.num_blocks)}
         return {key for key in keys if key is not None}
 
 

@@ -54,14 +54,8 @@ class Matcher(Protocol):
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance over the tokens that the language allows, and return how many; the state stays valid."""
 
-    def count_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these drafts the language allows, without a change of state."""
-
     def rollback(self, num_tokens: int) -> None:
         """Forget the last accepted tokens."""
-
-    def forced_tokens(self) -> list[int]:
-        """Tokens that must follow, as the tokenizer would write them; empty where there is a choice."""
 
     def copy(self) -> Matcher:
         """An independent matcher in the same state."""
@@ -95,7 +89,7 @@ class GrammarBackend(Protocol):
         """
 
     def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
-        """fill_mask of several matchers, in parallel; returns the indices of those that failed."""
+        """`fill_mask` of several matchers, in parallel; returns the indices of those that failed."""
 
 
 def check_masks(masks: Tensor, num_words: int) -> None:

@@ -113,16 +113,6 @@ class LLGuidanceMatcher:
             count += 1
         return count
 
-    def count_valid(self, token_ids: Sequence[int]) -> int:
-        known = self._known(token_ids)
-        if self._has_ended or not set(known).isdisjoint(self._vocabulary.eos_ids):
-            count = self.accept(known)
-            self.rollback(count)
-            return count
-        count = self.inner.validate_tokens(known)
-        self._check()
-        return count
-
     def rollback(self, num_tokens: int) -> None:
         if num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}, at least 0 is needed")
@@ -132,11 +122,6 @@ class LLGuidanceMatcher:
         if num_tokens and not self.inner.rollback(num_tokens):
             self._check()
             raise MatcherError(f"cannot forget {num_tokens} tokens")
-
-    def forced_tokens(self) -> list[int]:
-        tokens = self.inner.compute_ff_tokens()
-        self._check()
-        return tokens
 
     def copy(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self.inner.deep_copy(), self._vocabulary, self._has_ended)

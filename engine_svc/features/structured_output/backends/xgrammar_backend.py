@@ -189,21 +189,12 @@ class XGrammarMatcher:
         self._num_accepted += count
         return count
 
-    def count_valid(self, token_ids: Sequence[int]) -> int:
-        count = self.accept(token_ids)
-        self.rollback(count)
-        return count
-
     def rollback(self, num_tokens: int) -> None:
         if not 0 <= num_tokens <= self._num_accepted:
             raise MatcherError(f"cannot forget {num_tokens} of {self._num_accepted} tokens")
         if num_tokens:
             self.inner.rollback(num_tokens)
             self._num_accepted -= num_tokens
-
-    def forced_tokens(self) -> list[int]:
-        """None: it reports forced text, whose tokens only the tokenizer knows."""
-        return []
 
     def copy(self) -> XGrammarMatcher:
         return XGrammarMatcher(self.inner.fork(), self._vocabulary, self._num_accepted)

@@ -11,18 +11,13 @@ from engine_svc.features.structured_output.json_schema.document import pointer
 from engine_svc.features.structured_output.json_schema.rewrite import Unenforced, rewrite
 
 BACKENDS = ("llguidance", "xgrammar")  # the order in which `auto` tries them
-# Assertions and applicators that are enforced wherever they stand.
+# Assertions and applicators that are enforced wherever they stand. Others are enforced where an equal schema
+# without them is found, and refused by name elsewhere.
 ENFORCED_KEYWORDS = (
     "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "pattern", "format", "properties", "required", "additionalProperties",
     "dependentRequired", "dependentSchemas", "items", "prefixItems", "minItems", "maxItems", "allOf", "anyOf",
     "$ref", "$anchor", "$defs",
-)  # fmt: skip
-# Those that are enforced where an equal schema without them is found, and refused by name elsewhere.
-CONDITIONAL_KEYWORDS = (
-    "oneOf", "not", "if", "then", "else", "propertyNames", "patternProperties", "minProperties",
-    "maxProperties", "unevaluatedProperties", "unevaluatedItems", "uniqueItems", "contains",
-    "minContains", "maxContains", "$dynamicRef",
 )  # fmt: skip
 
 # Keywords that xgrammar was seen to enforce alone in a schema. Beside each other many of them are ignored. A

@@ -36,9 +36,7 @@ MAX_DISJOINT = 64  # branches of a oneOf: all pairs are compared
 MAX_JOINS = 16  # nested joins of schemas in which evaluated properties are searched
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)  # that the backend enforces
-# Formats of the standard that are annotations here, as all unknown ones: by the standard every format may be.
-ANNOTATED_FORMATS = frozenset({"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "regex"})
+)  # that the backend enforces; the others are annotations, as by the standard every format may be
 PLAIN_KEYWORDS = (
     "type", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     "multipleOf", "required", "minItems", "maxItems",

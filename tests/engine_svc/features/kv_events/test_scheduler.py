@@ -16,6 +16,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.kv_events.scheduler import KVEvents
 from engine_svc.loop.mailbox import AllBlocksRemoved, KVEvent, KVEventLog, RemovedBlocks
 from engine_svc.session.kv_subscription import parents_first
+from tests.engine_svc.core_state import key_of
 from tests.engine_svc.scheduler.fakes import Stage
 
 NUM_BLOCKS = 30
@@ -85,7 +86,7 @@ class PublishingCore:
     def findable(self) -> set[tuple[bytes, int]]:
         """What can be found, asked of the pool itself."""
         pool = self.stage.pool
-        keys = {pool.key_of(block_id) for block_id in range(pool.num_usable_blocks + 1)}
+        keys = {key_of(pool, block_id) for block_id in range(pool.num_usable_blocks + 1)}
         return {(key[:32], key[32] if len(key) > 32 else 0) for key in keys if key is not None}
 
 

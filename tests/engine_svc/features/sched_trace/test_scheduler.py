@@ -17,6 +17,7 @@ from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot, Stop
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.policies import POLICIES
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.fakes import FakeExecutor
 from tests.engine_svc.features.sched_trace.tracing import (
     CACHE,
@@ -162,7 +163,7 @@ def test_snapshot_and_decision_give_the_queues_of_the_next_snapshot():
     tracing = Tracing()
     for number in range(6):
         tracing.scheduler.add(request(f"r{number}", num_tokens=9, max_tokens=40))
-    while tracing.core.scheduler.num_unfinished:
+    while num_unfinished(tracing.core.scheduler):
         tracing.step()
     tracing.end()
     snapshots, decisions = tracing.of(SNAPSHOT), tracing.of(DECISION)
@@ -233,7 +234,7 @@ def test_once_it_is_closed_calls_are_passed_on_and_nothing_is_kept():
     tracing.step()
     tracing.step()
     tracing.scheduler.abort(["r1"], 0.0)
-    assert tracing.core.scheduler.num_unfinished == 0
+    assert num_unfinished(tracing.core.scheduler) == 0
     assert len(tracing.end()) == num_records
     assert vars(tracing.scheduler)["_events"] == []
 

@@ -11,12 +11,17 @@ from llguidance import LLMatcher
 
 from engine_svc.features.structured_output.check import ConstraintRefused, WrittenConstraint, check
 from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, GrammarError
-from engine_svc.features.structured_output.json_schema.keywords import CONDITIONAL_KEYWORDS, ENFORCED_KEYWORDS
+from engine_svc.features.structured_output.json_schema.keywords import ENFORCED_KEYWORDS
 from engine_svc.features.structured_output.llguidance_text import grammar_error, grammar_text, parser_limits
 
 EMAIL = {"type": "object", "properties": {"email": {"type": "string"}}, "required": ["email"]}
 UNKNOWN = {"properties": {"a": {"type": "object", "minProperties": 3}}}
-KEYWORDS = (*ENFORCED_KEYWORDS, *CONDITIONAL_KEYWORDS)
+KEYWORDS = (
+    *ENFORCED_KEYWORDS,
+    "oneOf", "not", "if", "then", "else", "propertyNames", "patternProperties", "minProperties",
+    "maxProperties", "unevaluatedProperties", "unevaluatedItems", "uniqueItems", "contains",
+    "minContains", "maxContains", "$dynamicRef",
+)  # fmt: skip
 ODD: tuple[object, ...] = (
     None,
     True,

@@ -7,6 +7,7 @@ import pytest
 from engine_svc.core.request import Request
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
 from engine_svc.scheduler.policies.prefill_first import PrefillFirst
+from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, ids_of, request, segment, session
 
 
@@ -182,4 +183,4 @@ def test_no_request_starves_under_new_arrivals():
         stage.step()
     assert first.num_output_tokens == 8
     stage.step_until_idle()
-    assert stage.scheduler.num_unfinished == 0
+    assert num_unfinished(stage.scheduler) == 0

@@ -1,0 +1,21 @@
+"""State of the scheduler and the block pool that tests compare and no part of the product reads."""
+
+from __future__ import annotations
+
+from engine_svc.cache.block_pool import BlockPool
+from engine_svc.scheduler.scheduler import Scheduler
+
+
+def num_unfinished(scheduler: Scheduler) -> int:
+    """Running, waiting and blocked requests."""
+    return len(scheduler._queues.requests)
+
+
+def free_block_ids(pool: BlockPool) -> list[int]:
+    """The free blocks from the next to be allocated to the last."""
+    return [block.block_id for block in pool._free]
+
+
+def key_of(pool: BlockPool, block_id: int) -> bytes | None:
+    """The key of a block's content if it is cached."""
+    return pool._blocks[block_id].key
