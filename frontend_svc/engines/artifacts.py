@@ -122,17 +122,17 @@ class ArtifactStore:
         return kept
 
     async def _tokenizer_json(self, contents: Mapping[int, bytes]) -> bytes:
-        given = (
+        tokenizer = (
             self._override
             or contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER)
             or contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_MODEL)
         )
-        if given is None:
+        if tokenizer is None:
             raise ArtifactError("the engine offers no tokenizer.json; give one with --tokenizer")
-        if not is_slow_tokenizer(given):
-            return given
+        if not is_slow_tokenizer(tokenizer):
+            return tokenizer
         files = {
-            "tokenizer.model": given,
+            "tokenizer.model": tokenizer,
             "tokenizer_config.json": contents.get(session_pb2.ARTIFACT_KIND_TOKENIZER_CONFIG, b"{}"),
             "config.json": contents.get(session_pb2.ARTIFACT_KIND_CONFIG, b"{}"),
         }
@@ -201,12 +201,12 @@ async def _download(
 def _defaults(generation_config: bytes, ready: session_pb2.Ready) -> GenerationDefaults:
     if generation_config:
         return read_generation_defaults(generation_config)
-    given = ready.default_sampling
+    announced = ready.default_sampling
     return GenerationDefaults(
-        temperature=given.temperature if given.HasField("temperature") else None,
-        top_p=given.top_p if given.HasField("top_p") else None,
-        top_k=given.top_k if given.HasField("top_k") else None,
-        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,
+        temperature=announced.temperature if announced.HasField("temperature") else None,
+        top_p=announced.top_p if announced.HasField("top_p") else None,
+        top_k=announced.top_k if announced.HasField("top_k") else None,
+        repetition_penalty=announced.repetition_penalty if announced.HasField("repetition_penalty") else None,
     )
 
 

@@ -15,9 +15,8 @@ class CoordinatorFence:
 
     def __init__(self) -> None:
         self.epoch = 0  # of the accepted coordinator; 0: none yet
-        self.lease_s = (
-            0.0  # its lease for engines: for so long after its last message no older one is accepted
-        )
+        # Its lease for engines: after its last message, the time in which no older coordinator is accepted.
+        self.lease_s = 0.0
         self._last_received_at = 0.0
         self._is_open = False  # whether the session with its last message is still open
 

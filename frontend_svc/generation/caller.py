@@ -1,4 +1,4 @@
-"""What a request needs to know of its call: identity, ids, deadline, and whether it outlives the call."""
+"""The call of a request: identity, ids, deadline, and whether the request outlives it."""
 
 from __future__ import annotations
 

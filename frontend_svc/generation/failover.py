@@ -83,7 +83,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequirements:
-    """What a request needs of an engine. `is_exact`: only an engine with an identical model."""
+    """Requirements of a request. `is_exact`: only an engine with an identical model."""
 
     model: ServedModel
     routing: RoutingRequest

@@ -102,12 +102,12 @@ class OpenRequest:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the outputs, in the order in which the reader got their ends; abort if it got none."""
+        """Finish reasons in the order in which the reader got the ends of outputs; abort if it got none."""
         return list(self._finish_reasons.values()) or [self.finish_reason]
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs that were read so far."""
+        """Tokens of all outputs that were read."""
         return sum(self._num_output_tokens.values())
 
     @property
@@ -276,7 +276,7 @@ class Generation:
             prompt, model = RequestPrompt(request), adopted.client.model
             assert model is not None, "an engine that is ready has a model"
             prepared = await self._prepare(request, prompt, model, caller, trace)
-            # The output so far is delivered at once, so it does not count towards the reader's limit.
+            # The output up to here is delivered at once, so it does not count towards the reader's limit.
             limit = dataclasses.replace(
                 self._reader_limit,
                 max_tokens=self._reader_limit.max_tokens + adopted.num_tokens,
@@ -351,8 +351,8 @@ class Generation:
 def _max_output_tokens(request: AnyRequest, model: ServedModel, num_prompt_tokens: int) -> int:
     """How many tokens all outputs may have together."""
     room = max(0, model.max_model_len - num_prompt_tokens)
-    asked = request.sampling.max_tokens
-    return max(1, request.sampling.n) * (min(asked, room) if asked else room)
+    max_tokens = request.sampling.max_tokens
+    return max(1, request.sampling.n) * (min(max_tokens, room) if max_tokens else room)
 
 
 def _routing(request: AnyRequest, prepared: Prepared) -> RoutingRequest:

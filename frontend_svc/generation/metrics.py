@@ -208,7 +208,7 @@ class RequestMetrics:
         )
 
     def of(self, name: str) -> ModelMetrics:
-        """What is counted of the model `name`, which appears at zero from then on."""
+        """Metrics of the model `name`, which appear at zero from then on."""
         model = self._models.get(name)
         if model is None:
             distributions = {field: histogram.of(name) for field, histogram in self._histograms.items()}

@@ -140,12 +140,12 @@ class OpenRequests:
         return self._find(tenant, request_id)[0].facts(self._clock.now())
 
     def _find(self, tenant: str, request_id: str) -> list[TrackedRequest]:
-        found = self._by_id.get((tenant, request_id))
-        if not found:
+        requests = self._by_id.get((tenant, request_id))
+        if not requests:
             raise NotFound(
                 f"no request with the id {request_id!r} is open in this frontend process",
                 resource_type="request",
                 resource_name=request_id,
             )
         # A copy: a request that ends is removed from the list.
-        return list(found)
+        return list(requests)

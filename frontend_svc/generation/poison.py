@@ -1,4 +1,4 @@
-"""What the frontend processes of one host share, so that a request that crashes engines crashes two at most.
+"""The records of all frontend processes of one host, so that a request crashes two engines at most.
 
 Files in the user's runtime folder. Where there is none, each process knows its own suspects alone.
 """
@@ -75,8 +75,8 @@ class PoisonRecord:
             return
         content = content_of_request()
         for name in names:
-            found, _, incident_id = name.partition(".")
-            if found == content and self._age_s(name) < _TTL_S:
+            recorded_content, _, incident_id = name.partition(".")
+            if recorded_content == content and self._age_s(name) < _TTL_S:
                 logger.warning("poison refused", extra={"incident_id": incident_id})
                 raise quarantined("this request has crashed engines: it is refused", incident_id)
 

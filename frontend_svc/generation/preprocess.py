@@ -53,7 +53,7 @@ class Prepared:
 
 
 def needs_of(request: AnyRequest) -> tuple[EngineNeed, ...]:
-    """What an engine must have for the request."""
+    """Requirements of the request's options."""
     return tuple(need for option in OPTIONS if (need := option.need(request)) is not None)
 
 

@@ -27,7 +27,7 @@ class Rate:
 
 
 class Allowance:
-    """What is left of an amount that may be used in a minute, refilled steadily."""
+    """An amount that may be used in a minute, refilled steadily."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_minute = per_minute
@@ -64,7 +64,7 @@ class Allowance:
 
 @dataclass(slots=True)
 class _Usage:
-    """What a tenant uses now."""
+    """Present usage of a tenant."""
 
     num_open: int = 0
     requests: Allowance | None = None

@@ -1,4 +1,4 @@
-"""What is recorded of one request in the frontend: its trace, made when it has ended, and a log line.
+"""Records of one request in the frontend: its trace, made when it has ended, and a log line.
 
 docs/tracing.md describes the trace.
 """
@@ -240,7 +240,7 @@ class RequestTrace:
                 attributes[name] = value
 
     def note_migration(self, move: Move, num_output_tokens: int) -> None:
-        """Record that the request moved to another engine with so many output tokens."""
+        """Record that the request moved to another engine with `num_output_tokens`."""
         if len(self._timeline.events) < _MAX_MOVES:
             self._add_event(
                 "resumed_elsewhere",

@@ -1,4 +1,4 @@
-"""What a client can ask for: one file per option, and the list of them, whose order is that of application.
+"""Options of requests: one file each, and the list of them, whose order is that of application.
 
 An option that changes the prompt comes first, as the others are checked against it.
 """

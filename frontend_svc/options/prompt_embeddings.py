@@ -119,9 +119,11 @@ def _check_tensor(tensor: tensor_pb2.Tensor, hidden_size: int, violations: Viola
     violations.need(kind == "inline", f"{field}.payload", kind, "must be inline")
     if violations.num_found > num_before:
         return False
-    expected, found = num_bytes(tensor.dtype, shape), len(tensor.inline)
-    violations.need(found == expected, f"{field}.inline", f"{found} bytes", f"must be {expected} bytes")
-    return found == expected
+    expected, num_inline = num_bytes(tensor.dtype, shape), len(tensor.inline)
+    violations.need(
+        num_inline == expected, f"{field}.inline", f"{num_inline} bytes", f"must be {expected} bytes"
+    )
+    return num_inline == expected
 
 
 def _check_options(request: generate_pb2.GenerateRequest, violations: Violations) -> None:

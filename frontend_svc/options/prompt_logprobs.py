@@ -77,7 +77,7 @@ class PromptLogprobReader:
         self._unread.extend(self._reader.read(token_ids, new))
 
     def fill(self, message: Message, output_token_ids: Sequence[int]) -> None:
-        """Move everything read so far to the message that starts the answer."""
+        """Move all unread logprobs to the message that starts the answer."""
         if isinstance(message, generate_pb2.Started) and len(self._unread):
             fill_logprobs(message.prompt_logprobs, self._unread)
             self._unread = Logprobs()

@@ -36,20 +36,20 @@ class SamplingLimits(RequestOption):
         What concerns text alone is not sent. The engine knows the model's end-of-sequence ids and stops at
         each.
         """
-        asked, complete, defaults = request.sampling, entry.sampling, prompt.model.defaults
-        _check_fit(asked, prompt)
+        sampling, complete, defaults = request.sampling, entry.sampling, prompt.model.defaults
+        _check_fit(sampling, prompt)
         max_new_tokens = prompt.model.max_model_len - len(prompt.token_ids)
-        complete.max_tokens = _max_tokens(asked, defaults, max_new_tokens)
-        complete.min_tokens = asked.min_tokens
-        complete.ignore_eos = asked.ignore_eos
-        complete.stop_token_ids.extend(dict.fromkeys(asked.stop_token_ids))
-        _complete_draw(complete, asked, prompt.model)
-        detection = asked.repetition_detection
+        complete.max_tokens = _max_tokens(sampling, defaults, max_new_tokens)
+        complete.min_tokens = sampling.min_tokens
+        complete.ignore_eos = sampling.ignore_eos
+        complete.stop_token_ids.extend(dict.fromkeys(sampling.stop_token_ids))
+        _complete_draw(complete, sampling, prompt.model)
+        detection = sampling.repetition_detection
         if detection.max_pattern_size:
             complete.repetition_detection.CopyFrom(detection)
             complete.repetition_detection.min_pattern_size = max(1, detection.min_pattern_size)
-        if asked.HasField("skip_reading_prefix_cache"):
-            entry.skip_reading_prefix_cache = asked.skip_reading_prefix_cache
+        if sampling.HasField("skip_reading_prefix_cache"):
+            entry.skip_reading_prefix_cache = sampling.skip_reading_prefix_cache
 
 
 def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) -> None:
@@ -64,15 +64,15 @@ def _check_fit(sampling: sampling_pb2.SamplingParams, prompt: PreparedPrompt) ->
     if num_prompt_tokens >= max_model_len:
         raise too_long(prompt.field_name, str(num_prompt_tokens), num_prompt_tokens, max_model_len)
     too_many = Violations()
-    most = max_model_len - num_prompt_tokens
-    rule = f"but {num_prompt_tokens} prompt tokens leave only {most} of {max_model_len}"
-    asked = {"max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens}
-    for name, value in asked.items():
-        too_many.need(value <= most, f"sampling.{name}", value, rule)
+    num_free = max_model_len - num_prompt_tokens
+    rule = f"but {num_prompt_tokens} prompt tokens leave only {num_free} of {max_model_len}"
+    lengths = {"max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens}
+    for name, value in lengths.items():
+        too_many.need(value <= num_free, f"sampling.{name}", value, rule)
     too_many.raise_if_any(
         "CONTEXT_LENGTH_EXCEEDED",
         {
-            "num_tokens": str(num_prompt_tokens + max(asked.values())),
+            "num_tokens": str(num_prompt_tokens + max(lengths.values())),
             "max_model_len": str(max_model_len),
         },
     )
@@ -89,26 +89,27 @@ def _max_tokens(
 
 
 def _complete_draw(
-    complete: sampling_pb2.SamplingParams, asked: sampling_pb2.SamplingParams, model: ServedModel
+    complete: sampling_pb2.SamplingParams, sampling: sampling_pb2.SamplingParams, model: ServedModel
 ) -> None:
     chosen = model.defaults.chosen
-    temperature = chosen(asked, "temperature", 1.0)
+    temperature = chosen(sampling, "temperature", 1.0)
     # A greedy request ignores the other parameters and defaults.
     if temperature < _GREEDY_TEMPERATURE:
         complete.temperature, complete.top_p, complete.top_k, complete.min_p = 0.0, 1.0, 0, 0.0
         return
     complete.temperature = max(_MIN_TEMPERATURE, temperature)
-    complete.top_p = chosen(asked, "top_p", 1.0)
-    complete.min_p = chosen(asked, "min_p", 0.0)
-    top_k = int(chosen(asked, "top_k", 0))
+    complete.top_p = chosen(sampling, "top_p", 1.0)
+    complete.min_p = chosen(sampling, "min_p", 0.0)
+    top_k = int(chosen(sampling, "top_k", 0))
     # 0 means all tokens, as do -1 and values above the vocabulary size.
     complete.top_k = top_k if 0 < top_k < model.vocab_size else 0
 
 
 def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
-    most, least = sampling.max_tokens, sampling.min_tokens
-    if most >= 1:
-        violations.need(least <= most, "sampling.min_tokens", least, f"must be at most max_tokens, {most}")
+    max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
+    if max_tokens >= 1:
+        rule = f"must be at most max_tokens, {max_tokens}"
+        violations.need(min_tokens <= max_tokens, "sampling.min_tokens", min_tokens, rule)
     if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
         violations.add("sampling.detokenize", False, "must be true where stop strings are given")
     detection = sampling.repetition_detection

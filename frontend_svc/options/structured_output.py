@@ -153,25 +153,27 @@ def _check_strict_tools(request: chat_message_pb2.ChatRequest, model: ServedMode
 
 
 def _check_constraint(
-    asked: sampling_pb2.StructuredOutput, model: ServedModel, violations: Violations
+    constraint: sampling_pb2.StructuredOutput, model: ServedModel, violations: Violations
 ) -> None:
-    kind = asked.WhichOneof("constraint")
+    kind = constraint.WhichOneof("constraint")
     if kind is None:
-        names = ", ".join(field.name for field in asked.DESCRIPTOR.oneofs_by_name["constraint"].fields)
+        names = ", ".join(field.name for field in constraint.DESCRIPTOR.oneofs_by_name["constraint"].fields)
         violations.add(_FIELD, None, f"must have exactly one of {names}")
         return
     if kind == "json_object":
-        violations.need(asked.json_object, f"{_FIELD}.{kind}", asked.json_object, "must be true")
+        violations.need(constraint.json_object, f"{_FIELD}.{kind}", constraint.json_object, "must be true")
     for name, kinds in _JSON_OPTIONS.items():
-        is_fine = not getattr(asked, name) or kind in kinds
-        violations.need(is_fine, f"{_FIELD}.{name}", getattr(asked, name), f"must be unset for {kind}")
-    if asked.disable_any_whitespace and asked.whitespace_pattern:
+        is_fine = not getattr(constraint, name) or kind in kinds
+        violations.need(is_fine, f"{_FIELD}.{name}", getattr(constraint, name), f"must be unset for {kind}")
+    if constraint.disable_any_whitespace and constraint.whitespace_pattern:
         rule = "must be unset where disable_any_whitespace is true"
-        violations.add(f"{_FIELD}.whitespace_pattern", asked.whitespace_pattern, rule)
+        violations.add(f"{_FIELD}.whitespace_pattern", constraint.whitespace_pattern, rule)
     backends = (*model.ready.structured_output_backends, AUTO)
-    is_known = len(backends) == 1 or not asked.backend or asked.backend in backends
-    violations.need(is_known, f"{_FIELD}.backend", asked.backend, f"must be one of {', '.join(backends)}")
+    is_known = len(backends) == 1 or not constraint.backend or constraint.backend in backends
+    violations.need(
+        is_known, f"{_FIELD}.backend", constraint.backend, f"must be one of {', '.join(backends)}"
+    )
 
 
-def _shown(asked: sampling_pb2.StructuredOutput) -> str:
-    return asked.WhichOneof("constraint") or ""
+def _shown(constraint: sampling_pb2.StructuredOutput) -> str:
+    return constraint.WhichOneof("constraint") or ""

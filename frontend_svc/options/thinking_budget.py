@@ -1,4 +1,4 @@
-"""Thinking budget: the reasoning of the model ends after so many tokens."""
+"""Thinking budget: the number of tokens after which the reasoning of the model ends."""
 
 from __future__ import annotations
 

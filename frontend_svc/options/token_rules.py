@@ -43,20 +43,20 @@ async def bad_word_sequences(words: Sequence[str], tokenizer: WordTokenizer) -> 
     Raises InvalidArgument with a violation for each word that has no tokens or too many.
     """
     violations = Violations()
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         goes_on = word[:1].isspace()
         plain = await (_following if goes_on else _encoded)(word, tokenizer)
         violations.need_count(_BAD_WORDS, len(plain), "tokens", 1, _MAX_SEQUENCE_IDS, index=index)
         if not 1 <= len(plain) <= _MAX_SEQUENCE_IDS:
             continue
-        found[tuple(plain)] = None
+        sequences[tuple(plain)] = None
         spaced = plain if goes_on else await _encoded(f" {word}", tokenizer)
         if spaced[-len(plain) :] != plain and 1 <= len(spaced) <= _MAX_SEQUENCE_IDS:
-            found[tuple(spaced)] = None
-    violations.need_count(_BAD_WORDS, len(found), "token sequences", 0, _MAX_SEQUENCES)
+            sequences[tuple(spaced)] = None
+    violations.need_count(_BAD_WORDS, len(sequences), "token sequences", 0, _MAX_SEQUENCES)
     violations.raise_if_any()
-    return [list(sequence) for sequence in found]
+    return [list(sequence) for sequence in sequences]
 
 
 async def _encoded(text: str, tokenizer: WordTokenizer) -> list[int]:

@@ -19,7 +19,7 @@ _MAX_LIMITS = 4
 
 
 class OutputKind(Enum):
-    """Whether a reader gets deltas, all output so far each time, or all output once at the end."""
+    """Whether a reader gets deltas, the sum of all deltas each time, or all output once at the end."""
 
     DELTA = 1
     CUMULATIVE = 2

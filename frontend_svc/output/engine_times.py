@@ -22,7 +22,7 @@ class EventKind(Enum):
 
 @dataclass(slots=True)
 class Progress:
-    """What a step says of a request besides its output.
+    """Events and times of a request in a step.
 
     events: each with how long before the arrival it happened.  first_age_ns: the same of the step with the
     first token; None: it is another one.  prefill_ns: how long that took from being scheduled; None: not
@@ -82,7 +82,7 @@ class EngineTimes:
         self._since_ns = 0
 
     def begin(self, num_attempts: int, engine_id: str) -> None:
-        """It is sent to an engine, or is found in one, after so many other attempts."""
+        """The request is sent to an engine, or is found in one, after `num_attempts` others."""
         self._enter(self.QUEUE, self._now_ns())
         self._engine_id, self.num_migrations = engine_id, num_attempts
 
@@ -119,7 +119,7 @@ class EngineTimes:
             self._note_moment("first_token", self._since_ns)
 
     def end(self) -> None:
-        """It has ended, or its engine is lost."""
+        """The request has ended, or its engine is lost."""
         if self._is_in is not None:
             self._enter(None, self._now_ns())
 

@@ -14,7 +14,7 @@ class OutputText:
 
     stops: with `stops_in_content` only the content of the message is searched, else all text.
     include_stop: the token that ends the output is part of its text.
-    min_tokens: so many tokens cannot complete a stop string.
+    min_tokens: the first tokens, which cannot complete a stop string.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class OutputText:
     ) -> tuple[list[Piece], str | None]:
         num_exempt = len(text) - num_scanned
         exempt = parser.feed(text[:num_exempt]) if num_exempt else []
-        found = exempt + parser.feed(text[num_exempt:]) + _last_pieces(parser, ending)
+        scanned = exempt + parser.feed(text[num_exempt:]) + _last_pieces(parser, ending)
         pieces: list[Piece] = []
-        for index, piece in enumerate(found):
+        for index, piece in enumerate(scanned):
             if not isinstance(piece, ContentPiece):
                 # A stop string does not extend over what stands between two parts of the content.
                 _add_content(pieces, stops.flush())

@@ -1,4 +1,4 @@
-"""The state of a request in flight: its text and logprobs so far, from steps to the collector."""
+"""The state of a request in flight: its text and logprobs, from steps to the collector."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OutputReader(Protocol):
 
     extra: the field of StepExtra that it reads.
     is_awaited: whether the client gets nothing before the output has begun.
-    fill: called with each message that begins the answer or ends the output, and the output's tokens so far,
-    to set fields of its own.
+    fill: called with each message that begins the answer or ends the output, and the output's tokens until
+    then, to set fields of its own.
     """
 
     extra: str
@@ -118,7 +118,7 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens so far, whether read or not."""
+        """Tokens of the output, whether read or not."""
         return len(self.output_token_ids)
 
     def advance(

@@ -22,7 +22,7 @@ _GREATEST = ("_info", "_start_time_seconds", "_max_fds")
 
 
 class WorkerMetrics:
-    """What all workers have counted together.
+    """Metrics summed over all workers.
 
     Counters of a worker that has ended stay in the sums, so that these never decrease. Its gauges end, as do
     those of one that does not answer.

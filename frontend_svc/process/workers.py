@@ -286,13 +286,13 @@ async def _traces_page(group: WorkerGroup, target: str) -> Page:
         ),
         return_exceptions=True,
     )
-    found = [
+    traces = [
         trace
         for answer in answers
         if not isinstance(answer, BaseException)
         for trace in json.loads(answer)["traces"]
     ]
-    newest = sorted(found, key=lambda trace: trace["start_unix_ms"] + trace["duration_ms"], reverse=True)
+    newest = sorted(traces, key=lambda trace: trace["start_unix_ms"] + trace["duration_ms"], reverse=True)
     return page_of(newest[:num_traces])
 
 

@@ -127,7 +127,7 @@ class TensorSender:
         segment = self._lend(tensor.data) if self._is_neighbour else None
         if segment is None:
             return False
-        self._lent.append(_Lent(segment, {handle for handle, found in references.items() if found}))
+        self._lent.append(_Lent(segment, {handle for handle, fields in references.items() if fields}))
         shared = tensor_pb2.SharedMemoryReference(
             name=segment.name, size=len(tensor.data), owner=self._frontend_id
         )

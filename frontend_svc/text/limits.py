@@ -52,38 +52,38 @@ class Violations:
     """Violations of limits in one request, reported together. Only the first 64 are kept."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, str]] = []
+        self._entries: list[tuple[str, str]] = []
 
     @property
     def num_found(self) -> int:
-        """Violations kept so far."""
-        return len(self._found)
+        """Number of violations that are kept."""
+        return len(self._entries)
 
     def add(self, field: str, value: object, rule: str, *, index: int | None = None) -> None:
         """Record that `field`, or its entry at `index`, is `value`; `rule` is like `must be in 0..2`.
 
         A value of None means that the field is not set.
         """
-        if len(self._found) < _MAX_FOUND:
-            self._found.append((field, f"{_field_path(field, index)} is {shown(value)}, {rule}"))
+        if len(self._entries) < _MAX_FOUND:
+            self._entries.append((field, f"{_field_path(field, index)} is {shown(value)}, {rule}"))
 
     def extend(self, violations: Iterable[Violation]) -> None:
         """Record violations of rules of the contract."""
         for violation in violations:
-            if len(self._found) < _MAX_FOUND:
-                self._found.append((violation.field, violation.message))
+            if len(self._entries) < _MAX_FOUND:
+                self._entries.append((violation.field, violation.message))
 
     def need_count(
-        self, field: str, num: int, unit: str, least: int, most: int, *, index: int | None = None
+        self, field: str, num: int, unit: str, minimum: int, maximum: int, *, index: int | None = None
     ) -> bool:
-        """Record a violation unless `field`, or its entry at `index`, has `least` to `most` of `unit`.
+        """Record a violation unless `field`, or its entry at `index`, has `minimum` to `maximum` of `unit`.
 
         Returns whether it has: if there are too many entries, the caller need not check them.
         """
-        is_fine = least <= num <= most
-        if not is_fine and len(self._found) < _MAX_FOUND:
-            limit = f"at most {most}" if least == 0 else f"{least}..{most}"
-            self._found.append((field, f"{_field_path(field, index)} has {num} {unit}, must have {limit}"))
+        is_fine = minimum <= num <= maximum
+        if not is_fine and len(self._entries) < _MAX_FOUND:
+            limit = f"at most {maximum}" if minimum == 0 else f"{minimum}..{maximum}"
+            self._entries.append((field, f"{_field_path(field, index)} has {num} {unit}, must have {limit}"))
         return is_fine
 
     def need_ids(self, field: str, token_ids: Sequence[int], vocab_size: int, *, first: int = 0) -> bool:
@@ -113,9 +113,9 @@ class Violations:
         self, reason: str = "INVALID_REQUEST", metadata: Mapping[str, str] | None = None
     ) -> None:
         """Raise InvalidArgument that lists all violations, if there are any."""
-        if self._found:
-            message = "; ".join(description for _, description in self._found)
-            raise InvalidArgument(message, reason=reason, metadata=metadata, violations=self._found)
+        if self._entries:
+            message = "; ".join(description for _, description in self._entries)
+            raise InvalidArgument(message, reason=reason, metadata=metadata, violations=self._entries)
 
 
 def _field_path(field: str, index: int | None) -> str:

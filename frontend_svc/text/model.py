@@ -103,16 +103,18 @@ def read_generation_defaults(generation_config: bytes) -> GenerationDefaults:
     if unapplied := [name for name in values if not _is_applied(name, values)]:
         logger.warning("keys of generation_config.json have no effect", extra={"keys": ", ".join(unapplied)})
     # A wrong default must not make every request fail that leaves the parameter unset.
-    found = {name: _number(values, name) if _is_applied(name, values) else None for name in _APPLIED_DEFAULTS}
-    top_k, max_new_tokens = found["top_k"], found["max_new_tokens"]
+    numbers = {
+        name: _number(values, name) if _is_applied(name, values) else None for name in _APPLIED_DEFAULTS
+    }
+    top_k, max_new_tokens = numbers["top_k"], numbers["max_new_tokens"]
     return GenerationDefaults(
-        temperature=0.0 if values.get("do_sample") is False else found["temperature"],
-        top_p=found["top_p"],
+        temperature=0.0 if values.get("do_sample") is False else numbers["temperature"],
+        top_p=numbers["top_p"],
         top_k=None if top_k is None else int(top_k),
-        min_p=found["min_p"],
-        presence_penalty=found["presence_penalty"],
-        frequency_penalty=found["frequency_penalty"],
-        repetition_penalty=found["repetition_penalty"],
+        min_p=numbers["min_p"],
+        presence_penalty=numbers["presence_penalty"],
+        frequency_penalty=numbers["frequency_penalty"],
+        repetition_penalty=numbers["repetition_penalty"],
         max_new_tokens=None if max_new_tokens is None else int(max_new_tokens),
     )
 
@@ -122,9 +124,11 @@ def read_eos_token_ids(generation_config: bytes, config: bytes) -> tuple[int, ..
     for content in (generation_config, config):
         value = read_json_object(content).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found = [token_id for token_id in ids if isinstance(token_id, int) and not isinstance(token_id, bool)]
-        if found:
-            return tuple(dict.fromkeys(found))
+        ids_of_config = [
+            token_id for token_id in ids if isinstance(token_id, int) and not isinstance(token_id, bool)
+        ]
+        if ids_of_config:
+            return tuple(dict.fromkeys(ids_of_config))
     return ()
 
 

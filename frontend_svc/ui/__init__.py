@@ -1,1 +1,1 @@
-"""What the frontend shows of itself and its engines in a browser. Must not know the streams of engines."""
+"""The page of the frontend about itself and its engines. Must not know the streams of engines."""

@@ -109,7 +109,7 @@ class EngineAdoptions:
         self._handles = handles
         self._abort = abort
         self.are_left = False  # whether adopted requests without a reader are left to the next frontend
-        self._asked: dict[int, asyncio.Future[Adoptee]] = {}
+        self._answers: dict[int, asyncio.Future[Adoptee]] = {}
 
     @property
     def are_possible(self) -> bool:
@@ -123,7 +123,7 @@ class EngineAdoptions:
         """
         handle = next(self._handles) & 0xFFFFFFFF
         answer: asyncio.Future[Adoptee] = asyncio.get_running_loop().create_future()
-        self._asked[handle] = answer
+        self._answers[handle] = answer
         entry = engine_pb2.AdoptEntry(handle=handle, request_id=request_id)
         self._connection.session.adopt(entry)
         self._connection.send(engine_pb2.ConnectRequest(adopt=engine_pb2.Adopt(entries=[entry])))
@@ -138,7 +138,7 @@ class EngineAdoptions:
                 raise _unanswered(f"no answer within {_ANSWER_LIMIT_S:g} s") from error
             raise
         finally:
-            del self._asked[handle]
+            del self._answers[handle]
 
     def hand_over(self, adoptees: Iterable[tuple[Adoptee, RequestState]]) -> None:
         """Pass the held outputs of each to its state, which receives all later outputs."""
@@ -162,7 +162,7 @@ class EngineAdoptions:
         self._connection.session.on_adopted(handle, adopted.attempt)
         outputs = HeldOutputs()
         self._processor.register(handle, outputs)
-        answer = self._asked.get(handle)
+        answer = self._answers.get(handle)
         if answer is None or answer.done():
             # The call of `ask` has ended.
             self._abandon(handle)
@@ -173,13 +173,13 @@ class EngineAdoptions:
 
     def on_rejected(self, handle: int, error: ServiceError) -> None:
         """The engine has rejected a request; harmless for a handle without a waiting `ask`."""
-        answer = self._asked.get(handle)
+        answer = self._answers.get(handle)
         if answer is not None and not answer.done():
             answer.set_exception(error)
 
     def lose(self, reason: str) -> None:
         """The engine is lost: fail all requests that it has not answered."""
-        for handle in list(self._asked):
+        for handle in list(self._answers):
             self.on_rejected(handle, _unanswered(reason))
 
     def _abandon(self, handle: int) -> None:

@@ -89,7 +89,7 @@ class AdoptedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all outputs so far."""
+        """Tokens that all outputs have."""
         return sum(adoptee.outputs.num_tokens for adoptee in self.outputs.values())
 
     @property
@@ -119,10 +119,10 @@ class Adoption:
         makes the token as engines know it from the client's.
         """
         key = scoped(token)
-        found = await self._find(key, received)
-        if found is None:
+        match = await self._find(key, received)
+        if match is None:
             raise not_kept(token)
-        index, client, first = found
+        index, client, first = match
         outputs = {index: first}
         try:
             request = _request_of(token, first)
@@ -142,9 +142,9 @@ class Adoption:
         self, key: str, received: Mapping[int, inference_pb2.ReceivedOutput]
     ) -> tuple[int, EngineClient, Adoptee] | None:
         for index in _probes(received):
-            found = await self._ask_all_engines(output_request_id(key, index))
-            if found is not None:
-                return index, *found
+            match = await self._ask_all_engines(output_request_id(key, index))
+            if match is not None:
+                return index, *match
         return None
 
     async def _ask_all_engines(self, request_id: str) -> tuple[EngineClient, Adoptee] | None:

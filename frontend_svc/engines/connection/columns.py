@@ -73,20 +73,20 @@ def read_step(step: step_pb2.Step, vocab_size: int = 0) -> StepColumns:
 
 
 def _progress(step: step_pb2.Step, num_rows: int) -> dict[int, Progress]:
-    """By row what happened to requests: of the whole step, and so for the few rows that have any."""
-    found: dict[int, Progress] = {}
+    """Events of requests by row, for the few rows that have any."""
+    by_row: dict[int, Progress] = {}
     for event in step.events:
         if event.row >= num_rows:
             raise MalformedStep(f"an event row {event.row} is beyond the {num_rows} rows")
         kind = _EVENTS.get(event.kind)
         if kind is not None:
-            found.setdefault(event.row, Progress()).events.append((kind, 1000 * event.age_us))
+            by_row.setdefault(event.row, Progress()).events.append((kind, 1000 * event.age_us))
     for first in step.first:
-        progress = found.setdefault(first.row, Progress())
+        progress = by_row.setdefault(first.row, Progress())
         progress.first_age_ns = 1000 * step.age_us
         if first.HasField("prefill_stats"):
             progress.prefill_ns = 1000 * first.prefill_stats.prefill_us
-    return found
+    return by_row
 
 
 def _sampled_logprobs(step: step_pb2.Step, num_positions: int) -> LogprobColumns | None:

@@ -32,7 +32,7 @@ _HANDSHAKE_S = 10.0
 _RESUME_S = 0.5
 _RESUME_RETRY_S = 0.05
 _MAX_REOPENING_S = 1.0
-# After so many streams in a row that broke before delivering a message, their session is given up.
+# Streams in a row that broke before delivering a message, after which their session is given up.
 _MAX_EMPTY_STREAMS = 10
 # Ends after which the engine may still run the requests of the session.
 _KEEPING_ENDS = (StreamEnd.BROKEN, StreamEnd.SILENT, StreamEnd.HUNG)
@@ -225,7 +225,7 @@ class EngineConnection:
             stream.send(message)
 
     def _end_of_unknown_session(self) -> StreamEnd:
-        """What it means that the engine answered and does not have the session."""
+        """The end of a stream whose engine answered and does not have the session."""
         if self.is_draining:
             return StreamEnd.LEFT
         # The same process may have given it up, for example because this frontend was stopped for too long.

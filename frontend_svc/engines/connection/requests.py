@@ -59,7 +59,7 @@ class EngineRequests:
         return len(self._processor)
 
     def has_room(self, num_requests: int) -> bool:
-        """False if the engine would reject so many more requests of this session."""
+        """False if the engine would reject `num_requests` more of this session."""
         limit = self._connection.ack.max_inflight_adds
         return limit <= 0 or len(self._processor) + num_requests <= limit
 

@@ -46,9 +46,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineNeed:
-    """What a request needs that not every engine of its model has.
+    """A requirement of a request that not every engine of its model meets.
 
-    `description` and `reason` are for the error if none is ready that has it.
+    `description` and `reason` are for the error if no ready engine meets it.
     """
 
     description: str

@@ -9,12 +9,12 @@ from frontend_svc.engines.routing.engine_info import EngineInfo, RoutingRequest
 
 # A waiting request predicts the next one's wait better than a running request does.
 _WAITING_WEIGHT = 4
-# A running request costs a share of every step, in total about as much as so many prompt tokens.
+# Prompt tokens that cost about as much as a running request, which has a share of every step.
 _REQUEST_TOKENS = 64
 # Above this share of used blocks, requests are likely to wait for blocks or to be preempted.
 _SCARCE_USAGE = 0.8
 _SCARCE_WEIGHT = 4
-# At least so many engines are compared, even if other frontends send most requests.
+# Number of engines that are compared even if other frontends send most requests.
 _MIN_COMPARED = 4
 
 

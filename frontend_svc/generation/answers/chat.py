@@ -95,7 +95,7 @@ class _ChatOutput:
         self._whole = chat_message_pb2.ChatDelta(output_index=index)
 
     def advance(self, piece: OutputPiece) -> chat_message_pb2.ChatDelta | None:
-        """The delta of `piece`, or everything so far; None if there is nothing new."""
+        """The delta of `piece`, or the sum of all deltas; None if there is nothing new."""
         delta = chat_message_pb2.ChatDelta(
             output_index=self._index,
             token_ids=piece.token_ids,

@@ -80,8 +80,10 @@ class PoolingAnswers:
         pooled = await self._run(model, params, request.inputs, request.request_id, caller)
         for result in pooled.results:
             if params.HasField("dimensions") and result.tensor.shape[-1] != params.dimensions:
-                given = result.tensor.shape[-1]
-                raise Internal(f"the engine gave {given} dimensions where {params.dimensions} were asked for")
+                num_dimensions = result.tensor.shape[-1]
+                raise Internal(
+                    f"the engine gave {num_dimensions} dimensions where {params.dimensions} were asked for"
+                )
         return embedding_pb2.EmbedResponse(
             embeddings=[result.tensor for result in pooled.results],
             usage=_usage(pooled),
@@ -140,8 +142,8 @@ class PoolingAnswers:
     ) -> ServedModel:
         model = self._pooling.model(request.model)
         violations.extend(_RULES[type(request)].violations(request, {}))
-        for field, given in inputs.items():
-            check_inputs(field, given, model, violations)
+        for field, values in inputs.items():
+            check_inputs(field, values, model, violations)
         violations.raise_if_any()
         return model
 

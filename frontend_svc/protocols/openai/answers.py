@@ -22,7 +22,7 @@ _FINGERPRINT_CHARS = 16
 
 
 class Answer:
-    """What all bodies and chunks of one answer have in common."""
+    """The common fields of all bodies and chunks of one answer."""
 
     def __init__(
         self,

@@ -156,7 +156,7 @@ else:
 
 
 class SamplingBody(SameSampling, kw_only=True):
-    """What completions and chats have in common."""
+    """The fields that completions and chats have in common."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -242,20 +242,20 @@ def read_body(content: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
     A field that is null counts as unset. Raises InvalidArgument and Unimplemented with the field's name.
     """
     try:
-        found = msgspec.json.decode(content)
+        record = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise InvalidArgument("the body is not a JSON object")
-    return read_object(found, kind)
+    return read_object(record, kind)
 
 
-def read_object(found: Mapping[str, Any], kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+def read_object(record: Mapping[str, Any], kind: type[BodyT]) -> tuple[BodyT, list[str]]:
     """`read_body` for JSON that was parsed."""
-    ignored, given = [], {}
-    for name, value in found.items():
+    ignored, fields = [], {}
+    for name, value in record.items():
         if value is None:
             continue
         if name in kind.refused and value is not False:
@@ -263,14 +263,14 @@ def read_object(found: Mapping[str, Any], kind: type[BodyT]) -> tuple[BodyT, lis
         if name in kind.ignored:
             ignored.append(name)
         elif name not in kind.refused:
-            given[name] = value
-    return read_part(given, kind), sorted(ignored)
+            fields[name] = value
+    return read_part(fields, kind), sorted(ignored)
 
 
-def read_part(given: Mapping[str, Any], kind: type[BodyT], at: str = "") -> BodyT:
+def read_part(fields: Mapping[str, Any], kind: type[BodyT], at: str = "") -> BodyT:
     """An object of a body; `at` is its field there. Raises InvalidArgument with the field's name."""
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         field = ".".join(filter(None, (at, path.rstrip("`"))))

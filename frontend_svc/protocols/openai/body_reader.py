@@ -63,10 +63,10 @@ class BodyReader:
             await self._check_large(whole, max_fields=_MAX_FIELDS, max_numbers=_MAX_NUMBERS)
             async with self._turn:
                 began_at = time.perf_counter()
-                found = read_body(whole, kind)
+                body = read_body(whole, kind)
                 # Streams beside it need several turns of the event loop to catch up.
                 await asyncio.sleep(time.perf_counter() - began_at)
-            return found
+            return body
         finally:
             self._sum_bytes -= counted
 

@@ -1,4 +1,4 @@
-"""What a page of another site may do from a browser: nothing, unless its origin is allowed (CORS)."""
+"""Access by pages of other sites from a browser: none, unless their origin is allowed (CORS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every route shares: a guarded call with an id, bodies with limits, answers and streams of events."""
+"""The common part of all routes: guarded calls with ids, bodies with limits, answers, event streams."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
     """Gives the request an id, and errors the shape of the API; logs the call."""
 
     async def handle(request: Request) -> Response:
-        given = request.headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        own_id = request.headers.get("x-request-id", "")
+        request_id = own_id if _REQUEST_ID.fullmatch(own_id) else secrets.token_hex(16)
         request.state.request_id, request.state.dialect = request_id, dialect
         trace_id = join_trace(request.headers.get("traceparent", ""), "")
         bind_log_fields(request_id=request_id, trace_id=trace_id)

@@ -37,7 +37,7 @@ _uvicorn_logger.setLevel(logging.ERROR)
 
 _MAX_HEAD_BYTES = 32 * 1024
 _MAX_HEADERS = 128
-# A chunk costs as much time as half a kilobyte. So many may be smaller.
+# A chunk costs as much time as half a kilobyte. Number of chunks that may be smaller.
 _MAX_SMALL_CHUNKS = 512
 _BYTES_PER_CHUNK = 512
 # h11 checks its limit between two calls, and a read of uvloop has up to 256 KiB.
@@ -108,9 +108,11 @@ class StrictConnection(h11.Connection):
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_end
             self._num_bytes += len(event.data)
-            most = _MAX_SMALL_CHUNKS + self._num_bytes // _BYTES_PER_CHUNK
-            if self._num_chunks > most:
-                raise h11.RemoteProtocolError(f"the body has more than {most} chunks: send larger ones", 413)
+            max_chunks = _MAX_SMALL_CHUNKS + self._num_bytes // _BYTES_PER_CHUNK
+            if self._num_chunks > max_chunks:
+                raise h11.RemoteProtocolError(
+                    f"the body has more than {max_chunks} chunks: send larger ones", 413
+                )
         return event
 
 
@@ -309,7 +311,7 @@ class LimitedConnection(H11Protocol):
 
 
 class _Overloaded:
-    """What is always served, and 503 to all else; then the connection is closed."""
+    """Serves the routes that are always served, and 503 to all else; then closes the connection."""
 
     def __init__(self, app: Any, connections: Connections) -> None:
         self._app, self._connections = app, connections

@@ -25,7 +25,7 @@ from triptych.api.v1 import embedding_pb2
 from triptych.common.v1 import output_pb2, tensor_pb2
 from triptych_kit.errors import InvalidArgument
 
-# Other requests are served after so many embeddings are written.
+# Embeddings that are written before other requests are served.
 _WRITTEN_AT_ONCE = 16
 # The names that vLLM has for both sides of a score, in the order of its releases.
 _PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
@@ -82,13 +82,13 @@ class EmbeddingRoutes:
     async def _embeddings(self, request: Request) -> Response:
         body, ignored = await body_of(request, EmbeddingBody)
         model, inputs = self._name_of(body.model), _inputs(body.input)
-        asked = embedding_pb2.EmbedRequest(model=model, inputs=inputs.values())
-        set_field(asked, "request_id", body.request_id)
-        set_field(asked.pooling, "dimensions", body.dimensions)
-        set_field(asked.pooling, "normalize", body.normalize)
+        api_request = embedding_pb2.EmbedRequest(model=model, inputs=inputs.values())
+        set_field(api_request, "request_id", body.request_id)
+        set_field(api_request.pooling, "dimensions", body.dimensions)
+        set_field(api_request.pooling, "normalize", body.normalize)
         names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
         with fields_named(_names_of(names | {"inputs": "input"})):
-            answer = await unless_disconnected(request, self._pooling.embed(asked, caller_of(request)))
+            answer = await unless_disconnected(request, self._pooling.embed(api_request, caller_of(request)))
         write = _base64_of if body.encoding_format == "base64" else _floats_of
         data = []
         for index, tensor in enumerate(answer.embeddings):
@@ -100,7 +100,7 @@ class EmbeddingRoutes:
             "id": f"embd-{answer.request_id}",
             "object": "list",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": api_request.model,
             "data": data,
             "usage": _usage_of(answer.usage),
         }
@@ -110,16 +110,18 @@ class EmbeddingRoutes:
         body, ignored = await body_of(request, ScoreBody)
         (query_field, queries), (document_field, documents) = _pair_of(body)
         model = self._name_of(body.model)
-        asked = embedding_pb2.ScoreRequest(model=model, queries=_texts(queries), documents=_texts(documents))
-        set_field(asked, "request_id", body.request_id)
+        api_request = embedding_pb2.ScoreRequest(
+            model=model, queries=_texts(queries), documents=_texts(documents)
+        )
+        set_field(api_request, "request_id", body.request_id)
         names = {"queries": query_field, "documents": document_field}
         with fields_named(_names_of(names)):
-            answer = await unless_disconnected(request, self._pooling.score(asked, caller_of(request)))
+            answer = await unless_disconnected(request, self._pooling.score(api_request, caller_of(request)))
         content = {
             "id": f"score-{answer.request_id}",
             "object": "list",
             "created": int(time.time()),
-            "model": asked.model,
+            "model": api_request.model,
             "data": [
                 {"index": index, "object": "score", "score": score}
                 for index, score in enumerate(answer.scores)
@@ -132,13 +134,13 @@ class EmbeddingRoutes:
         body, ignored = await body_of(request, RerankBody)
         texts = [each if isinstance(each, str) else each.text for each in body.documents]
         model = self._name_of(body.model)
-        asked = embedding_pb2.RerankRequest(
+        api_request = embedding_pb2.RerankRequest(
             model=model, query={"prompt": body.query}, documents=_texts(texts)
         )
-        set_field(asked, "request_id", body.request_id)
-        set_field(asked, "top_n", body.top_n)
+        set_field(api_request, "request_id", body.request_id)
+        set_field(api_request, "top_n", body.top_n)
         with fields_named(_names_of({"query[0]": "query"})):
-            answer = await unless_disconnected(request, self._pooling.rerank(asked, caller_of(request)))
+            answer = await unless_disconnected(request, self._pooling.rerank(api_request, caller_of(request)))
         results = []
         for result in answer.results:
             shown: dict[str, Any] = {"index": result.document_index}
@@ -147,7 +149,7 @@ class EmbeddingRoutes:
             results.append(shown | {"relevance_score": result.score})
         content = {
             "id": f"rerank-{answer.request_id}",
-            "model": asked.model,
+            "model": api_request.model,
             "usage": _usage_of(answer.usage),
             "results": results,
         }
@@ -158,39 +160,41 @@ class EmbeddingRoutes:
         return model or self._models.one("").name
 
 
-def _inputs(given: str | list[Any]) -> dict[str, embedding_pb2.PoolingInput]:
+def _inputs(value: str | list[Any]) -> dict[str, embedding_pb2.PoolingInput]:
     """Each text or list of token ids by its field of the body."""
-    if isinstance(given, str) or (given and all(type(each) is int for each in given)):
-        return {"input": _input("input", given)}
-    fields = [f"input[{index}]" for index in range(len(given))]
-    return {field: _input(field, each) for field, each in zip(fields, given, strict=True)}
+    if isinstance(value, str) or (value and all(type(each) is int for each in value)):
+        return {"input": _input("input", value)}
+    fields = [f"input[{index}]" for index in range(len(value))]
+    return {field: _input(field, each) for field, each in zip(fields, value, strict=True)}
 
 
-def _input(field: str, given: Any) -> embedding_pb2.PoolingInput:
-    if isinstance(given, str):
-        return embedding_pb2.PoolingInput(prompt=given)
-    if not isinstance(given, list) or not all(type(each) is int for each in given):
+def _input(field: str, value: Any) -> embedding_pb2.PoolingInput:
+    if isinstance(value, str):
+        return embedding_pb2.PoolingInput(prompt=value)
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
         raise InvalidArgument(f"{field} is neither a text nor a list of token ids", field=field)
     made = embedding_pb2.PoolingInput()
     made.token_ids.SetInParent()
-    set_field(made.token_ids, "ids", given, field)
+    set_field(made.token_ids, "ids", value, field)
     return made
 
 
-def _texts(given: Texts) -> list[embedding_pb2.PoolingInput]:
-    texts = [given] if isinstance(given, str) else given
+def _texts(value: Texts) -> list[embedding_pb2.PoolingInput]:
+    texts = [value] if isinstance(value, str) else value
     return [embedding_pb2.PoolingInput(prompt=text) for text in texts]
 
 
 def _pair_of(body: ScoreBody) -> tuple[tuple[str, Texts], tuple[str, Texts]]:
     """The fields of both sides, by whichever of the names they have."""
-    given = {name: getattr(body, name) for pair in _PAIRS for name in pair if getattr(body, name) is not None}
+    fields = {
+        name: getattr(body, name) for pair in _PAIRS for name in pair if getattr(body, name) is not None
+    }
     for first, second in _PAIRS:
-        if given.keys() == {first, second}:
-            return (first, given[first]), (second, given[second])
-    shown = " and ".join(given) or "neither"
+        if fields.keys() == {first, second}:
+            return (first, fields[first]), (second, fields[second])
+    shown = " and ".join(fields) or "neither"
     raise InvalidArgument(
-        f"{shown} given; give text_1 and text_2, or queries and documents", field=next(iter(given), "text_1")
+        f"{shown} given; give text_1 and text_2, or queries and documents", field=next(iter(fields), "text_1")
     )
 
 

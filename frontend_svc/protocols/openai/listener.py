@@ -154,10 +154,10 @@ class HTTPListener:
 
 
 def _within_open_files(limits: ConnectionLimits) -> ConnectionLimits:
-    """Fewer connections where the process may not open so many files: engines and gRPC need some, too."""
-    most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    if limits.max_connections <= most:
+    """Fewer connections where the process may open few files: engines and gRPC need some, too."""
+    max_connections = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    if limits.max_connections <= max_connections:
         return limits
-    extra = {"wanted": limits.max_connections, "limit": most}
+    extra = {"wanted": limits.max_connections, "limit": max_connections}
     logger.warning("fewer HTTP connections: the limit of open files (ulimit -n) is low", extra=extra)
-    return dataclasses.replace(limits, max_connections=most)
+    return dataclasses.replace(limits, max_connections=max_connections)

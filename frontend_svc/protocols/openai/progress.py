@@ -19,7 +19,7 @@ _Usage = tuple[int, int, int]  # tokens of the prompt, cached ones, tokens of ou
 
 
 class _OutputProgress(msgspec.Struct, array_like=True):
-    """What the client has of one output."""
+    """The part of one output that the client has."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -110,7 +110,7 @@ class StreamProgress(msgspec.Struct, array_like=True):
         return request
 
     def body(self) -> CompletionBody:
-        """What of the first body decides how events look."""
+        """The fields of the first body that decide how events look."""
         options = StreamOptions(
             include_usage=self.with_usage, continuous_usage_stats=self.with_continuous_usage
         )

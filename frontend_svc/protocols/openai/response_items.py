@@ -74,26 +74,26 @@ class ItemMessage:
     field: str
 
 
-def messages_of(given: str | Sequence[dict[str, Any]], field: str = "input") -> list[ItemMessage]:
+def messages_of(items: str | Sequence[dict[str, Any]], field: str = "input") -> list[ItemMessage]:
     """The messages of an input, or of an output that becomes one.
 
     Reasoning, text and calls that follow each other are one message of the assistant. A call that was not
     completed is left out: its arguments cannot be read.
     """
-    if isinstance(given, str):
-        return [ItemMessage(Message("user", given), field)]
-    found: list[ItemMessage] = []
-    for index, raw in enumerate(given):
+    if isinstance(items, str):
+        return [ItemMessage(Message("user", items), field)]
+    messages: list[ItemMessage] = []
+    for index, raw in enumerate(items):
         at = f"{field}[{index}]"
         item = _item(raw, at)
         if isinstance(item, CallOutputItem):
             content = _text_parts(item.output, f"{at}.output")
-            found.append(ItemMessage(Message("tool", content, tool_call_id=item.call_id), at))
+            messages.append(ItemMessage(Message("tool", content, tool_call_id=item.call_id), at))
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            found.append(ItemMessage(Message(item.role, _text_parts(item.content, f"{at}.content")), at))
+            messages.append(ItemMessage(Message(item.role, _text_parts(item.content, f"{at}.content")), at))
         else:
-            _add_to_assistant(found, item, at)
-    return found
+            _add_to_assistant(messages, item, at)
+    return messages
 
 
 def items_of(messages: Sequence[Message], id_of: Callable[[str, int], str]) -> list[dict[str, Any]]:
@@ -135,30 +135,30 @@ def _texts_of(message: Message) -> list[str]:
 
 
 def _add_to_assistant(
-    found: list[ItemMessage], item: MessageItem | ReasoningItem | CallItem, at: str
+    messages: list[ItemMessage], item: MessageItem | ReasoningItem | CallItem, at: str
 ) -> None:
-    last = found[-1].message if found and found[-1].message.role == "assistant" else None
+    last = messages[-1].message if messages and messages[-1].message.role == "assistant" else None
     if isinstance(item, CallItem):
         if item.status == "incomplete":
             return
-        last = last or _new_assistant(found, at)
+        last = last or _new_assistant(messages, at)
         called = CalledTool(CalledFunction(item.name, item.arguments), item.call_id)
         last.tool_calls = [*(last.tool_calls or ()), called]
     elif isinstance(item, ReasoningItem):
         parts = _text_parts(item.content or item.summary or (), f"{at}.content")
         # Reasoning comes before what it leads to.
         if last is None or last.content is not None or last.tool_calls:
-            last = _new_assistant(found, at)
+            last = _new_assistant(messages, at)
         last.reasoning_content = (last.reasoning_content or "") + "".join(part.text or "" for part in parts)
     else:
         if last is None or last.content is not None or last.tool_calls:
-            last = _new_assistant(found, at)
+            last = _new_assistant(messages, at)
         last.content = _text_parts(item.content, f"{at}.content")
 
 
-def _new_assistant(found: list[ItemMessage], at: str) -> Message:
-    found.append(ItemMessage(Message("assistant"), at))
-    return found[-1].message
+def _new_assistant(messages: list[ItemMessage], at: str) -> Message:
+    messages.append(ItemMessage(Message("assistant"), at))
+    return messages[-1].message
 
 
 def _item(raw: dict[str, Any], at: str) -> MessageItem | ReasoningItem | CallItem | CallOutputItem:

@@ -78,8 +78,8 @@ class ResponseStore:
     def get(self, owner: str, response_id: str, field: str = "response_id") -> StoredResponse:
         """Raises NotFound for an id that is unknown, removed, another owner's or another process's."""
         owned = self._owners.get(owner)
-        found = None if owned is None else owned.listed.get(response_id)
-        if found is None:
+        response = None if owned is None else owned.listed.get(response_id)
+        if response is None:
             raise NotFound(
                 f"{field} {response_id!r:.80} is not known here: a frontend keeps its last"
                 f" {self._max_responses} responses in {self._max_bytes} bytes, and not beyond its end",
@@ -88,7 +88,7 @@ class ResponseStore:
                 reason=f"{field.removesuffix('_id')}_NOT_FOUND".upper(),
                 metadata={"field": field},
             )
-        return found
+        return response
 
     def add(self, owner: str, response_id: str, response: StoredResponse) -> None:
         """Keep it, and remove others until all fit.

@@ -205,16 +205,16 @@ class ResponseRoutes:
         conversation = self._conversation(owner, body)
         response_id = f"resp_{secrets.token_hex(24)}"
         with fields_named(conversation.name_of):
-            asked = chat_request(_chat_of(body, conversation.messages))
-            asked.request_id = response_id
+            chat = chat_request(_chat_of(body, conversation.messages))
+            chat.request_id = response_id
             with_ids = bool(body.return_token_ids)
             response = GrowingResponse(response_id, _echo_of(body), with_ids=with_ids)
             is_stored = body.store is not False
             added, previous = conversation.added, conversation.previous
             turn = _Turn((owner, response_id), response, added, previous, is_stored, asyncio.Event())
             if body.stream:
-                return await streamed(request, self._stream(turn, asked, request), ignored)
-            answer = await unless_disconnected(request, self._chat.whole(asked, caller_of(request)))
+                return await streamed(request, self._stream(turn, chat, request), ignored)
+            answer = await unless_disconnected(request, self._chat.whole(chat, caller_of(request)))
         response.start(answer.started)
         (output,) = answer.outputs
         response.advance(
@@ -230,12 +230,12 @@ class ResponseRoutes:
         return json_response(response.body(), ignored)
 
     async def _stream(
-        self, turn: _Turn, asked: chat_message_pb2.ChatRequest, request: Request
+        self, turn: _Turn, chat: chat_message_pb2.ChatRequest, request: Request
     ) -> AsyncGenerator[bytes, None]:
         response = turn.response
         self._streaming[turn.key] = turn
         try:
-            async with contextlib.aclosing(self._chat.stream(asked, caller_of(request))) as responses:
+            async with contextlib.aclosing(self._chat.stream(chat, caller_of(request))) as responses:
                 async for event in _events_of(response, responses):
                     if event["type"] in LAST_EVENTS:
                         # Before the client knows of the end: its next call may continue it.
@@ -435,7 +435,7 @@ def _tool_of(raw: dict[str, Any], at: str) -> Tool:
 
 
 def _echo_of(body: ResponseBody) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """The fields of its request that a response repeats."""
     choice = body.tool_choice
     if isinstance(choice, NamedFunctionTool):
         shown_choice: Any = {"type": "function", "name": choice.name}

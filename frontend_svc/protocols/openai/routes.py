@@ -184,18 +184,18 @@ class OpenAIRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
         if body.prompt is not None:
-            asked = tokenize_pb2.TokenizeRequest(
+            api_request = tokenize_pb2.TokenizeRequest(
                 model=body.model,
                 text=body.prompt,
                 add_special_tokens=body.add_special_tokens,
                 return_tokens=bool(body.return_token_strs),
             )
-            found = await unless_disconnected(request, self._tokenizer.tokenize(asked))
+            reply = await unless_disconnected(request, self._tokenizer.tokenize(api_request))
             answer: dict[str, Any] = {
-                "count": len(found.token_ids),
-                "max_model_len": found.max_model_len,
-                "tokens": list(found.token_ids),
-                "token_strs": list(found.tokens) if body.return_token_strs else None,
+                "count": len(reply.token_ids),
+                "max_model_len": reply.max_model_len,
+                "tokens": list(reply.token_ids),
+                "token_strs": list(reply.tokens) if body.return_token_strs else None,
             }
             return json_response(answer, ignored)
         template = tokenizer_pb2.ApplyChatTemplateRequest(
@@ -224,38 +224,38 @@ class OpenAIRoutes:
 
     async def _detokenize(self, request: Request) -> Response:
         body, ignored = await body_of(request, DetokenizeBody)
-        asked = tokenize_pb2.DetokenizeRequest(model=body.model)
+        api_request = tokenize_pb2.DetokenizeRequest(model=body.model)
         try:
-            asked.token_ids.extend(body.tokens)
+            api_request.token_ids.extend(body.tokens)
         except ValueError as error:
             raise InvalidArgument("tokens has an id that is out of range", field="tokens") from error
-        found = await unless_disconnected(request, self._tokenizer.detokenize(asked))
-        return json_response({"prompt": found.text}, ignored)
+        reply = await unless_disconnected(request, self._tokenizer.detokenize(api_request))
+        return json_response({"prompt": reply.text}, ignored)
 
     async def _chat_completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, ChatBody)
-        asked, caller = chat_request(body), caller_of(request)
+        api_request, caller = chat_request(body), caller_of(request)
         if body.stream:
-            chunks = self._chat_chunks(body, self._chat.stream(asked, caller))
+            chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
             return await streamed(request, chunks, ignored)
-        answer = await unless_disconnected(request, self._chat.whole(asked, caller))
+        answer = await unless_disconnected(request, self._chat.whole(api_request, caller))
         return json_response(whole_chat(answer, with_ids=bool(body.return_token_ids)), ignored)
 
     async def _completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, CompletionBody)
         if body.stream and body.orphan_grace_ms and LAST_EVENT_ID in request.headers:
             return await self._resumed(request, StreamProgress.read(request.headers[LAST_EVENT_ID]))
-        asked, caller = generate_requests(body), caller_of(request)
+        api_requests, caller = generate_requests(body), caller_of(request)
         if body.stream:
-            if len(asked) == 1:
-                responses = _numbered(self._generate.stream(asked[0], caller))
+            if len(api_requests) == 1:
+                responses = _numbered(self._generate.stream(api_requests[0], caller))
             else:
-                responses = self._generate.stream_all(asked, caller)
+                responses = self._generate.stream_all(api_requests, caller)
             return await streamed(request, self._completion_chunks(body, responses), ignored)
 
         async def answer_all() -> list[Any]:
             async with asyncio.TaskGroup() as tasks:
-                answers = [tasks.create_task(self._generate.whole(one, caller)) for one in asked]
+                answers = [tasks.create_task(self._generate.whole(one, caller)) for one in api_requests]
             return [answer.result() for answer in answers]
 
         answers = await unless_disconnected(request, answer_all())
@@ -383,7 +383,7 @@ class _StreamUsage:
         self._so_far.num_completion_tokens += count
 
     def note_finished(self, item: int, usage: output_pb2.Usage) -> None:
-        """Of one output of an item, whose prompt counts once."""
+        """Add the usage of one output of an item, whose prompt counts once."""
         if item in self._items:
             self._total.num_completion_tokens += usage.num_completion_tokens
         else:

@@ -212,7 +212,7 @@ def _check_json(frame: Frame) -> dict[str, object]:
 
 
 def _excess_of(content: bytes, *, max_fields: int, max_numbers: int) -> str:
-    """What is too much in a JSON text before it is parsed; empty if nothing is.
+    """The excess of a JSON text over its limits before it is parsed; empty if there is none.
 
     As objects it may take fifty times its bytes. Fields are texts, objects and lists; numbers are all other
     values. Does not say whether it is JSON.

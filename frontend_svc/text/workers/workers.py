@@ -281,11 +281,11 @@ def num_cores() -> int:
 
 
 def _refused(refusal: str, frame: Frame, field: str) -> InvalidArgument:
-    found = frame.header.get("violations")
-    if not isinstance(found, list):
+    entries = frame.header.get("violations")
+    if not isinstance(entries, list):
         reason = str(frame.header.get("reason", "TEXT_REFUSED"))
         return InvalidArgument(refusal, field=str(frame.header.get("field") or field), reason=reason)
-    violations = [(str(name), str(description)) for name, description in found]
+    violations = [(str(name), str(description)) for name, description in entries]
     return InvalidArgument(refusal, violations=violations, reason=frame.text("reason"))
 
 
