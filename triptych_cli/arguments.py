@@ -157,7 +157,7 @@ def _with_file(argv: Sequence[str]) -> list[str]:
     if path is None:
         return rest
     configs = {"serve": ServeConfig, **{service: config_of(service) for service in SERVICES}}
-    given = {argument.partition("=")[0] for argument in rest}
+    own_flags = {argument.partition("=")[0] for argument in rest}
     flags = []
     for name, words in read_file_flags(list(configs.values()), path).items():
         in_environment = any(
@@ -166,22 +166,28 @@ def _with_file(argv: Sequence[str]) -> list[str]:
             if words[0].partition("=")[0] in flag_names(config)
         )
         has_model = name == "model" and _has_model(rest)
-        if not (in_environment or has_model or words[0].partition("=")[0] in given):
+        if not (in_environment or has_model or words[0].partition("=")[0] in own_flags):
             flags += words
     return [*flags, *rest]
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
     """The arguments of an engine; adds the embedded model if neither they nor the environment name one."""
-    given = {argument.partition("=")[0] for argument in argv}
+    own_flags = {argument.partition("=")[0] for argument in argv}
     is_named = _has_model(argv) or read_environment("TRIPTYCH_ENGINE_MODEL")
     # A configuration file may name the model.
-    if is_named or "--config" in given or read_environment("TRIPTYCH_ENGINE_CONFIG") or asks_for_help(argv):
+    if (
+        is_named
+        or "--config" in own_flags
+        or read_environment("TRIPTYCH_ENGINE_CONFIG")
+        or asks_for_help(argv)
+    ):
         return list(argv)
     extra = [
         f"{flag}={value}"
         for flag, value in _EMBEDDED_DEFAULTS.items()
-        if flag not in given and not read_environment("TRIPTYCH_ENGINE_" + flag[2:].replace("-", "_").upper())
+        if flag not in own_flags
+        and not read_environment("TRIPTYCH_ENGINE_" + flag[2:].replace("-", "_").upper())
     ]
     return [str(embedded_model()), *extra, *argv]
 

@@ -332,9 +332,9 @@ def trace_last(
     does not answer.
     """
     prepare_process("client")
-    from triptych_cli.verbs.trace import TracesAsked, run_trace_last
+    from triptych_cli.verbs.trace import TraceOptions, run_trace_last
 
-    raise typer.Exit(run_trace_last(TracesAsked(url, num_traces, as_json, timeout_s)))
+    raise typer.Exit(run_trace_last(TraceOptions(url, num_traces, as_json, timeout_s)))
 
 
 @bench.command("serve", context_settings=_PASS_ON)
@@ -474,7 +474,7 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
 
     from triptych_cli.serve.readiness import health_of
     from triptych_cli.services import READINESS
-    from triptych_cli.verbs.failures import Asked, print_failure
+    from triptych_cli.verbs.failures import Target, print_failure
     from triptych_kit.config import read_environment
     from triptych_kit.errors import ServiceError
 
@@ -484,7 +484,7 @@ def run_health(url: str | None, service: str, timeout_s: float) -> int:
     try:
         answer = asyncio.run(health_of(target, READINESS.get(service, service), timeout_s))
     except ServiceError as error:
-        print_failure(error, Asked(target, timeout_s, flags={"target": "--url"}))
+        print_failure(error, Target(target, timeout_s, flags={"target": "--url"}))
         return 1
     print(answer)
     if answer == "SERVICE_UNKNOWN":

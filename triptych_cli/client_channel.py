@@ -20,7 +20,7 @@ def trust(ca: str | None) -> None:
 
 
 def client_credentials() -> ChannelCredentials:
-    """What the variables TRIPTYCH_API_KEY, TRIPTYCH_CA_CERTS, _CERTFILE, _KEYFILE and _SERVER_NAME name."""
+    """Credentials of TRIPTYCH_API_KEY, TRIPTYCH_CA_CERTS, _CERTFILE, _KEYFILE and _SERVER_NAME."""
     return ChannelCredentials(
         ca=_ca.get() or read_environment("TRIPTYCH_CA_CERTS") or None,
         certificate=read_environment("TRIPTYCH_CERTFILE") or None,

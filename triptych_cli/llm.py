@@ -146,11 +146,11 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[RequestResult]:
         """Complete each prompt. Parameters, adapters and priorities: one for all, or a list with one each."""
-        given = read_prompts(prompts)
-        sampling = _sampling(sampling_params, len(given))
-        names = per_prompt(adapters, len(given), "", "adapters")
-        ranks = per_prompt(priorities, len(given), 0, "priorities")
-        token_ids = self._run(self._calls.prompt_ids(given, add_special_tokens=add_special_tokens))
+        inputs = read_prompts(prompts)
+        sampling = _sampling(sampling_params, len(inputs))
+        names = per_prompt(adapters, len(inputs), "", "adapters")
+        ranks = per_prompt(priorities, len(inputs), 0, "priorities")
+        token_ids = self._run(self._calls.prompt_ids(inputs, add_special_tokens=add_special_tokens))
         requests = [
             generate_pb2.GenerateRequest(
                 token_ids=generate_pb2.TokenIds(ids=ids), sampling=params, adapter=name, priority=priority
@@ -159,7 +159,7 @@ class LLM:
         ]
         with Bar("Generating", len(requests), is_shown=progress) as bar:
             responses = self._run(self._calls.generate(requests, partial(_tick, bar)))
-        return [to_result(response, one.text) for response, one in zip(responses, given, strict=True)]
+        return [to_result(response, one.text) for response, one in zip(responses, inputs, strict=True)]
 
     @checks_arguments
     def chat(
@@ -180,10 +180,10 @@ class LLM:
         priorities: int | Sequence[int] | None = None,
     ) -> list[RequestResult]:
         """Answer each conversation, through the model's chat template."""
-        given = read_conversations(conversations)
-        sampling = _sampling(sampling_params, len(given))
-        names = per_prompt(adapters, len(given), "", "adapters")
-        ranks = per_prompt(priorities, len(given), 0, "priorities")
+        inputs = read_conversations(conversations)
+        sampling = _sampling(sampling_params, len(inputs))
+        names = per_prompt(adapters, len(inputs), "", "adapters")
+        ranks = per_prompt(priorities, len(inputs), 0, "priorities")
         shared = chat_message_pb2.ChatRequest(
             tools=read_tools(tools),
             tool_choice=read_tool_choice(tool_choice),
@@ -197,7 +197,7 @@ class LLM:
             ),
         )
         requests = []
-        for messages, params, name, priority in zip(given, sampling, names, ranks, strict=True):
+        for messages, params, name, priority in zip(inputs, sampling, names, ranks, strict=True):
             request = chat_message_pb2.ChatRequest(
                 messages=messages, sampling=params, adapter=name, priority=priority
             )
@@ -232,9 +232,9 @@ class LLM:
     @checks_arguments
     def classify(self, prompts: Prompt | Sequence[Prompt]) -> list[ClassificationResult]:
         """Class probabilities of each prompt. FailedPrecondition if the model has no classes."""
-        given = read_prompts(prompts)
+        inputs = read_prompts(prompts)
         _check_task(self._described, "classify")
-        request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, given))
+        request = embedding_pb2.ClassifyRequest(inputs=map(pooling_input, inputs))
         response: embedding_pb2.ClassifyResponse = self._run(self._calls.pool("Classify", request))
         labels = tuple(response.labels)
         return [
@@ -250,15 +250,19 @@ class LLM:
 
         FailedPrecondition if the model does not support it.
         """
-        given, held = read_prompts(queries, "queries"), read_prompts(documents, "documents")
-        if len(given) not in (1, len(held)):
+        query_prompts, document_prompts = (
+            read_prompts(queries, "queries"),
+            read_prompts(documents, "documents"),
+        )
+        if len(query_prompts) not in (1, len(document_prompts)):
             raise InvalidArgument(
-                f"queries has {len(given)} entries, must have 1 or as many as documents, {len(held)}",
+                f"queries has {len(query_prompts)} entries, must have 1 or as many as documents, "
+                f"{len(document_prompts)}",
                 field="queries",
             )
         _check_task(self._described, "score")
         request = embedding_pb2.ScoreRequest(
-            queries=map(pooling_input, given), documents=map(pooling_input, held)
+            queries=map(pooling_input, query_prompts), documents=map(pooling_input, document_prompts)
         )
         response: embedding_pb2.ScoreResponse = self._run(self._calls.pool("Score", request))
         return [ScoreResult(index, score) for index, score in enumerate(response.scores)]
@@ -286,10 +290,10 @@ class LLM:
         dimensions: int | None,
         normalize: bool | None,
     ) -> list[EmbeddingResult]:
-        given: list[GivenPrompt] = read_prompts(prompts)
+        inputs: list[GivenPrompt] = read_prompts(prompts)
         _check_task(self._described, task)
         request = embedding_pb2.EmbedRequest(
-            inputs=map(pooling_input, given),
+            inputs=map(pooling_input, inputs),
             pooling=sampling_pb2.PoolingParams(
                 task=f"POOLING_TASK_{task.upper()}",
                 dimensions=dimensions,
@@ -392,9 +396,9 @@ def _check_task(model: model_pb2.Model, task: str) -> None:
 
 
 def _sampling(
-    given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[sampling_pb2.SamplingParams]:
-    params = per_prompt(given, num_prompts, SamplingParams(), "sampling_params")
+    params = per_prompt(sampling_params, num_prompts, SamplingParams(), "sampling_params")
     messages = []
     for index, one in enumerate(params):
         if not isinstance(one, SamplingParams):

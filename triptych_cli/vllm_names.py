@@ -198,7 +198,7 @@ _ARGUMENTS: dict[str, str] = {
 def explained(flag: str) -> str:
     """The sentence about a flag of vLLM, with the flags of today; empty if there is none."""
     name = _SHORT.get(flag, flag[2:].replace("-", "_") if flag.startswith("--") else "")
-    return re.sub("`([a-z_]+)`", lambda found: "--" + found[1].replace("_", "-"), _sentence_about(name))
+    return re.sub("`([a-z_]+)`", lambda match: "--" + match[1].replace("_", "-"), _sentence_about(name))
 
 
 def _sentence_about(name: str) -> str:

@@ -17,7 +17,7 @@ class Turn:
     num_output_tokens: int
 
 
-# Turns of a conversation are sent one after another; a prompt is the conversation so far and the turn.
+# Turns of a conversation are sent one after another; a prompt is the turns before and the turn.
 Conversation = Sequence[Turn]
 
 

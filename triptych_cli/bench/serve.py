@@ -30,7 +30,7 @@ from triptych_cli.bench.plot import PlotError, check_can_plot, draw
 from triptych_cli.bench.report import Result, print_result, write_json
 from triptych_cli.bench.transport import BenchedModel, GRPCTransport, RequestBuilder, Transport
 from triptych_cli.client_channel import client_credentials, trust
-from triptych_cli.verbs.failures import Asked, print_failure
+from triptych_cli.verbs.failures import Target, print_failure
 from triptych_client.channel_options import ChannelOptions
 from triptych_kit.channel import parse_target, secured_channel
 from triptych_kit.clock import MonotonicClock
@@ -78,16 +78,16 @@ def run_bench_serve(config: BenchServeConfig) -> int:
         print(f"triptych bench serve: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
-        print_failure(error, _asked(config))
+        print_failure(error, _target(config))
         return _USAGE_ERROR
     except ServiceError as error:
-        print_failure(error, _asked(config))
+        print_failure(error, _target(config))
         return 1
 
 
-def _asked(config: BenchServeConfig) -> Asked:
+def _target(config: BenchServeConfig) -> Target:
     address = config.url if config.backend == "triptych" else config.base_url
-    return Asked(address, flags={"target": "--url", "model": "--model"})
+    return Target(address, flags={"target": "--url", "model": "--model"})
 
 
 async def _bench(config: BenchServeConfig) -> int:

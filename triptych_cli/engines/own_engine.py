@@ -1,4 +1,4 @@
-"""What `LLM` needs of an engine that it starts itself, and the error of one that has ended."""
+"""The protocol of an engine that `LLM` starts itself, and the error of one that has ended."""
 
 from __future__ import annotations
 

@@ -77,15 +77,15 @@ class LLMCalls:
             return await self.tokenize(prompt.text, add_special_tokens=add_special_tokens)
 
         calls = [partial(ids_of, prompt) for prompt in prompts]
-        found = await run_all(calls, window=_MAX_TOKENIZING, field="prompts", on_answer=_ignore_answer)
-        for index, token_ids in enumerate(found):
+        id_lists = await run_all(calls, window=_MAX_TOKENIZING, field="prompts", on_answer=_ignore_answer)
+        for index, token_ids in enumerate(id_lists):
             check_ids(
                 token_ids,
                 f"prompts[{index}]",
                 vocab_size=model.vocab_size,
                 max_model_len=model.max_model_len,
             )
-        return found
+        return id_lists
 
     async def generate(
         self,

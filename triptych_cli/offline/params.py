@@ -136,10 +136,10 @@ def _check_ranges(sampling: sampling_pb2.SamplingParams) -> None:
     try:
         violations.raise_if_any()
     except InvalidArgument as error:
-        found = [
+        shown = [
             (field.removeprefix(_PREFIX), text.removeprefix(_PREFIX)) for field, text in error.violations
         ]
-        raise InvalidArgument("; ".join(text for _, text in found), violations=found) from None
+        raise InvalidArgument("; ".join(text for _, text in shown), violations=shown) from None
 
 
 def _on_the_wire(name: str, value: Any) -> Any:
@@ -147,10 +147,10 @@ def _on_the_wire(name: str, value: Any) -> Any:
     if name == "logit_bias":
         return [sampling_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in value.items()]
     if name == "structured_output":
-        given = {key: part for key, part in value.items() if part is not None}
-        if "choice" in given:
-            given["choice"] = sampling_pb2.StructuredChoice(choices=given["choice"])
-        return sampling_pb2.StructuredOutput(**given)
+        fields = {key: part for key, part in value.items() if part is not None}
+        if "choice" in fields:
+            fields["choice"] = sampling_pb2.StructuredChoice(choices=fields["choice"])
+        return sampling_pb2.StructuredOutput(**fields)
     if name == "repetition_detection":
         return sampling_pb2.RepetitionDetection(**value)
     return value

@@ -1,4 +1,4 @@
-"""What `triptych ray index` takes: its own options, and those of every engine. Imports no Ray."""
+"""Options of `triptych ray index`: its own, and those of every engine. Imports no Ray."""
 
 from __future__ import annotations
 

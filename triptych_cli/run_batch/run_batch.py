@@ -19,7 +19,7 @@ from triptych.api.v1 import chat_pb2, chat_pb2_grpc, generate_pb2, inference_pb2
 from triptych_cli.client_channel import open_client_channel
 from triptych_cli.run_batch.files import BatchFileError, Done, count_lines, open_output, read_lines
 from triptych_cli.run_batch.line import Answer, BatchLine, Request, answer_record, error_record, read_line
-from triptych_cli.verbs.failures import Asked, print_failure
+from triptych_cli.verbs.failures import Target, print_failure
 from triptych_kit.errors import (
     InvalidArgument,
     ResourceExhausted,
@@ -67,10 +67,10 @@ def run_batch(batch: Batch) -> int:
         print(f"triptych run-batch: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except InvalidArgument as error:
-        print_failure(error, Asked(batch.url, batch.timeout_s, flags={"target": "--url"}))
+        print_failure(error, Target(batch.url, batch.timeout_s, flags={"target": "--url"}))
         return _USAGE_ERROR
     except ServiceError as error:
-        print_failure(error, Asked(batch.url, batch.timeout_s, flags={"target": "--url"}))
+        print_failure(error, Target(batch.url, batch.timeout_s, flags={"target": "--url"}))
         return 1
     except KeyboardInterrupt:
         num_done = tally.num_answered + tally.num_failed + tally.num_skipped

@@ -50,13 +50,13 @@ class RunningServe:
 
 def running_serves() -> list[RunningServe]:
     """The ready files of all running `serve` of this user."""
-    found: list[RunningServe] = []
+    serves: list[RunningServe] = []
     folder = runtime_folder()
     for path in sorted(folder.glob("serve-*.json")) if folder is not None else ():
         with suppress(OSError, ValueError):
             os.kill(int(path.stem.removeprefix("serve-")), 0)
             record = json.loads(path.read_text(encoding="utf-8"))
-            found.append(
+            serves.append(
                 RunningServe(
                     {f"{one['service']}-{one['index']}": one["admin_address"] for one in record["processes"]},
                     {
@@ -65,4 +65,4 @@ def running_serves() -> list[RunningServe]:
                     },
                 )
             )
-    return found
+    return serves

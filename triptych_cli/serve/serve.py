@@ -88,19 +88,21 @@ def _check_model(serving: Serving) -> None:
     _check_tokenizer(serving.tokenizer, folder)
 
 
-def _check_tokenizer(given: str | None, folder: Path) -> None:
+def _check_tokenizer(tokenizer: str | None, folder: Path) -> None:
     """Raise ConfigError for a tokenizer that frontends could not read. One that they convert is not tried."""
     try:
-        content = read_tokenizer_override(given or str(folder)) or b""
+        content = read_tokenizer_override(tokenizer or str(folder)) or b""
     except FileNotFoundError as error:
         lacking = f"{folder} has no tokenizer.json: name one with --tokenizer"
-        raise ConfigError(f"--tokenizer {given} has no tokenizer.json" if given else lacking) from error
+        raise ConfigError(
+            f"--tokenizer {tokenizer} has no tokenizer.json" if tokenizer else lacking
+        ) from error
     if is_slow_tokenizer(content):
         return
     try:
         read_tokenizer(content)
     except ValueError as error:
-        whose = f"--tokenizer {given}" if given else f"the tokenizer.json of {folder}"
+        whose = f"--tokenizer {tokenizer}" if tokenizer else f"the tokenizer.json of {folder}"
         raise ConfigError(f"{whose} cannot be read: {error}") from error
 
 
@@ -197,8 +199,8 @@ def _socket_flags(plan: ProcessPlan, serving: Serving, sockets: Path) -> list[st
         # Its page is for a browser of this machine.
         return flags
     flags.append(f"--uds={at('')}")
-    given = {flag.partition("=")[0] for flag in serving.flags.get(plan.service, ())}
-    if not serving.config.admin_http_port and "--admin-http-host" not in given:
+    own_flags = {flag.partition("=")[0] for flag in serving.flags.get(plan.service, ())}
+    if not serving.config.admin_http_port and "--admin-http-host" not in own_flags:
         flags.append(f"--admin-http-uds={at('.http')}")
     return flags
 

@@ -145,16 +145,18 @@ class Supervisor:
         Higher ranks leave by themselves when they get a drain command and are not started again; those that
         are not ready yet are terminated. Engines started from now on get `num_kv_blocks`, unless it is 0.
         """
-        most = self._plan.max_engines
-        if num_engines > max(most, self._num_wanted):
-            self._report(f"{num_engines} engines are wanted, {most} are the most that are started here")
+        max_engines = self._plan.max_engines
+        if num_engines > max(max_engines, self._num_wanted):
+            self._report(
+                f"{num_engines} engines are wanted, {max_engines} are the most that are started here"
+            )
         # The coordinator repeats what it wants: only something new is a reason to try again.
         is_new = (num_engines, starts_missing) != (self._num_wanted, self._starts_missing)
         self._num_wanted, self._starts_missing = num_engines, starts_missing
         self._num_kv_blocks = num_kv_blocks
         if self._group is None or self._plan.engine is None or self._is_stopping:
             return
-        for rank in range(min(num_engines, most) if starts_missing else 0):
+        for rank in range(min(num_engines, max_engines) if starts_missing else 0):
             plan = self._plan.engine(rank)
             if plan.name not in self._keepers and (is_new or plan.name not in self.given_up):
                 self._keepers[plan.name] = self._group.create_task(self._add(plan))
@@ -235,8 +237,8 @@ class Supervisor:
             announced = self._announced[plan.name] = await child.announced()
             address = announced.address
             # The public listener may need certificates that only clients have.
-            asked = announced.admin_address if plan.service == "frontend" else address
-            await self._before_it_dies(self._await_ready(plan.service, asked), child)
+            admin_address = announced.admin_address if plan.service == "frontend" else address
+            await self._before_it_dies(self._await_ready(plan.service, admin_address), child)
         except ChildDied:
             child.release()
             raise

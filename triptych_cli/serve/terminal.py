@@ -98,14 +98,14 @@ def banner(
         *(["CA.pem is the CA of the certificate, if the system does not know it"] if has_tls else []),
         *(["TRIPTYCH_API_KEY is the caller's key"] if has_keys else []),
     ]
-    asked = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
+    cache_option = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
     return "\n".join(
         (
             f"triptych {installed_version()} serves {model}",
             f"  model   {ready.model_name}, dtype {ready.fingerprint.dtype},"
             f" up to {ready.max_model_len:,} tokens a request",
             f"  KV      {ready.num_kv_blocks * ready.block_size:,} tokens an engine,"
-            f" in {ready.num_kv_blocks:,} blocks{asked}",
+            f" in {ready.num_kv_blocks:,} blocks{cache_option}",
             *(f"  gRPC    grpc{secure}://{one}" for one in addresses),
             *([f"  HTTP    http{secure}://{http}/v1 (OpenAI)"] if http else []),
             "  admin   " + ", ".join(f"triptych admin {name}" for name in admin_addresses),

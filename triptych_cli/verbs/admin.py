@@ -17,7 +17,7 @@ from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.coordinator.v1 import scaling_pb2, scaling_pb2_grpc
 from triptych.engine.v1 import utility_pb2
 from triptych_cli.client_channel import open_client_channel
-from triptych_cli.verbs.failures import Asked, WrongService, run_verb
+from triptych_cli.verbs.failures import Target, WrongService, run_verb
 from triptych_kit.errors import Unimplemented, rpc_errors_translated
 
 # The service itself answers at its limit; this is for one that does not respond.
@@ -43,7 +43,7 @@ _FLAGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdminAsked(Asked):
+class AdminTarget(Target):
     """The service that a call goes to, and how its answer is shown.
 
     given_up: why services of its `serve` stay down, by their names.
@@ -56,64 +56,64 @@ class AdminAsked(Asked):
     as_json: bool = False
 
 
-def run_status(asked: AdminAsked) -> int:
+def run_status(target: AdminTarget) -> int:
     """Print the status of the service. Returns 0, or 1 with the error on stderr."""
-    return _run(_status(asked), asked)
+    return _run(_status(target), target)
 
 
-def run_drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) -> int:
+def run_drain(target: AdminTarget, deadline_s: float, *, keep_running: bool) -> int:
     """Drain the service and print the progress. Returns 0, or 1 if it could not be followed to its end."""
-    return _run(_drain(asked, deadline_s, keep_running=keep_running), asked)
+    return _run(_drain(target, deadline_s, keep_running=keep_running), target)
 
 
-def run_call(asked: AdminAsked, call: utility_pb2.UtilityCall) -> int:
+def run_call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
     """Make a utility call and print its result. Returns 0, or 1 with the error on stderr."""
-    call.timeout_ms = max(1, int(asked.timeout_s * 1000))
-    return _run(_call(asked, call), asked, needs="engine")
+    call.timeout_ms = max(1, int(target.timeout_s * 1000))
+    return _run(_call(target, call), target, needs="engine")
 
 
-def run_scale(asked: AdminAsked, group: str, size: int, limit_s: float) -> int:
+def run_scale(target: AdminTarget, group: str, size: int, limit_s: float) -> int:
     """Change a group's size and print the progress until its end.
 
     limit_s: after which the coordinator cancels it.  Returns 0, or 1 if it failed, was cancelled, was
     refused, or its progress could not be followed to the end.
     """
-    return _run(_scale(asked, group, size, limit_s), asked, needs="coordinator")
+    return _run(_scale(target, group, size, limit_s), target, needs="coordinator")
 
 
-def run_operations(asked: AdminAsked) -> int:
+def run_operations(target: AdminTarget) -> int:
     """Print the operations known to the coordinator, newest first. Returns 0, or 1 if refused."""
-    return _run(_operations(asked), asked, needs="coordinator")
+    return _run(_operations(target), target, needs="coordinator")
 
 
-def run_cancel(asked: AdminAsked, operation_id: str) -> int:
+def run_cancel(target: AdminTarget, operation_id: str) -> int:
     """Cancel an operation and print its state. Returns 0, or 1 if refused."""
-    return _run(_cancel(asked, operation_id), asked, needs="coordinator")
+    return _run(_cancel(target, operation_id), target, needs="coordinator")
 
 
-def run_drain_engine(asked: AdminAsked, engine_id: str, deadline_s: float) -> int:
+def run_drain_engine(target: AdminTarget, engine_id: str, deadline_s: float) -> int:
     """Drain one engine. Returns 0, or 1 if refused."""
-    return _run(_drain_engine(asked, engine_id, deadline_s), asked, needs="coordinator")
+    return _run(_drain_engine(target, engine_id, deadline_s), target, needs="coordinator")
 
 
-def run_evict_engine(asked: AdminAsked, engine_id: str, reason: str) -> int:
+def run_evict_engine(target: AdminTarget, engine_id: str, reason: str) -> int:
     """Evict one engine. Returns 0, or 1 if refused."""
-    return _run(_evict(asked, engine_id, reason), asked, needs="coordinator")
+    return _run(_evict(target, engine_id, reason), target, needs="coordinator")
 
 
-def _run(work: Coroutine[None, None, int], asked: AdminAsked, needs: str = "") -> int:
+def _run(work: Coroutine[None, None, int], target: AdminTarget, needs: str = "") -> int:
     """Run a call to a service of the kind `needs`; one to another kind is explained."""
-    return run_verb(_explained(work, asked, needs), asked)
+    return run_verb(_explained(work, target, needs), target)
 
 
-async def _explained(work: Coroutine[None, None, int], asked: AdminAsked, needs: str) -> int:
+async def _explained(work: Coroutine[None, None, int], target: AdminTarget, needs: str) -> int:
     try:
         return await work
     except Unimplemented as error:
-        kind = await _kind_of(asked)
+        kind = await _kind_of(target)
         if kind == needs:
             raise
-        raise WrongService(f"{asked.address} is {_NAMES.get(kind, kind)}{_remedy(needs)}") from error
+        raise WrongService(f"{target.address} is {_NAMES.get(kind, kind)}{_remedy(needs)}") from error
 
 
 def _remedy(needs: str) -> str:
@@ -122,26 +122,26 @@ def _remedy(needs: str) -> str:
     return f": this call takes the admin address of {_NAMES[needs]}, or its name, such as {needs}-0"
 
 
-async def _kind_of(asked: AdminAsked) -> str:
-    """What listens at the address: a kind of service, or a description of what is none."""
-    async with open_client_channel(asked.address, profile="internal") as channel:
+async def _kind_of(target: AdminTarget) -> str:
+    """The kind of service at the address, or a description of a server that is none."""
+    async with open_client_channel(target.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         try:
             with rpc_errors_translated():
-                answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=asked.timeout_s)
+                answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=target.timeout_s)
         except Unimplemented:
             return "no admin listener"
     return str(answer.service)
 
 
-async def _status(asked: AdminAsked) -> int:
-    async with open_client_channel(asked.address, profile="internal") as channel:
+async def _status(target: AdminTarget) -> int:
+    async with open_client_channel(target.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with rpc_errors_translated():
-            answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=asked.timeout_s)
+            answer = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=target.timeout_s)
     values = {value.key: _value(value) for value in answer.values}
-    values |= {f"given_up.{name}": why for name, why in asked.given_up.items()}
-    if asked.as_json:
+    values |= {f"given_up.{name}": why for name, why in target.given_up.items()}
+    if target.as_json:
         state = admin_pb2.ServiceState.Name(answer.state).removeprefix("SERVICE_STATE_").lower()
         facts = {"service": answer.service, "instance": answer.instance, "pid": answer.pid}
         facts |= {"version": answer.version, "state": state, "uptime_s": answer.uptime_ms / 1000}
@@ -154,11 +154,11 @@ async def _status(asked: AdminAsked) -> int:
     return 0
 
 
-async def _drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) -> int:
+async def _drain(target: AdminTarget, deadline_s: float, *, keep_running: bool) -> int:
     # A tiny deadline must not be rounded to 0, which means no deadline.
     request = admin_pb2.DrainRequest(deadline_ms=math.ceil(deadline_s * 1000), keep_running=keep_running)
-    limit_s = deadline_s + asked.timeout_s if deadline_s else None
-    async with open_client_channel(asked.address, profile="internal") as channel:
+    limit_s = deadline_s + target.timeout_s if deadline_s else None
+    async with open_client_channel(target.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with rpc_errors_translated():
             async for answer in stub.Drain(request, timeout=limit_s):
@@ -167,13 +167,13 @@ async def _drain(asked: AdminAsked, deadline_s: float, *, keep_running: bool) ->
     return 0
 
 
-async def _call(asked: AdminAsked, call: utility_pb2.UtilityCall) -> int:
-    async with open_client_channel(asked.address, profile="internal") as channel:
+async def _call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
+    async with open_client_channel(target.address, profile="internal") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with rpc_errors_translated():
             request = admin_pb2.UtilityRequest(call=call)
-            answer = await stub.Utility(request, timeout=asked.timeout_s + _GRACE_S)
-    if asked.as_json:
+            answer = await stub.Utility(request, timeout=target.timeout_s + _GRACE_S)
+    if target.as_json:
         print(json.dumps(_record(answer.result)))
     elif answer.result.WhichOneof("result") != "config":
         print("done")
@@ -197,12 +197,12 @@ def _record(message: Message) -> dict[str, Any]:
     )
 
 
-async def _scale(asked: AdminAsked, group: str, size: int, limit_s: float) -> int:
+async def _scale(target: AdminTarget, group: str, size: int, limit_s: float) -> int:
     request = scaling_pb2.ScaleRequest(dp_group=group, new_size=size, timeout_ms=int(limit_s * 1000))
     # The operation's limit, plus the time of an answer.
-    patience_s = (limit_s or _DEFAULT_LIMIT_S) + asked.timeout_s
-    async with _scaling_stub(asked.address) as stub:
-        operation = (await stub.Scale(request, timeout=asked.timeout_s)).operation
+    patience_s = (limit_s or _DEFAULT_LIMIT_S) + target.timeout_s
+    async with _scaling_stub(target.address) as stub:
+        operation = (await stub.Scale(request, timeout=target.timeout_s)).operation
         print(_operation_line(operation), flush=True)
         watch = scaling_pb2.WatchOperationRequest(operation_id=operation.operation_id)
         async for message in stub.WatchOperation(watch, timeout=patience_s):
@@ -212,39 +212,39 @@ async def _scale(asked: AdminAsked, group: str, size: int, limit_s: float) -> in
     return 0 if operation.state == _ENDED_WELL else 1
 
 
-async def _operations(asked: AdminAsked) -> int:
-    async with _scaling_stub(asked.address) as stub:
-        answer = await stub.ListOperations(scaling_pb2.ListOperationsRequest(), timeout=asked.timeout_s)
-    if asked.as_json:
+async def _operations(target: AdminTarget) -> int:
+    async with _scaling_stub(target.address) as stub:
+        answer = await stub.ListOperations(scaling_pb2.ListOperationsRequest(), timeout=target.timeout_s)
+    if target.as_json:
         print(json.dumps(_record(answer)))
     elif not answer.operations:
         print("no operations")
-    for operation in () if asked.as_json else answer.operations:
+    for operation in () if target.as_json else answer.operations:
         print(f"{operation.age_ms / 1000:.0f} s ago: {_operation_line(operation)}")
     return 0
 
 
-async def _cancel(asked: AdminAsked, operation_id: str) -> int:
+async def _cancel(target: AdminTarget, operation_id: str) -> int:
     request = scaling_pb2.CancelOperationRequest(operation_id=operation_id)
-    async with _scaling_stub(asked.address) as stub:
-        answer = await stub.CancelOperation(request, timeout=asked.timeout_s)
+    async with _scaling_stub(target.address) as stub:
+        answer = await stub.CancelOperation(request, timeout=target.timeout_s)
     print(_operation_line(answer.operation))
     return 0
 
 
-async def _drain_engine(asked: AdminAsked, engine_id: str, deadline_s: float) -> int:
+async def _drain_engine(target: AdminTarget, engine_id: str, deadline_s: float) -> int:
     # A tiny deadline must not be rounded to 0, which means no deadline.
     request = scaling_pb2.DrainEngineRequest(engine_id=engine_id, deadline_ms=math.ceil(deadline_s * 1000))
-    async with _scaling_stub(asked.address) as stub:
-        answer = await stub.DrainEngine(request, timeout=asked.timeout_s)
+    async with _scaling_stub(target.address) as stub:
+        answer = await stub.DrainEngine(request, timeout=target.timeout_s)
     print(f"engine {engine_id} drains, {answer.num_in_flight} requests are in flight")
     return 0
 
 
-async def _evict(asked: AdminAsked, engine_id: str, reason: str) -> int:
+async def _evict(target: AdminTarget, engine_id: str, reason: str) -> int:
     request = scaling_pb2.EvictEngineRequest(engine_id=engine_id, reason=reason)
-    async with _scaling_stub(asked.address) as stub:
-        answer = await stub.EvictEngine(request, timeout=asked.timeout_s)
+    async with _scaling_stub(target.address) as stub:
+        answer = await stub.EvictEngine(request, timeout=target.timeout_s)
     print(f"engine {engine_id} is gone, the topology has version {answer.version}")
     return 0
 

@@ -13,7 +13,7 @@ from triptych_kit.process.setup import prepare_process
 if TYPE_CHECKING:
     from triptych.engine.v1 import utility_pb2
     from triptych_cli.serve.ready_file import RunningServe
-    from triptych_cli.verbs.admin import AdminAsked
+    from triptych_cli.verbs.admin import AdminTarget
 
 _MAX_SIZE = 1024
 _MAX_S = 86_400.0  # of any wait: a day
@@ -51,7 +51,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     """Print the status of the service, one value per line."""
     from triptych_cli.verbs.admin import run_status
 
-    raise typer.Exit(run_status(_asked(context, as_json=as_json)))
+    raise typer.Exit(run_status(_target(context, as_json=as_json)))
 
 
 @admin.command()
@@ -68,7 +68,7 @@ def drain(
     """
     from triptych_cli.verbs.admin import run_drain
 
-    raise typer.Exit(run_drain(_asked(context), deadline_s, keep_running=keep_running))
+    raise typer.Exit(run_drain(_target(context), deadline_s, keep_running=keep_running))
 
 
 @admin.command()
@@ -176,7 +176,7 @@ def scale(
     """
     from triptych_cli.verbs.admin import run_scale
 
-    raise typer.Exit(run_scale(_asked(context), group, size, timeout))
+    raise typer.Exit(run_scale(_target(context), group, size, timeout))
 
 
 @admin.command()
@@ -187,7 +187,7 @@ def operations(context: typer.Context, as_json: Json = False) -> None:
     """
     from triptych_cli.verbs.admin import run_operations
 
-    raise typer.Exit(run_operations(_asked(context, as_json=as_json)))
+    raise typer.Exit(run_operations(_target(context, as_json=as_json)))
 
 
 @admin.command("cancel-operation")
@@ -200,7 +200,7 @@ def cancel_operation(
     """
     from triptych_cli.verbs.admin import run_cancel
 
-    raise typer.Exit(run_cancel(_asked(context), operation_id))
+    raise typer.Exit(run_cancel(_target(context), operation_id))
 
 
 @admin.command("drain-engine")
@@ -217,7 +217,7 @@ def drain_engine(
     """
     from triptych_cli.verbs.admin import run_drain_engine
 
-    raise typer.Exit(run_drain_engine(_asked(context), engine_id, deadline_s))
+    raise typer.Exit(run_drain_engine(_target(context), engine_id, deadline_s))
 
 
 @admin.command("evict-engine")
@@ -232,12 +232,12 @@ def evict_engine(
     """
     from triptych_cli.verbs.admin import run_evict_engine
 
-    raise typer.Exit(run_evict_engine(_asked(context), engine_id, reason))
+    raise typer.Exit(run_evict_engine(_target(context), engine_id, reason))
 
 
-def _asked(context: typer.Context, *, as_json: bool = False) -> AdminAsked:
+def _target(context: typer.Context, *, as_json: bool = False) -> AdminTarget:
     from triptych_cli.serve.ready_file import running_serves
-    from triptych_cli.verbs.admin import AdminAsked
+    from triptych_cli.verbs.admin import AdminTarget
 
     address, timeout_s, is_json = context.obj
     serves = running_serves()
@@ -247,7 +247,7 @@ def _asked(context: typer.Context, *, as_json: bool = False) -> AdminAsked:
     for serve in serves:
         if address in serve.admin_addresses.values():
             given_up |= serve.given_up
-    return AdminAsked(address=address, timeout_s=timeout_s, as_json=as_json or is_json, given_up=given_up)
+    return AdminTarget(address=address, timeout_s=timeout_s, as_json=as_json or is_json, given_up=given_up)
 
 
 def _address_of(name: str, serves: Sequence[RunningServe]) -> str:
@@ -284,4 +284,4 @@ def _mode(name: str) -> utility_pb2.PauseMode:
 def _make(context: typer.Context, call: utility_pb2.UtilityCall, *, as_json: bool = False) -> None:
     from triptych_cli.verbs.admin import run_call
 
-    raise typer.Exit(run_call(_asked(context, as_json=as_json), call))
+    raise typer.Exit(run_call(_target(context, as_json=as_json), call))

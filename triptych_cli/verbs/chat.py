@@ -14,7 +14,7 @@ from triptych.api.v1 import chat_message_pb2, chat_pb2_grpc, model_pb2, model_pb
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.client_channel import open_client_channel
 from triptych_cli.verbs.chat_answer import ChatAnswer
-from triptych_cli.verbs.failures import Asked, print_failure
+from triptych_cli.verbs.failures import Target, print_failure
 from triptych_kit.errors import ServiceError, rpc_errors_translated
 
 _MODEL_LIMIT_S = 10.0
@@ -51,17 +51,17 @@ def run_chat(chat: Chat) -> int:
             if text == "/clear":
                 messages = []
                 continue
-            asked = [*messages, _user_message(text)]
+            conversation = [*messages, _user_message(text)]
             answer = ChatAnswer(is_terminal=sys.stdout.isatty())
             try:
-                asyncio.run(_receive(answer, chat, asked))
-                messages = [*asked, answer.message()]
+                asyncio.run(_receive(answer, chat, conversation))
+                messages = [*conversation, answer.message()]
             except KeyboardInterrupt:
                 print()
                 if answer.content:
-                    messages = [*asked, answer.message(is_whole=False)]
+                    messages = [*conversation, answer.message(is_whole=False)]
     except ServiceError as error:
-        print_failure(error, Asked(chat.url, flags={"target": "--url", "model": "--model"}))
+        print_failure(error, Target(chat.url, flags={"target": "--url", "model": "--model"}))
         return 1
     except KeyboardInterrupt:
         print()

@@ -90,7 +90,7 @@ def run_collect_env(
 
 
 def collected(environment: Mapping[str, str]) -> Report:
-    """What is known of this machine and this installation."""
+    """The facts about this machine and this installation."""
     return {
         "triptych": {"version": installed_version(), "folder": str(Path(__file__).parents[2])},
         "python": {"version": " ".join(sys.version.split()), "executable": sys.executable},
@@ -129,7 +129,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _torch() -> Report:
-    """What torch was built for. An installation may be broken, which is worth a report."""
+    """The build of torch. An installation may be broken, which is worth a report."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -195,8 +195,8 @@ def _container(environment: Mapping[str, str]) -> Report:
     }
     folder = _CONTROL_GROUP / own.rpartition("::")[2].strip("/\n ")
     files = {name: _text(folder / name) or _text(_CONTROL_GROUP / name) for name in _GROUP_FILES}
-    found = [kind for kind, is_found in kinds.items() if is_found]
-    return {"kind": ", ".join(found) or None, **{name: text for name, text in files.items() if text}}
+    present = [kind for kind, is_found in kinds.items() if is_found]
+    return {"kind": ", ".join(present) or None, **{name: text for name, text in files.items() if text}}
 
 
 def _limits() -> Report:

@@ -12,7 +12,7 @@ from typing import Any
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.client_channel import open_client_channel
-from triptych_cli.verbs.failures import Asked, run_verb
+from triptych_cli.verbs.failures import Target, run_verb
 from triptych_cli.verbs.generation import Generation, event_record
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.plain_fields import plain_fields
@@ -60,7 +60,7 @@ def run_complete(completion: Completion) -> int:
         return _USAGE_ERROR
     flags = {"token_ids.ids": "--prompt-token-ids", "token_ids": "--prompt-token-ids", "model": "--model"}
     flags |= {"request_id": "--request-id", "target": "--url"}
-    return run_verb(_complete(completion), Asked(completion.url, completion.timeout_s, flags=flags))
+    return run_verb(_complete(completion), Target(completion.url, completion.timeout_s, flags=flags))
 
 
 def request_of(completion: Completion) -> generate_pb2.GenerateRequest:
@@ -136,10 +136,10 @@ def _check_shown(completion: Completion) -> None:
     """Raise UsageError for options whose effect would not be seen as text."""
     if completion.as_json:
         return
-    asked = {name: completion.sampling.get(name) is not None for name in _SHOWN_AS_JSON}
-    asked |= {"stream": completion.stream, "no_detokenize": completion.sampling.get("detokenize") is False}
-    for name, is_asked in asked.items():
-        if is_asked:
+    is_set = {name: completion.sampling.get(name) is not None for name in _SHOWN_AS_JSON}
+    is_set |= {"stream": completion.stream, "no_detokenize": completion.sampling.get("detokenize") is False}
+    for name, has_value in is_set.items():
+        if has_value:
             raise UsageError(f"--{name.replace('_', '-')} needs --json: text alone does not show its effect")
 
 

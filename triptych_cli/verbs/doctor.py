@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 class Verdict(Enum):
-    """What a finding means for serving."""
+    """The meaning of a finding for serving."""
 
     OK = "ok"
     NOTE = "note"  # it can be served, slower or with another flag
@@ -51,15 +51,15 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Finding:
-    found, missing = [], []
+    installed, missing = [], []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            installed.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
         return Verdict.LACKS, f"{', '.join(missing)} not installed: pip install 'triptych[all]'"
-    return Verdict.OK, ", ".join(found)
+    return Verdict.OK, ", ".join(installed)
 
 
 def check_torch() -> Finding:
@@ -95,10 +95,10 @@ def check_kernels() -> Finding:
 
 
 def check_compiler() -> Finding:
-    found = next(filter(None, map(shutil.which, (read_environment("CXX") or "c++", *_COMPILERS))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, (read_environment("CXX") or "c++", *_COMPILERS))), None)
+    if compiler is None:
         return Verdict.NOTE, "none: native CPU kernels cannot be built from source"
-    return Verdict.OK, found
+    return Verdict.OK, compiler
 
 
 def check_memory() -> Finding:

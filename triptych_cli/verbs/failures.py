@@ -36,8 +36,8 @@ class WrongService(ServiceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a verb was asked for, for its errors.
+class Target:
+    """The server that a verb calls, and its part in errors.
 
     hint: what to do if no server answers at `address`.
     flags: by field of the API, the flag that sets it; those of `sampling` have the field's name.
@@ -49,12 +49,12 @@ class Asked:
     flags: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_verb(work: Coroutine[None, None, int], asked: Asked) -> int:
+def run_verb(work: Coroutine[None, None, int], target: Target) -> int:
     """Run `work`; returns its exit code, or 1 with the error on stderr."""
     try:
         return asyncio.run(work)
     except ServiceError as error:
-        print_failure(error, asked)
+        print_failure(error, target)
         return 1
     except ConfigError as error:
         # Of the files that the environment names.
@@ -62,25 +62,29 @@ def run_verb(work: Coroutine[None, None, int], asked: Asked) -> int:
         return 1
 
 
-def print_failure(error: ServiceError, asked: Asked) -> None:
+def print_failure(error: ServiceError, target: Target) -> None:
     """Print an error of a server or of the connection on stderr: status, reason, and each sentence once."""
     # A status that gRPC has made itself has no reason of ours.
     is_of_connection = error.reason == error.code.name
     is_unreachable = isinstance(error, Unavailable) and is_of_connection
     if (is_unreachable or _is_of_target(error)) and (
-        sentence := describe_port(asked.address, client_credentials())
+        sentence := describe_port(target.address, client_credentials())
     ):
         print(sentence, file=sys.stderr)
         return
     if is_unreachable and _UNREACHABLE.search(error.message):
-        print(f"no server answers at {_shown(asked.address)}: {asked.hint}", file=sys.stderr)
+        print(f"no server answers at {_shown(target.address)}: {target.hint}", file=sys.stderr)
         return
-    if isinstance(error, DeadlineExceeded) and is_of_connection and asked.timeout_s is not None:
-        address, limit = _shown(asked.address), f"{asked.timeout_s:g} s, see --timeout-s"
+    if isinstance(error, DeadlineExceeded) and is_of_connection and target.timeout_s is not None:
+        address, limit = _shown(target.address), f"{target.timeout_s:g} s, see --timeout-s"
         print(f"no complete answer from {address} within {limit}", file=sys.stderr)
         return
-    if isinstance(error, Unimplemented) and _NOT_SERVED.match(error.message) and asked.hint == _FRONTEND_HINT:
-        print(f"{_shown(asked.address)} {_NO_FRONTEND}", file=sys.stderr)
+    if (
+        isinstance(error, Unimplemented)
+        and _NOT_SERVED.match(error.message)
+        and target.hint == _FRONTEND_HINT
+    ):
+        print(f"{_shown(target.address)} {_NO_FRONTEND}", file=sys.stderr)
         return
     if isinstance(error, WrongService):
         print(error.message, file=sys.stderr)
@@ -88,7 +92,7 @@ def print_failure(error: ServiceError, asked: Asked) -> None:
     status = error.code.name if is_of_connection else f"{error.code.name} ({error.reason})"
     sentences = [error.message]
     if isinstance(error, InvalidArgument) and error.violations:
-        sentences = [_in_flags(path, sentence, asked.flags) for path, sentence in error.violations]
+        sentences = [_in_flags(path, sentence, target.flags) for path, sentence in error.violations]
     print(f"{status}: " + "\n  ".join(sentences), file=sys.stderr)
 
 
@@ -99,7 +103,7 @@ def _is_of_target(error: ServiceError) -> bool:
 
 def _in_flags(path: str, sentence: str, flags: Mapping[str, str]) -> str:
     """A sentence about the field `path` with the flags for its names of fields."""
-    sentence = re.sub(r"\bsampling\.([a-z_]+)", lambda found: "--" + found[1].replace("_", "-"), sentence)
+    sentence = re.sub(r"\bsampling\.([a-z_]+)", lambda match: "--" + match[1].replace("_", "-"), sentence)
     flag = flags.get(path)
     if flag is None:
         return sentence

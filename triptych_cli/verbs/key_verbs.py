@@ -69,16 +69,16 @@ def init(
     from triptych_kit.addresses import private_files
     from triptych_kit.security.credentials import digest_of
 
-    given = api_key_in_environment()
+    client_key = api_key_in_environment()
     try:
-        if given is not None:
-            digest_of(given, "TRIPTYCH_API_KEY")
+        if client_key is not None:
+            digest_of(client_key, "TRIPTYCH_API_KEY")
         folder.mkdir(mode=0o700, exist_ok=True)
         with private_files():
             if not (folder / _LIST).exists():
-                _make_all(folder, given)
-            elif given is not None:
-                _replace_client(folder, given)
+                _make_all(folder, client_key)
+            elif client_key is not None:
+                _replace_client(folder, client_key)
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         print(f"triptych key init: {error}", file=sys.stderr)
         raise typer.Exit(_USAGE_ERROR) from error

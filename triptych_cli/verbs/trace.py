@@ -26,8 +26,8 @@ Trace = Mapping[str, Any]  # as the page /traces/last has it
 
 
 @dataclass(frozen=True, slots=True)
-class TracesAsked:
-    """What the verb is to show. url: of an admin HTTP listener, http://host:port."""
+class TraceOptions:
+    """Options of the verb. url: of an admin HTTP listener, http://host:port."""
 
     url: str
     num_traces: int
@@ -35,18 +35,18 @@ class TracesAsked:
     timeout_s: float
 
 
-def run_trace_last(asked: TracesAsked) -> int:
+def run_trace_last(options: TraceOptions) -> int:
     """Print the last traces, the newest last. Returns 0, or 1 if they cannot be read."""
     try:
-        address = parse_target(asked.url)
-        traces = asyncio.run(read_traces(address, asked.num_traces, timeout_s=asked.timeout_s))
+        address = parse_target(options.url)
+        traces = asyncio.run(read_traces(address, options.num_traces, timeout_s=options.timeout_s))
         drawn = ["\n".join(draw(trace)) for trace in reversed(traces)]
     except (InvalidArgument, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         # Of another service's JSON, a part is missing or of another type.
-        cause = printable(str(error)) or f"no answer within {asked.timeout_s:g} s"
-        print(f"triptych trace last: {asked.url}: {cause}", file=sys.stderr)
+        cause = printable(str(error)) or f"no answer within {options.timeout_s:g} s"
+        print(f"triptych trace last: {options.url}: {cause}", file=sys.stderr)
         return 1
-    if asked.as_json:
+    if options.as_json:
         print(json.dumps({"traces": traces}, indent=2))
     elif not traces:
         print("no trace yet: there is one once a request has ended")

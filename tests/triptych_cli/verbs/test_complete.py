@@ -10,7 +10,7 @@ import pytest
 
 from tests.triptych_cli.fakes import fake_frontend, triptych
 from triptych_cli.verbs.complete import Completion, SamplingValue, request_of
-from triptych_cli.verbs.failures import Asked, print_failure
+from triptych_cli.verbs.failures import Target, print_failure
 from triptych_kit.errors import InvalidArgument, ServiceError, Unavailable
 from triptych_kit.limits import INTERNAL
 from triptych_kit.server import Server
@@ -227,7 +227,7 @@ async def test_an_address_that_is_none_is_refused_by_its_flag() -> None:
 def test_the_reason_is_shown_where_it_is_more_than_the_name_of_the_code(
     error: ServiceError, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_failure(error, Asked("h:1"))
+    print_failure(error, Target("h:1"))
     assert capsys.readouterr().err.startswith(text)
 
 
