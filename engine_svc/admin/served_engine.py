@@ -17,7 +17,6 @@ from engine_svc.admin.lifecycle import EngineState, Lifecycle
 from engine_svc.convert.feature import WireFeatures
 from engine_svc.core.artifacts import Artifact
 from engine_svc.core.facts import EngineFacts, EngineIdentity, LoadProgress
-from engine_svc.core.request import Request
 from engine_svc.loop.answer import give
 from engine_svc.loop.mailbox import Call, Inbox, KVEventLog, StatsSnapshot
 from engine_svc.loop.pause import RunState
@@ -28,6 +27,7 @@ from triptych_kit.errors import DeadlineExceeded, Internal, ServiceError, Unavai
 from triptych_kit.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
+    from engine_svc.core.request import Request
     from engine_svc.data_parallel.driver import LockstepDriver, RankStatus
     from engine_svc.loop.controls import EngineControls
     from engine_svc.scheduler.watch import SchedulerWatch

@@ -50,6 +50,25 @@ MAY_READ_BY_NAME = {
     "triptych_cli/cli.py", "triptych_kit/interceptors.py", "triptych_kit/process/setup.py",
     "triptych_kit/security/credentials.py", "triptych_kit/shared_memory.py",
 }  # fmt: skip
+# What the engine measures and waits for; all else gets the time, and noise, as an argument.
+ENGINE_MAY_READ_A_CLOCK = {
+    "engine_svc/build/rank_main.py", "engine_svc/features/sched_trace/scheduler.py",
+    "engine_svc/features/structured_output/grammars.py", "engine_svc/features/structured_output/runner.py",
+    "engine_svc/model/loading/loader.py", "engine_svc/ranks/plan_channel.py",
+    "engine_svc/ranks/process_group.py", "engine_svc/ranks/watch.py", "engine_svc/runner/step_costs.py",
+}  # fmt: skip
+# Files with a queue that is bounded by something else, and by what.
+LIMITED_OTHERWISE = {
+    "engine_svc/features/sched_trace/file.py": "ends where the disk is slower than the engine",
+    "engine_svc/loop/mailbox.py": "counts commands, and refuses an Add when it is full",
+    "engine_svc/ranks/loop.py": "steps in flight",
+    "engine_svc/ranks/watch.py": "an answer of each rank to one call",
+    "engine_svc/runner/executor.py": "steps in flight",
+    "engine_svc/runner/preparer.py": "requests that are blocked",
+    "triptych_kit/server.py": "signals of an operator",
+    "triptych_cli/engines/in_process.py": "messages of the one client in the same process",
+}
+QUEUES = {"Queue", "LifoQueue", "PriorityQueue", "SimpleQueue"}
 UNSAFE_CALLS = {"eval", "exec", "pickle.load", "pickle.loads", "marshal.loads", "yaml.load", "os.system"}
 
 
@@ -96,6 +115,39 @@ def test_no_function_changes_a_global() -> None:
         for source in package_sources()
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Global)
+    ]
+    assert hits == []
+
+
+def test_the_engine_gets_the_time_and_noise_as_arguments() -> None:
+    readers = {
+        source.path
+        for source in package_sources()
+        for node in ast.walk(source.tree)
+        if source.is_in("engine_svc") and isinstance(node, ast.Import)
+        if {"time", "random"} & {alias.name for alias in node.names}
+    }
+    assert readers == ENGINE_MAY_READ_A_CLOCK
+
+
+def test_every_queue_has_a_limit() -> None:
+    without = {
+        source.path
+        for source in package_sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and not node.args and not node.keywords
+        if ast.unparse(node.func).split(".")[-1] in QUEUES
+    }
+    assert without == LIMITED_OTHERWISE.keys()
+
+
+def test_the_runner_calls_its_drafting_without_asking_whether_there_is_any() -> None:
+    hits = [
+        f"{source.path}:{node.lineno}"
+        for source in package_sources()
+        for node in ast.walk(source.tree)
+        if source.is_in("engine_svc/runner") and isinstance(node, ast.Compare)
+        if "drafting" in ast.unparse(node.left)
     ]
     assert hits == []
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from engine_svc.core.request import FinishReason, RequestStatus
+from engine_svc.core.step import StepPlan
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
@@ -56,6 +59,26 @@ def test_steps_are_numbered_from_one_and_say_so_in_the_statistics():
 def test_a_plan_without_rows_has_nothing_to_give_back():
     stage = Stage()
     assert stage.update(stage.schedule()) == []
+
+
+def test_a_plan_does_not_change_after_it_was_returned():
+    stage = Stage(num_blocks=13, block_size=4, async_scheduling=True)
+    stage.add(
+        request("a", 12, max_tokens=24), request("b", 12, max_tokens=24), request("c", 20, max_tokens=8)
+    )
+    plans: list[StepPlan] = []
+    copies: list[StepPlan] = []
+    in_flight: list[StepPlan] = []
+    while stage.scheduler.has_work or in_flight:
+        assert len(plans) < 200, "no end in sight"
+        plans.append(stage.schedule())
+        copies.append(deepcopy(plans[-1]))
+        if plans[-1].request_ids:
+            in_flight.append(plans[-1])
+        if len(in_flight) == 2 or (in_flight and not plans[-1].request_ids):
+            stage.update(in_flight.pop(0))
+    assert any(plan.preempted for plan in plans)
+    assert plans == copies
 
 
 # Steps that are planned before the tokens of the one before are known.
