@@ -363,7 +363,7 @@ def _admin_http(config: FrontendConfig, pages: AdminPages, security: ListenerSec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdminPages:
-    """What a frontend shows to its operators: facts, the page /ui, and what this sends."""
+    """The pages of a frontend for its operators: facts, the page /ui, and the calls that this makes."""
 
     facts: dict[str, MakePage]
     ui: dict[str, MakePage]

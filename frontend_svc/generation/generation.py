@@ -142,7 +142,7 @@ class OpenRequest:
 
     @property
     def fingerprint(self) -> str:
-        """That of the engine it is in, which may be another than that of the model it was prepared for."""
+        """The fingerprint of its present engine, which may differ from that of the model at the start."""
         client = self._migration.client
         model = None if client is None else client.model
         return (model or self._served).fingerprint

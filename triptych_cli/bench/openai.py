@@ -69,18 +69,18 @@ class OpenAITransport:
             raise _no_models(f"{self.base} answers {error.code}: {error.message}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise _no_models(f"{self.base} does not list models at /v1/models") from error
-        found = listed.get(name) if name else next(iter(listed.values()), None)
-        if found is None:
+        served = listed.get(name) if name else next(iter(listed.values()), None)
+        if served is None:
             known = ", ".join(listed)
             raise NotFound(
                 f"model {name or ''!r} is not served at {self.base}; served: {known}",
                 resource_type="model",
                 resource_name=name or "",
             )
-        self._body["model"] = found["id"]
-        length = found.get("max_model_len")
+        self._body["model"] = served["id"]
+        length = served.get("max_model_len")
         return BenchedModel(
-            found["id"], self._vocab_size, range(_NUM_SPECIAL), length if isinstance(length, int) else None
+            served["id"], self._vocab_size, range(_NUM_SPECIAL), length if isinstance(length, int) else None
         )
 
     def build(self, token_ids: Sequence[int], num_output_tokens: int, index: int) -> bytes:

@@ -172,8 +172,8 @@ async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:
 async def _transport(config: BenchServeConfig) -> AsyncIterator[tuple[Transport, BenchedModel]]:
     """How requests reach the server, and its model. Raises ServiceError."""
     if config.backend == "openai":
-        async with openai_transport(config, client_credentials()) as found:
-            yield found
+        async with openai_transport(config, client_credentials()) as transport:
+            yield transport
         return
     async with _connected(config.url, config.connections) as channels:
         model = await _model(channels[0], config.model)

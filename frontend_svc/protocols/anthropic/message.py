@@ -154,10 +154,10 @@ class _CallBlock:
 def _input_of(arguments: str) -> dict[str, Any]:
     """The arguments of a call; of one that was cut, under the name that Anthropic's API has for these."""
     try:
-        found = json.loads(arguments or "{}")
+        record = json.loads(arguments or "{}")
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+        record = None
+    return record if isinstance(record, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:

@@ -72,9 +72,9 @@ class Authorization:
             return
         names: Any = scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
         headers = Headers(scope=scope)
-        given = headers.get(AUTHORIZATION, "")
-        if not given and (key := headers.get(KEY_HEADER)):
-            given = f"Bearer {key}"
-        identity = self._authenticator.identify(given, names)
+        authorization = headers.get(AUTHORIZATION, "")
+        if not authorization and (key := headers.get(KEY_HEADER)):
+            authorization = f"Bearer {key}"
+        identity = self._authenticator.identify(authorization, names)
         check_role(identity, CLIENTS, f"{scope['method']} {scope['path'][:256]}")
         bind_identity(identity)

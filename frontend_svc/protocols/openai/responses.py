@@ -251,8 +251,8 @@ class ResponseRoutes:
         ignored += _refuse_values(body)
         conversation = self._conversation(current_identity().tenant, body)
         with fields_named(conversation.name_of):
-            asked = chat_request(_chat_of(body, conversation.messages))
-            num_tokens = await unless_disconnected(request, self._tokenizer.count(asked))
+            chat = chat_request(_chat_of(body, conversation.messages))
+            num_tokens = await unless_disconnected(request, self._tokenizer.count(chat))
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, ignored)
 
     async def _input_items(self, request: Request) -> Response:
@@ -299,7 +299,7 @@ class ResponseRoutes:
         return json_response({"id": key[1], "object": "response", "deleted": True})
 
     def _conversation(self, owner: str, body: ResponseBody) -> _Conversation:
-        """What a body continues, and what it adds."""
+        """The conversation that a body continues, and the messages that it adds."""
         previous = self._previous(owner, body.previous_response_id)
         items = messages_of(body.input)
         first = [] if body.instructions is None else [Message("system", body.instructions)]

@@ -69,8 +69,8 @@ def unknown_route(dialect_of: Callable[[str], Dialect]) -> Callable[[Request, Ex
 
 def _methods_at(request: Request, routes: Sequence[Route]) -> list[str]:
     """The methods that are served at the path of a request."""
-    found = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for methods in found for method in methods} - {"HEAD"})
+    at_path = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for methods in at_path for method in methods} - {"HEAD"})
 
 
 def _hint(path: str, served: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ _SIZES = MessageRules(
 )
 _OF_MESSAGE = MessageRules(chat_message_pb2.ChatMessage, apart=("tool_calls",))
 _OF_CALL = MessageRules(chat_message_pb2.ToolCall)
-# For so long a large conversation holds the event loop at once.
+# Time that a large conversation holds the event loop at once.
 _SLICE_S = 0.005
 _ROLES = {
     chat_message_pb2.CHAT_ROLE_SYSTEM: "system",
