@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.debian import missing_packages
 from tests.processes import running, source_environment
 
 pytestmark = pytest.mark.polyglot
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-INSTALL_LIMIT_S = 900
+BUILD_LIMIT_S = 900
 RUN_LIMIT_S = 300
 
 
@@ -36,10 +37,7 @@ class Language:
 
     def missing(self) -> list[str]:
         """What the machine lacks, after an attempt to install it."""
-        packages = _not_installed(self.packages)
-        if packages and os.geteuid() == 0 and shutil.which("apt-get"):
-            _install(packages)
-            packages = _not_installed(packages)
+        packages = missing_packages(self.packages)
         return [command for command in self.commands if not shutil.which(command)] + packages
 
 
@@ -136,7 +134,7 @@ def test_the_program_prints_the_transcript(language: Language, target: str) -> N
         if language.name in REQUIRED:
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    built = _run(language, language.build, INSTALL_LIMIT_S)
+    built = _run(language, language.build, BUILD_LIMIT_S)
     assert built.returncode == 0, built.stdout + built.stderr
     ran = _run(language, f"{language.run} {target}", RUN_LIMIT_S)
     assert ran.stdout.splitlines() == (EXAMPLES / "transcript.txt").read_text().splitlines(), ran.stderr
@@ -154,19 +152,3 @@ def _run(language: Language, command: str, limit_s: float) -> subprocess.Complet
         timeout=limit_s,
         check=False,
     )
-
-
-def _not_installed(packages: tuple[str, ...] | list[str]) -> list[str]:
-    if not shutil.which("dpkg-query"):
-        return list(packages)
-    shown = ("dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\n", *packages)
-    known = subprocess.run(shown, capture_output=True, text=True, check=False).stdout.splitlines()
-    return [package for package in packages if f"{package} installed" not in known]
-
-
-def _install(packages: list[str]) -> None:
-    # A package that another one here conflicts with stays: then these are missing.
-    install = ("apt-get", "install", "-y", "-q", "--no-install-recommends", "--no-remove", *packages)
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (("apt-get", "update", "-q"), install):
-        subprocess.run(command, env=environment, capture_output=True, timeout=INSTALL_LIMIT_S, check=False)
