@@ -56,7 +56,8 @@ from frontend_svc.protocols.openai.routes import OpenAIRoutes
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
-from frontend_svc.ui.page import ui_pages, ui_posts
+from frontend_svc.ui.history import History
+from frontend_svc.ui.page import About, ui_pages, ui_posts
 from frontend_svc.ui.state import StatePage
 from triptych.api.v1 import (
     chat_pb2_grpc,
@@ -132,9 +133,18 @@ def build_frontend(
     answers = _answers(config, clock, engines, requests, limits)
     api = _public_api(answers, requests)
     lifecycle = Lifecycle(lambda: draining.num_open)
-    state_page = StatePage(engines, requests, clock)
-    pages = _admin_pages(answers, metrics, state_page, lambda: frontend.address)
-    http = None
+    state_page, history = StatePage(engines, requests, clock), History(engines, requests, clock)
+
+    def about() -> About:
+        return About(
+            address=frontend.address,
+            http_address="" if http is None else http.address,
+            has_tls=security.tls is not None,
+            needs_key=security.authenticator.needs_credentials,
+        )
+
+    pages = _admin_pages(answers, metrics, state_page, history, about)
+    http: HTTPListener | None = None
     if config.http_port is not None:
         http = _http_listener(
             config,
@@ -155,7 +165,7 @@ def build_frontend(
         http,
     )
     register_frontend(metrics, engines, requests)
-    frontend = Frontend(config.engine, engines, requests, api, servers, metrics, state_page)
+    frontend = Frontend(config.engine, engines, requests, api, servers, metrics, state_page, history)
     return frontend
 
 
@@ -371,11 +381,15 @@ class AdminPages:
 
 
 def _admin_pages(
-    answers: Answers, metrics: Metrics, state_page: StatePage, address_of: Callable[[], str]
+    answers: Answers,
+    metrics: Metrics,
+    state_page: StatePage,
+    history: History,
+    about: Callable[[], About],
 ) -> AdminPages:
     return AdminPages(
         {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
-        {"/ui/state": state_page.make, **ui_pages(address_of)},
+        {"/ui/state": state_page.make, "/ui/history": history.make, **ui_pages(about)},
         ui_posts(answers.generate, answers.chat),
     )
 

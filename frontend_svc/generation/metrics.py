@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ BOUNDARY_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.0
 LENGTH_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 _FINISHED = tuple(reason.name.lower() for reason in EndReason)
+# First tokens between two calls of `drain_first_tokens`, of which the last are kept.
+_MAX_FIRST_TOKENS = 4096
 # client: it cancelled or has gone.  request: by an Abort call, or in the engine.
 _ABORTED = ("client", "deadline", "slow_consumer", "request")
 
@@ -172,6 +175,7 @@ class ModelMetrics:
     """Tokens and times of the requests for one model."""
 
     name: str
+    first_tokens_s: deque[float]  # of all models, as they come
     first_token: Distribution
     inter_token: Distribution
     per_output_token: Distribution
@@ -190,6 +194,7 @@ class RequestMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._models: dict[str, ModelMetrics] = {}
+        self._first_tokens_s: deque[float] = deque(maxlen=_MAX_FIRST_TOKENS)
         self.counts = RequestCounts(
             **{name: metrics.counts(**row._asdict()) for name, row in _COUNTERS.items()}
         )
@@ -212,12 +217,22 @@ class RequestMetrics:
         model = self._models.get(name)
         if model is None:
             distributions = {field: histogram.of(name) for field, histogram in self._histograms.items()}
-            model = self._models[name] = ModelMetrics(name, **distributions)
+            model = self._models[name] = ModelMetrics(name, self._first_tokens_s, **distributions)
             for counts in (self.counts.prompt_tokens, self.counts.cached_tokens):
                 counts.add(name, by=0)
             for reason in _FINISHED:
                 self.counts.finished.add(name, reason, by=0)
         return model
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(model.generated_tokens for model in self._models.values())
+
+    def drain_first_tokens(self) -> list[float]:
+        """The times to the first tokens since the last call, in seconds; of very many the last ones."""
+        times_s = list(self._first_tokens_s)
+        self._first_tokens_s.clear()
+        return times_s
 
     @contextmanager
     def counted(self, caller: Caller) -> Iterator[None]:
@@ -327,7 +342,9 @@ class OutputMeter:
             model.inter_token.observe((now_ns - before_ns) / 1e9 / num_tokens, num_tokens)
         elif not self._has_begun:
             self._has_begun = True
-            model.first_token.observe((now_ns - self.arrived_at_ns) / 1e9)
+            first_token_s = (now_ns - self.arrived_at_ns) / 1e9
+            model.first_token.observe(first_token_s)
+            model.first_tokens_s.append(first_token_s)
 
 
 def _cause_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from frontend_svc.engines.connection.health import EngineState
 from frontend_svc.generation.drain import shutting_down
 from frontend_svc.parts import EngineParts, PublicAPI, RequestParts, Servers
+from frontend_svc.ui.history import History
 from frontend_svc.ui.state import StatePage
 from triptych_kit import shared_memory
 from triptych_kit.telemetry.metrics import Metrics
@@ -34,6 +35,7 @@ class Frontend:
         servers: Servers,
         metrics: Metrics,
         state_page: StatePage,
+        history: History,
     ) -> None:
         self.engines = engines
         self.requests = requests
@@ -43,6 +45,7 @@ class Frontend:
         self.address = ""
         self._engine_addresses = engine_addresses
         self._state_page = state_page
+        self._history = history
         self._closing: asyncio.Task[None] | None = None
 
     def connect(self, address: str) -> None:
@@ -54,6 +57,7 @@ class Frontend:
         self.engines.directory.set_addresses("configuration", self._engine_addresses)
         if self.engines.coordinator is not None:
             self.engines.coordinator.start()
+        self._history.start()
 
     async def drain(self) -> None:
         """Refuse new requests, and wait for the open ones and for calls that read one."""
@@ -81,6 +85,7 @@ class Frontend:
     async def _close(self) -> None:
         engines, requests = self.engines, self.requests
         requests.loop_lag.stop()
+        self._history.stop()
         await self._state_page.close()
         engines.directory.leave()
         await requests.resumable.close()

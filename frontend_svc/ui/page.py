@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,13 +27,26 @@ _FOLDER = Path(__file__).parent / "static"
 _CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-def ui_pages(address_of: Callable[[], str]) -> dict[str, MakePage]:
-    """The static files, and what the page needs to know of this frontend: `address_of` its public port."""
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the page's commands need to reach this frontend.
 
-    async def about(target: str) -> Page:
-        return Page(json.dumps({"address": address_of()}).encode(), "application/json")
+    address: of the public API over gRPC.  http_address: of OpenAI's API, empty where it is not served.
+    """
 
-    pages: dict[str, MakePage] = {"/ui/about": about}
+    address: str
+    http_address: str
+    has_tls: bool
+    needs_key: bool
+
+
+def ui_pages(about: Callable[[], About]) -> dict[str, MakePage]:
+    """The static files, and `about` this frontend."""
+
+    async def about_page(target: str) -> Page:
+        return Page(json.dumps(asdict(about())).encode(), "application/json")
+
+    pages: dict[str, MakePage] = {"/ui/about": about_page}
     for file in sorted(_FOLDER.iterdir()):
         content_type = f"{_CONTENT_TYPES[file.suffix]}; charset=utf-8"
         pages[f"/ui/{file.name}"] = _static(Page(file.read_bytes(), content_type))

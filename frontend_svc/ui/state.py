@@ -11,7 +11,9 @@ import contextlib
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -19,6 +21,7 @@ import grpc.aio
 from frontend_svc.engines.connection.client import EngineClient, EngineState
 from frontend_svc.parts import EngineParts, RequestParts
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
+from triptych_kit.addresses import unix_path
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import Clock
 from triptych_kit.http.pages import Page
@@ -141,6 +144,8 @@ class StatePage:
 
     def _state(self) -> dict[str, Any]:
         engines, requests = self._engines, self._requests
+        clients = engines.directory.clients()
+        names = engine_names(client.address for client in clients)
         return {
             "at_ms": round(time.time() * 1000),
             "version": installed_version(),
@@ -150,7 +155,7 @@ class StatePage:
                 "held": engines.failover.num_held,
             },
             "coordinator": {"connected": engines.has_coordinator},
-            "engines": [self._engine(client) for client in engines.directory.clients()],
+            "engines": [{"name": names[client.address], **self._engine(client)} for client in clients],
         }
 
     def _engine(self, client: EngineClient) -> dict[str, Any]:
@@ -205,6 +210,15 @@ class StatePage:
             "requests": list(map(_request, newest.requests)),
             "cached_blocks": list(newest.cached_block_ids),
         }
+
+
+def engine_names(addresses: Iterable[str]) -> dict[str, str]:
+    """A name for each address: that of its socket, as `triptych admin` has it, where only one has it."""
+    names = {
+        address: address if (path := unix_path(address)) is None else Path(path).stem for address in addresses
+    }
+    num_uses = Counter(names.values())
+    return {address: name if num_uses[name] == 1 else address for address, name in names.items()}
 
 
 def _request(request: admin_pb2.ScheduledRequest) -> dict[str, Any]:

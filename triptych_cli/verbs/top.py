@@ -170,7 +170,7 @@ def frame(state: State, before: State | None) -> list[str]:
 def _engine_row(engine: State, state: State, before: State | None) -> list[str]:
     hits, steps = engine["prefix_hit_rate"], engine["steps"][-_AVERAGED_STEPS:]
     return [
-        engine["address"],
+        engine["name"],
         engine["state"],
         str(engine["running"]),
         str(engine["waiting"]),

@@ -71,6 +71,7 @@ class HTTPListener:
         security: ListenerSecurity = OPEN_LISTENERS,
     ) -> None:
         self._listen, self._shares_port = listen, shares_port
+        self.address = ""  # where it is bound, from `start` on
         self._connections = Connections(_within_open_files(limits or ConnectionLimits()), always_served)
         config = uvicorn.Config(
             app,
@@ -112,7 +113,8 @@ class HTTPListener:
                 await self._serving
             await asyncio.sleep(_POLL_S)
         self._sweeping = asyncio.ensure_future(self._sweep())
-        return f"{host}:{bound.getsockname()[1]}"
+        self.address = f"{host}:{bound.getsockname()[1]}"
+        return self.address
 
     def drain(self) -> None:
         """Without effect: requests are refused by the services while they drain."""

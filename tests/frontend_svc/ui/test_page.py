@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from frontend_svc.ui.page import ui_pages
+from frontend_svc.ui.page import About, ui_pages
 from tests.architecture.sources import ROOT
-from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, serving
+from tests.frontend_svc.fakes import WAIT_S, FakeEngine, answer, read_all, serving
 
 STATIC = ROOT / "frontend_svc" / "ui" / "static"
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in STATIC.iterdir()}
@@ -61,7 +61,33 @@ async def test_the_page_and_all_it_names_are_served():
         assert named == {f"/ui/{name}" for name in TEXTS if name != "index.html"}
         for path in named:
             assert (await ask(address, f"GET {path}"))[0].startswith("HTTP/1.1 200")
-        assert json.loads((await ask(address, "GET /ui/about"))[1])["address"].startswith("127.0.0.1:")
+
+
+async def test_commands_of_the_page_are_given_where_this_frontend_is_reached():
+    async with serving(FakeEngine(), http_port=0) as (_, frontend):
+        http_address = await frontend.servers.http.start()
+        address = await frontend.servers.admin_http.start()
+        about = json.loads((await ask(address, "GET /ui/about"))[1])
+        await frontend.servers.admin_http.stop(0)
+        await frontend.servers.http.stop(0)
+    expected = {
+        "address": frontend.address,
+        "http_address": http_address,
+        "has_tls": False,
+        "needs_key": False,
+    }
+    assert about == expected
+
+
+async def test_the_history_is_kept_from_the_start_of_the_frontend_whether_it_is_read_or_not():
+    async with serving(FakeEngine(answer("the cat"))) as (client, frontend):
+        await read_all(client.generate("the dog"))
+        address = await frontend.servers.admin_http.start()
+        async with asyncio.timeout(WAIT_S):
+            while not any(json.loads((await ask(address, "GET /ui/history"))[1])["tokens_per_s"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert json.loads((await ask(address, "GET /ui/about"))[1])["http_address"] == ""
+        await frontend.servers.admin_http.stop(0)
 
 
 def test_no_file_names_another_host():
@@ -165,4 +191,5 @@ async def test_the_page_is_on_loopback_alone_unless_it_is_asked_for(options: dic
 
 
 def test_every_static_file_has_a_content_type():
-    assert len(ui_pages(lambda: "")) == len(TEXTS) + 2
+    about = About("127.0.0.1:1", "", has_tls=False, needs_key=False)
+    assert len(ui_pages(lambda: about)) == len(TEXTS) + 2

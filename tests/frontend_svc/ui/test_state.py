@@ -15,7 +15,7 @@ import pytest
 from frontend_svc.config import FrontendConfig
 from frontend_svc.engines.connection.client import EngineState
 from frontend_svc.engines.routing.account import EngineAccount
-from frontend_svc.ui.state import StatePage
+from frontend_svc.ui.state import StatePage, engine_names
 from tests.frontend_svc.fakes import WAIT_S
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.engine.v1 import session_pb2
@@ -136,7 +136,8 @@ async def test_the_first_answer_has_the_newest_state_of_the_engine():
         assert state["coordinator"] == {"connected": True}
         assert state["engines"] == [
             {
-                "address": engine.address, "engine_id": "engine-0", "model": "tiny", "state": "ready",
+                "name": engine.address, "address": engine.address,
+                "engine_id": "engine-0", "model": "tiny", "state": "ready",
                 "rank": 0, "wave": 4, "age_ms": 0,
                 "running": 1, "waiting": 0, "free_blocks": 37, "total_blocks": 40, "prefix_hit_rate": 0.25,
                 "preemptions": 6, "prompt_tokens": 0, "generated_tokens": 0,
@@ -152,6 +153,16 @@ async def test_the_first_answer_has_the_newest_state_of_the_engine():
             }
         ]  # fmt: skip
         assert admin.requests[0].interval_ms == 100
+
+
+def test_an_engine_at_a_socket_has_the_name_of_the_socket_where_no_other_has_it():
+    assert engine_names(["unix:/run/a/engine-0.sock", "unix:/run/a/engine-1.sock", "host:50061"]) == {
+        "unix:/run/a/engine-0.sock": "engine-0",
+        "unix:/run/a/engine-1.sock": "engine-1",
+        "host:50061": "host:50061",
+    }
+    same = ["unix:/run/a/engine-0.sock", "unix:/run/b/engine-0.sock"]
+    assert engine_names(same) == dict(zip(same, same, strict=True))
 
 
 async def test_one_watch_serves_all_that_ask_and_keeps_the_last_steps():

@@ -31,7 +31,8 @@ def state(**engine: Any) -> dict[str, Any]:
         "blockers": ["free_blocks"], "blocks": [],
     }  # fmt: skip
     shown = {
-        "address": "127.0.0.1:5", "engine_id": "e", "model": "tiny", "state": "ready", "rank": 1, "wave": 3,
+        "name": "engine-0", "address": "127.0.0.1:5", "engine_id": "e", "model": "tiny", "state": "ready",
+        "rank": 1, "wave": 3,
         "age_ms": 20, "running": 1, "waiting": 2, "free_blocks": 30, "total_blocks": 40,
         "prefix_hit_rate": 0.25, "preemptions": 4, "prompt_tokens": 100, "generated_tokens": 50,
         "steps": [{"step": 1, "num_tokens": 8, "num_requests": 1, "duration_ms": 2.5}],
@@ -56,8 +57,8 @@ def test_a_picture_has_engines_rates_and_what_requests_wait_for() -> None:
     now = state(prompt_tokens=300, generated_tokens=60) | {"at_ms": 1500}
     lines = frame(now, state())
     assert "5 open, 6 queued, 7 held" in lines[0] and "not connected" in lines[0]
-    assert row(lines, "127.0.0.1:5") == [
-        "127.0.0.1:5", "ready", "1", "2", "10/40", "400", "20", "2.5", "25%", "4", "1", "3", "20", "tiny",
+    assert row(lines, "engine-0") == [
+        "engine-0", "ready", "1", "2", "10/40", "400", "20", "2.5", "25%", "4", "1", "3", "20", "tiny",
     ]  # fmt: skip
     assert row(lines, "r0") == ["r0", "WAITING", "free_blocks", "7", "0", "0", "0", "1.5", "0"]
 
@@ -65,14 +66,19 @@ def test_a_picture_has_engines_rates_and_what_requests_wait_for() -> None:
 def test_no_text_of_the_frontend_controls_the_terminal() -> None:
     hostile = "x\x1b[2J\r\n\u202e\ud800"
     [request, _] = state()["engines"][0]["requests"]
-    now = state(address=hostile, model=hostile, requests=[request | {"id": hostile, "blockers": [hostile]}])
+    now = state(
+        name=hostile,
+        address=hostile,
+        model=hostile,
+        requests=[request | {"id": hostile, "blockers": [hostile]}],
+    )
     for line in frame(now | {"version": hostile}, None):
         assert line.isprintable()
 
 
 def test_rates_are_unknown_without_a_picture_before_or_from_an_engine_that_started_anew() -> None:
     for before in (None, state(generated_tokens=51) | {"at_ms": 500}):
-        assert row(frame(state(), before), "127.0.0.1:5")[5:7] == ["-", "-"]
+        assert row(frame(state(), before), "engine-0")[5:7] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ async def test_it_ends_at_once_though_the_frontend_does_not_answer() -> None:
         os.write(ours, b"q")
         assert await process.wait() == 0
         assert time.monotonic() - began_at < 4
-    assert b"127.0.0.1:5" in shown
+    assert b"engine-0" in shown
     await listener.stop(0)
     os.close(ours)
     os.close(theirs)
@@ -193,6 +199,6 @@ async def test_a_terminal_that_cannot_be_drawn_on_gets_one_picture() -> None:
         ):
             assert await process.wait() == 0
     shown = os.read(ours, 65536)
-    assert b"127.0.0.1:5" in shown and b"\x1b" not in shown
+    assert b"engine-0" in shown and b"\x1b" not in shown
     os.close(ours)
     os.close(theirs)
