@@ -1,6 +1,6 @@
 """The page /ui in a browser, over real processes: two engines, load, a death, a phone, the keyboard alone.
 
-It needs Debian's `chromium` (`apt-get install chromium`), and is skipped without. The screenshots are kept in
+The browser is Debian's `chromium`, which is installed if it is missing. The screenshots are kept in
 build/screenshots.
 """
 
@@ -25,22 +25,20 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.architecture.sources import ROOT
+from tests.debian import missing_packages
 from tests.processes import START_LIMIT_S, running, source_environment
 from triptych_client.client import Client
 from triptych_client.errors import TriptychError
 
-CHROMIUM = shutil.which("chromium")
-
-pytestmark = [
-    pytest.mark.network,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; apt-get install chromium"),
-]
+pytestmark = pytest.mark.network
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
 WAIT_MS = 30_000
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 NUM_STREAMS = 12
 MAX_RUNNING = 4  # of each engine
+NUM_FOLDED = 8  # requests of a list until it is unfolded
+SPAN_MS = 300_000  # of the plots
 PREFIX = "Once upon a time there was a clever child called Omar who lived in a tower by the sea. " * 3
 # How many blocks the page has drawn, by the colours of its squares.
 DRAWN = """canvas => {
@@ -50,6 +48,25 @@ DRAWN = """canvas => {
         if (data[i + 3] === 255) colours.add(data.slice(i, i + 3).join());
     }
     return colours.size;
+}"""
+# Elements whose texts do not fit into them.
+CUT = """selector => [...document.querySelectorAll(selector)].filter((each) => {
+    return each.scrollWidth > each.clientWidth + 1 || each.scrollHeight > each.clientHeight + 1;
+}).map((each) => each.outerHTML)"""
+# First and last column of pixels of a plot in which a line is, as shares of its width beside the axis.
+LINE = """canvas => {
+    const { width, height } = canvas;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+    const axis = 48 * devicePixelRatio;
+    const columns = [];
+    for (let x = 0; x < width; x += 1) {
+        for (let y = 0; y < height - 18 * devicePixelRatio; y += 1) {
+            const [red, green, blue, alpha] = data.slice(4 * (y * width + x), 4 * (y * width + x) + 4);
+            const isColoured = Math.max(red, green, blue) - Math.min(red, green, blue) > 60;
+            if (alpha > 200 && isColoured && x >= axis - 1) { columns.push(x); break; }
+        }
+    }
+    return [columns[0], columns.at(-1)].map((x) => (x - axis) / (width - axis));
 }"""
 FOCUSED = """() => {
     const element = document.activeElement;
@@ -61,7 +78,7 @@ FOCUSED = """() => {
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What `triptych serve` with two engines writes when all is ready."""
     ready_file = tmp_path_factory.mktemp("page") / "ready.json"
-    flags = ("--port=0", f"--ready-file={ready_file}", "--data-parallel-size=2")
+    flags = ("--port=0", "--http-port=0", f"--ready-file={ready_file}", "--data-parallel-size=2")
     # Under load some requests wait.
     engine_flags = (f"--max-num-seqs={MAX_RUNNING}", "--num-kv-blocks=640")
     command = (sys.executable, "-m", "triptych_cli.cli", "serve", *flags, *engine_flags)
@@ -78,15 +95,23 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Debian's Chromium, driven by a Playwright that is installed for this module alone."""
-    packages = tmp_path_factory.mktemp("playwright")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with packages for this module alone."""
+    folder = tmp_path_factory.mktemp("packages")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--target", str(packages), "playwright>=1.50,<2"], check=True)
+    subprocess.run([*pip, "--target", str(folder), "playwright>=1.50,<2", "openai"], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(packages: Path) -> Iterator[Any]:
+    if shutil.which("chromium") is None:
+        assert missing_packages(("chromium",)) == [], "as root: apt-get install chromium"
     sys.path.append(str(packages))
     try:
         with importlib.import_module("playwright.sync_api").sync_playwright() as playwright:
-            started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            chromium = shutil.which("chromium")
+            started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             yield started
             started.close()
     finally:
@@ -95,7 +120,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser: Any, stack: dict[str, Any], **options: Any) -> Iterator[Any]:
-    """The page, followed until the end: no error, and no request to another host."""
+    """The page, followed until the end: no error, no request to another host, nothing beside the window."""
     admin_http = process_of(stack, "frontend")["admin_http"]
     context = browser.new_context(**{"viewport": DESKTOP, "color_scheme": "light", **options})
     context.set_default_timeout(WAIT_MS)
@@ -108,6 +133,7 @@ def opened(browser: Any, stack: dict[str, Any], **options: Any) -> Iterator[Any]
     page.goto(f"http://{admin_http}/ui")
     page.locator(".engine[data-state=ready]").nth(1).wait_for()
     yield page
+    assert page.evaluate("document.documentElement.scrollWidth") == page.viewport_size["width"]
     assert problems == []
     assert hosts == {admin_http}
     context.close()
@@ -162,8 +188,7 @@ def tab_to(page: Any, name: str, *, most: int = 60) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_at_rest_the_engines_and_all_their_blocks_are_shown(browser, stack, scheme: str) -> None:
     with opened(browser, stack, color_scheme=scheme) as page:
-        addresses = {one["address"] for one in stack["processes"] if one["service"] == "engine"}
-        assert set(page.locator(".engine .address").all_inner_texts()) == addresses
+        assert page.locator(".engine .name").all_inner_texts() == ["engine-0", "engine-1"]
         assert page.locator("#connection").inner_text() == "live"
         assert page.locator("#coordinator").inner_text() == "connected"
         for card in page.locator(".engine").all():
@@ -179,8 +204,11 @@ def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack, sc
     with loaded(stack), opened(browser, stack, color_scheme=scheme) as page:
         page.locator(".map:not([data-used='0']):not([data-shared='0'])").first.wait_for()
         page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
-        page.locator(".waiting .request", has_text="waits for max_num_seqs").first.wait_for()
+        page.locator(".waiting .request", has_text="waits for a slot in the batch").first.wait_for()
         card = page.locator(".engine", has=page.locator(".running .request")).first
+        assert page.locator(".waiting .swatch:not(.none)").count() == 0
+        for figure in page.locator(".plots figure").all():
+            figure.locator("b", has_text=re.compile("[1-9]")).first.wait_for()
         # Colours of requests, beside those of free and of cached blocks.
         assert card.locator(".map canvas").evaluate(DRAWN) >= 4
         card.locator(".steps[data-num-steps='120']").wait_for()
@@ -199,13 +227,95 @@ def test_a_phone_shows_all_in_its_width(browser, stack) -> None:
     options = {"viewport": PHONE, "device_scale_factor": 2, "has_touch": True, "color_scheme": "dark"}
     with loaded(stack), opened(browser, stack, **options) as page:
         page.locator(".running .request").first.wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        assert all(link.bounding_box()["height"] >= 44 for link in page.locator("nav a").all())
         wide = """() => [...document.querySelectorAll("body *")].filter((each) => {
             const box = each.getBoundingClientRect();
             return box.right > innerWidth + 1 && !each.closest("pre") && box.left < innerWidth;
         }).map((each) => each.className || each.tagName)"""
         assert page.evaluate(wide) == []
         shoot(page, "phone")
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE])
+def test_a_long_list_says_how_many_more_there_are_and_shows_them(browser, stack, viewport) -> None:
+    with opened(browser, stack, viewport=viewport) as page:
+        page.route("**/ui/state", lambda route: route.fulfill(json=crowded(route.fetch().json())))
+        card = page.locator(".engine").first
+        running, waiting = card.locator(".running"), card.locator(".waiting")
+        running.locator(".request").nth(NUM_FOLDED - 1).wait_for()
+        for lane, num_listed in ((running, 20), (waiting, 23)):
+            assert lane.locator(".request").count() == NUM_FOLDED
+            assert lane.locator(".more").inner_text() == f"Show {num_listed - NUM_FOLDED} more"
+        assert running.locator(".count").inner_text() == "20"
+        assert waiting.locator(".rest").inner_text() == "577 more are open, and not listed here"
+        colours = running.locator(".swatch").evaluate_all("all => all.map((each) => each.style.background)")
+        assert len(set(colours)) == NUM_FOLDED
+        shoot(page, f"folded-{viewport['width']}")
+        for lane, num_listed in ((running, 20), (waiting, 23)):
+            lane.locator(".more").click()
+            lane.locator(".request").nth(num_listed - 1).wait_for()
+            lane.locator(".request").last.scroll_into_view_if_needed()
+            assert lane.locator(".more").inner_text() == f"Show only {NUM_FOLDED}"
+        assert page.evaluate(CUT, ".request, .request .id, .request .numbers-of") == []
+        if viewport == DESKTOP:
+            # None has a second line.
+            heights = [each.bounding_box()["height"] for each in card.locator(".request").all()]
+            assert max(heights) < 1.5 * min(heights)
+        shoot(page, f"unfolded-{viewport['width']}")
+        page.unroute_all(behavior="ignoreErrors")
+
+
+def crowded(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with an engine that has 20 running and 600 waiting requests, of which 23 are listed."""
+    request = {"num_prompt_tokens": 1476, "num_output_tokens": 119, "num_computed_tokens": 1595, "blocks": []}
+    request |= {"num_preemptions": 12, "priority": 0, "age_ms": 9000, "blockers": []}
+    running = [
+        request | {"id": f"{index:08x}" * 4, "status": "RUNNING", "blocks": [index + 1]}
+        for index in range(20)
+    ]
+    waiting = [
+        request | {"id": f"{index:08x}" * 4, "status": "WAITING", "blockers": ["free_blocks"]}
+        for index in range(20, 43)
+    ]
+    full = state["engines"][0] | {"running": 20, "waiting": 600, "requests": running + waiting}
+    return state | {"engines": [full, *state["engines"][1:]]}
+
+
+def test_an_id_is_short_and_is_copied_whole_by_a_click(browser, stack) -> None:
+    with loaded(stack), opened(browser, stack, permissions=["clipboard-read", "clipboard-write"]) as page:
+        name = page.locator(".running .request .id").first
+        assert re.fullmatch("[0-9a-f]{8}", name.inner_text())
+        shown = name.inner_text()
+        name.click()
+        page.locator(".running .id", has_text="copied").wait_for()
+        whole = page.evaluate("navigator.clipboard.readText()")
+        assert re.match("[0-9a-f]{32}", whole) and whole.startswith(shown)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_plots_show_five_minutes(browser, stack, scheme: str) -> None:
+    ages = list(range(SPAN_MS, -1, -1000))
+    wave = [50 + (age // 1000) % 60 for age in ages]
+    content = {
+        "span_ms": SPAN_MS, "age_ms": ages, "tokens_per_s": [10 * each for each in wave],
+        "running": wave, "waiting": [each // 4 for each in wave], "first_token_p50_ms": wave,
+        "first_token_p95_ms": [9 * each for each in wave], "kv_use": [each / 120 for each in wave],
+    }  # fmt: skip
+    with opened(browser, stack, color_scheme=scheme) as page:
+        # Those of the frontend's life, before the page was opened.
+        throughput = page.locator("figure[data-plot=throughput] .plot")
+        assert throughput.get_attribute("data-span-ms") == str(SPAN_MS)
+        assert int(throughput.get_attribute("data-num-samples")) >= 3
+        page.route("**/ui/history", lambda route: route.fulfill(json=content))
+        page.locator(".plot[data-num-samples='301']").nth(3).wait_for()
+        for plot in page.locator(".plot").all():
+            first, last = plot.locator("canvas").evaluate(LINE)
+            assert first < 0.01 and last > 0.99
+        throughput.hover(position={"x": 50, "y": 40})
+        readout = page.locator("figure[data-plot=throughput] output")
+        assert readout.inner_text().startswith(("5 min 0 s ago", "4 min 59 s ago", "4 min 58 s ago"))
+        shoot(page, f"history-{scheme}")
+        page.unroute_all(behavior="ignoreErrors")
 
 
 def test_the_playground_streams_an_answer_with_times_and_alternatives(browser, stack) -> None:
@@ -234,17 +344,75 @@ def test_the_playground_streams_an_answer_with_times_and_alternatives(browser, s
         shoot(page, "playground")
 
 
-def test_a_conversation_goes_on(browser, stack) -> None:
+def test_a_request_has_the_model_stop_strings_a_schema_and_tools(browser, stack) -> None:
+    with opened(browser, stack) as page:
+        page.locator("label", has_text="Chat").click()
+        page.locator("#model option").first.wait_for(state="attached")
+        page.locator("#more summary").click()
+        page.fill("#prompt", "The weather?")
+        page.fill("#top_p", "0.5")
+        page.fill("#max_tokens", "4")
+        page.fill("#stop", "end\n\\n\\n")
+        for button in page.locator(".example").all():
+            button.click()
+        page.select_option("#tool_choice", "none")
+        with page.expect_request("**/ui/chat") as sent:
+            page.click("#send")
+        request = sent.value.post_data_json
+        assert request["model"] == page.locator("#model").input_value() != ""
+        assert request["sampling"]["top_p"] == 0.5
+        assert request["sampling"]["stop"] == ["end", "\n\n"]
+        schema = json.loads(request["sampling"]["structured_output"]["json_schema"])
+        assert schema["required"] == ["name", "age"]
+        assert [tool["name"] for tool in request["tools"]] == ["get_weather"]
+        assert json.loads(request["tools"][0]["parameters_json_schema"])["required"] == ["city"]
+        assert request["tool_choice"] == {"mode": "TOOL_CHOICE_MODE_NONE"}
+        page.locator("#progress", has_text=": ").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "text", "message"),
+    [
+        ("Chat", "prompt", "  ", "Write a message first."),
+        ("Prompt", "prompt", "", "Write a prompt first."),
+        ("Prompt", "schema", "{", "The schema is not JSON: "),
+        ("Chat", "tools", '"get_weather"', "The list of tools must be a JSON list of objects."),
+    ],
+)
+def test_a_field_that_cannot_be_sent_is_marked_and_nothing_is_sent(
+    browser, stack, kind: str, field: str, text: str, message: str
+) -> None:
+    with opened(browser, stack) as page:
+        sent: list[str] = []
+        page.on("request", lambda request: sent.extend([request.url] * (request.method == "POST")))
+        page.locator("fieldset label", has_text=kind).click()
+        page.fill("#prompt", "The king")
+        page.locator("#more summary").click()
+        page.fill(f"#{field}", text)
+        page.click("#send")
+        assert page.locator("#error").inner_text().startswith(message)
+        assert page.locator("[aria-invalid=true]").get_attribute("id") == field
+        assert page.evaluate(FOCUSED) == field
+        assert sent == []
+
+
+def test_a_conversation_goes_on_and_shows_each_answer_once(browser, stack) -> None:
     with opened(browser, stack) as page:
         page.locator("label", has_text="Chat").click()
         page.fill("#max_tokens", "16")
         for number, text in enumerate(("Tell me about a crab.", "And then?"), start=1):
             page.fill("#prompt", text)
             page.click("#send")
-            page.locator("#turns p").nth(2 * number - 1).wait_for()
-        assert page.locator("#turns p").nth(2).inner_text() == "you And then?"
+            page.locator("#progress", has_text=": ").wait_for()
+            page.locator("#turns p").nth(2 * number - 2).wait_for()
+        assert page.locator("#turns p").count() == 3
+        assert page.locator("#turns p").nth(2).inner_text() == "you\nAnd then?"
         assert page.locator("#prompt").input_value() == ""
+        answer = "".join(page.locator("#answer span").all_text_contents()).removesuffix("·")
+        assert page.locator("#playground").inner_text().count(answer) == 1
         page.locator("#copy summary").click()
+        # Between two messages the command is that of the last one.
+        assert '"content": "And then?"' in page.locator("#command").inner_text()
         shoot(page, "conversation")
 
 
@@ -261,33 +429,64 @@ def test_an_error_names_its_field(browser, stack) -> None:
         shoot(page, "error")
 
 
-def test_the_commands_run(browser, stack, tmp_path: Path) -> None:
+def test_the_commands_run(browser, stack, packages: Path, tmp_path: Path) -> None:
+    prompt = 'It\'s "here": é\\n $HOME'
     with opened(browser, stack) as page:
-        page.fill("#prompt", 'It\'s "here": é\\n $HOME')
+        page.fill("#prompt", prompt)
         page.fill("#max_tokens", "4")
         page.fill("#temperature", "0")
         page.locator("#copy summary").click()
+        assert page.locator("#copy-kind").input_value() == "openai-curl"
         commands = {}
-        for kind in ("buf", "python", "curl"):
+        for kind in ("openai-curl", "openai-python", "grpc-buf", "grpc-python", "page-curl"):
             page.select_option("#copy-kind", kind)
             commands[kind] = page.locator("#command").inner_text()
     with Client(stack["grpc"]) as client:
-        expected = client.generate_unary('It\'s "here": é\\n $HOME', temperature=0, max_tokens=4).text
-    script = tmp_path / "command.py"
-    script.write_text(commands["python"], encoding="utf-8")
-    ran = subprocess.run(
-        [sys.executable, str(script)], env=source_environment(), capture_output=True, check=True, text=True
-    )
-    assert ran.stdout == expected
-    lines = subprocess.run(["sh", "-c", commands["curl"]], capture_output=True, check=True, text=True).stdout
-    deltas = [json.loads(line)["response"].get("delta", {}) for line in lines.splitlines()]
+        expected = client.generate_unary(prompt, temperature=0, max_tokens=4).text
+    assert run_python(tmp_path, commands["openai-python"], packages) == expected
+    assert run_python(tmp_path, commands["grpc-python"]) == expected
+    events = run_shell(commands["openai-curl"]).split("\n\n")
+    bodies = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert "".join(body["choices"][0]["text"] for body in bodies) == expected
+    lines = run_shell(commands["page-curl"]).splitlines()
+    deltas = [json.loads(line)["response"].get("delta", {}) for line in lines]
     assert "".join(delta.get("text", "") for delta in deltas) == expected
-    assert commands["buf"].startswith("buf curl ")
+    assert commands["grpc-buf"].startswith("buf curl ")
     # Set by `make test-network`.
     if "BUF" in os.environ:
-        buf = commands["buf"].replace("buf", os.environ["BUF"], 1)
-        printed = subprocess.run(["sh", "-c", buf], capture_output=True, check=True, text=True).stdout
+        printed = run_shell(commands["grpc-buf"].replace("buf", os.environ["BUF"], 1))
         assert "".join(json.loads(f'"{text}"') for text in re.findall(r'"text": "(.*)"', printed)) == expected
+
+
+def test_the_commands_of_a_chat_with_tools_and_a_schema_run(browser, stack, packages, tmp_path) -> None:
+    with opened(browser, stack) as page:
+        page.locator("label", has_text="Chat").click()
+        page.fill("#prompt", "The weather?")
+        page.fill("#max_tokens", "4")
+        page.locator("#more summary").click()
+        page.locator(".example").first.click()
+        page.fill("#stop", "never")
+        page.locator("#copy summary").click()
+        curl = page.locator("#command").inner_text()
+        page.select_option("#copy-kind", "openai-python")
+        python = page.locator("#command").inner_text()
+    assert '"logprobs": true' in curl and "logprobs=True" in python
+    assert "data: [DONE]" in run_shell(curl) and "error" not in run_shell(curl)
+    assert run_python(tmp_path, python, packages) != ""
+
+
+def run_python(folder: Path, script: str, packages: Path | None = None) -> str:
+    file = folder / "command.py"
+    file.write_text(script, encoding="utf-8")
+    environment = source_environment()
+    if packages is not None:
+        environment["PYTHONPATH"] += f"{os.pathsep}{packages}"
+    command = [sys.executable, str(file)]
+    return subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
+
+
+def run_shell(command: str) -> str:
+    return subprocess.run(["sh", "-c", command], capture_output=True, check=True, text=True).stdout
 
 
 def test_every_control_is_reached_and_operated_by_the_keyboard(browser, stack) -> None:
@@ -303,8 +502,9 @@ def test_every_control_is_reached_and_operated_by_the_keyboard(browser, stack) -
             )
             assert outline != "none" or parent != "none", reached[-1]
             press("Tab")
-        names = ["#engines", "#playground", "pause", "theme", *2 * ["map", "steps"], "kind", "prompt"]
-        names += ["temperature", "max_tokens", "seed", "logprobs", "send", "SUMMARY"]
+        names = ["#engines", "#playground", "pause", "theme", *4 * ["plot"], *2 * ["map", "steps"]]
+        names += ["kind", "model", "prompt", "temperature", "top_p", "max_tokens", "seed", "logprobs"]
+        names += ["SUMMARY", "send", "SUMMARY"]
         assert reached == names
 
         tab_to(page, "pause")
@@ -349,7 +549,7 @@ def test_every_control_is_reached_and_operated_by_the_keyboard(browser, stack) -
         press("Enter")
         tab_to(page, "copy-kind")
         press("ArrowDown")
-        assert "grpc.insecure_channel" in page.locator("#command").inner_text()
+        assert "from openai import OpenAI" in page.locator("#command").inner_text()
         tab_to(page, "copy-button")
         press("Enter")
         page.locator("#copied", has_text=re.compile("copied|selected")).wait_for()
@@ -364,7 +564,7 @@ def test_stop_aborts_the_request(browser, stack) -> None:
         page.locator("#answer span").nth(3).wait_for()
         request = page.locator(".running .request")
         request.wait_for()
-        tab_to(page, "stop")
+        tab_to(page, "stop-button")
         page.keyboard.press("Enter")
         page.locator("#progress", has_text="stopped: ").wait_for()
         assert page.evaluate(FOCUSED) == "send"
@@ -423,4 +623,5 @@ def test_a_killed_engine_is_marked_and_its_requests_move(browser, stack) -> None
         other = page.locator(".engine[data-state=ready]")
         other.locator(".waiting .request").nth(MAX_RUNNING).wait_for()
         # `serve` starts it again.
-        page.locator(f".engine[data-state=ready][data-address='{engine['address']}']").wait_for()
+        again = page.locator(f".engine[data-state=ready][data-address='{engine['address']}']")
+        again.wait_for(timeout=START_LIMIT_S * 1000)

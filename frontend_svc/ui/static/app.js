@@ -1,10 +1,12 @@
 // The page: follows the frontend's state and shows it. The playground is beside it.
 
 import { Engines } from "./engines.js";
+import { History } from "./history.js";
 import { Playground } from "./playground.js";
 import { setText } from "./text.js";
 
-const INTERVAL_MS = 100; // of two reads of the state
+const STATE_INTERVAL_MS = 100; // of two reads of the state
+const HISTORY_INTERVAL_MS = 1000;
 const LIMIT_MS = 3000; // of one read
 const MAX_DELAY_MS = 5000; // of the next attempt after failures
 const THEMES = ["auto", "light", "dark"];
@@ -18,8 +20,11 @@ function showConnection(state, text) {
   setText(badge, text);
 }
 
+// Reads a page of JSON again and again, one read at a time, while the tab is not hidden.
 class Follower {
-  constructor(onState, onFailure) {
+  constructor(path, intervalMs, onState, onFailure) {
+    this.path = path;
+    this.intervalMs = intervalMs;
     this.onState = onState;
     this.onFailure = onFailure;
     this.isPaused = false;
@@ -31,7 +36,6 @@ class Follower {
 
   pause(isPaused) {
     this.isPaused = isPaused;
-    if (isPaused) showConnection("paused", "paused");
     this.read();
   }
 
@@ -43,14 +47,14 @@ class Follower {
     let state = null;
     let failure = "";
     try {
-      const response = await fetch("/ui/state", { signal: AbortSignal.timeout(LIMIT_MS) });
+      const response = await fetch(this.path, { signal: AbortSignal.timeout(LIMIT_MS) });
       if (response.ok) state = await response.json();
       else failure = `the frontend answered ${response.status}`;
     } catch (error) {
       failure = error.name === "TimeoutError" ? "the frontend does not answer" : "the frontend is not reachable";
     }
     this.isReading = false;
-    let delay = Math.max(0, INTERVAL_MS - (performance.now() - startedAt));
+    let delay = Math.max(0, this.intervalMs - (performance.now() - startedAt));
     if (state === null) {
       delay = Math.min(MAX_DELAY_MS, 250 * 2 ** this.numFailures);
       this.numFailures += 1;
@@ -95,7 +99,10 @@ function start() {
   const playground = new Playground();
   startTheme();
 
-  const follower = new Follower(
+  const history = new History();
+  const states = new Follower(
+    "/ui/state",
+    STATE_INTERVAL_MS,
     (state) => {
       showConnection("live", "live");
       setText(byId("version"), state.version);
@@ -109,13 +116,16 @@ function start() {
       engines.fade();
     },
   );
+  // Of a failure the state says enough.
+  const samples = new Follower("/ui/history", HISTORY_INTERVAL_MS, (content) => history.show(content), () => {});
   byId("pause").addEventListener("click", (event) => {
     const isPaused = event.target.getAttribute("aria-pressed") !== "true";
     event.target.setAttribute("aria-pressed", String(isPaused));
     event.target.textContent = isPaused ? "Continue" : "Pause";
-    follower.pause(isPaused);
+    if (isPaused) showConnection("paused", "paused");
+    for (const follower of [states, samples]) follower.pause(isPaused);
   });
-  follower.read();
+  for (const follower of [states, samples]) follower.read();
 }
 
 start();

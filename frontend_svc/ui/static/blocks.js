@@ -1,12 +1,12 @@
 // The KV blocks of an engine as squares.
 
 import { addCursor, prepare, themeColours } from "./canvas.js";
-import { setText } from "./text.js";
+import { setText, shortId } from "./text.js";
 
 const MAX_HEIGHT = 176;
 const MAX_SIZE = 14;
 const MIN_SIZE = 4;
-const MIN_SHOWN = 1024; // blocks
+const MIN_SHOWN = 256; // blocks
 const MAX_NAMES = 4; // of requests in one readout
 const NONE = 0xffff;
 
@@ -36,8 +36,8 @@ export class BlockMap {
   }
 
   readTheme() {
-    const [text, cached, free, accent] = themeColours("text", "cached", "free", "accent");
-    this.theme = { text, cached, free, accent };
+    const [text, cached, free, accent, edge] = themeColours("text", "cached", "free", "accent", "edge");
+    this.theme = { text, cached, free, accent, edge };
   }
 
   show(engine) {
@@ -84,14 +84,15 @@ export class BlockMap {
     const { columns, pitch, size, perCell, numCells } = this.layout;
     const rows = Math.ceil(numCells / columns);
     const { context } = prepare(this.canvas, rows * pitch);
-    const own = this.highlighted === null ? null : new Set(this.requests.find((each) => each.id === this.highlighted)?.blocks);
+    const blocks = this.requests.find((each) => each.id === this.highlighted)?.blocks ?? [];
+    const own = blocks.length ? new Set(blocks) : null; // which stand out
     for (let cell = 0; cell < numCells; cell += 1) {
       const x = (cell % columns) * pitch;
       const y = Math.floor(cell / columns) * pitch;
       const id = this.#shownBlock(cell);
       const count = this.counts[id];
       context.globalAlpha = own === null || own.has(id) ? 1 : 0.3;
-      if (count > 0) context.fillStyle = this.fills[this.owners[id]];
+      if (count > 0) context.fillStyle = this.fills[this.owners[id]] ?? this.theme.edge;
       else context.fillStyle = this.cached[id] ? this.theme.cached : this.theme.free;
       context.fillRect(x, y, size, size);
       if (count > 1) {
@@ -188,7 +189,7 @@ function layOut(numBlocks, width) {
 
 function describeOwners(owners, isCached) {
   if (owners.length === 0) return isCached ? "cached content, no request" : "free";
-  const names = owners.slice(0, MAX_NAMES).map((request) => request.id).join(", ");
+  const names = owners.slice(0, MAX_NAMES).map((request) => shortId(request.id)).join(", ");
   const more = owners.length > MAX_NAMES ? ` and ${owners.length - MAX_NAMES} more` : "";
   return owners.length > 1 ? `shared by ${owners.length}: ${names}${more}` : names;
 }
@@ -197,7 +198,7 @@ function describeRequest(request, counts) {
   const blocks = request.blocks.filter((id) => id !== 0);
   const numShared = blocks.filter((id) => counts[id] > 1).length;
   const shared = numShared ? `, ${numShared} of them shared` : "";
-  return `${request.id}: ${blocks.length} blocks${blocks.length ? ` (${ranges(blocks)})` : ""}${shared}`;
+  return `${shortId(request.id)}: ${blocks.length} blocks${blocks.length ? ` (${ranges(blocks)})` : ""}${shared}`;
 }
 
 // Block ids as ranges, at most eight of them.

@@ -1,4 +1,9 @@
-// What the two charts of an engine share: sharp canvases, colours of the theme, and a cursor.
+// What charts share: sharp canvases, colours of the theme, axes, and a cursor.
+
+const AXIS_WIDTH = 48; // of the labels beside a chart
+const AXIS_HEIGHT = 16; // of those below
+const HEADROOM = 6; // for the half of the uppermost label
+const FONT = '11px system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif';
 
 // Sizes `canvas` to its width on the page and returns its context, in CSS pixels.
 export function prepare(canvas, height) {
@@ -14,6 +19,32 @@ export function prepare(canvas, height) {
   context.setTransform(scale, 0, 0, scale, 0, 0);
   context.clearRect(0, 0, width, height);
   return { context, width };
+}
+
+// The area of a chart beside its axes, in a canvas of `width` and `height`.
+export function plotArea(width, height) {
+  return { left: AXIS_WIDTH, top: HEADROOM, width: width - AXIS_WIDTH, height: height - HEADROOM - AXIS_HEIGHT };
+}
+
+// Draws a line and a label for each of `rows` and a label for each of `columns`: { at, text }, `at` a share of the
+// area from its lower left corner.
+export function drawAxes(context, area, { rows, columns }, { line, quiet }) {
+  const bottom = area.top + area.height;
+  context.font = FONT;
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  for (const { at, text } of rows) {
+    const y = Math.round(bottom - at * area.height);
+    context.fillStyle = line;
+    context.fillRect(area.left, y, area.width, 1);
+    context.fillStyle = quiet;
+    context.fillText(text, area.left - 6, y);
+  }
+  context.textBaseline = "bottom";
+  for (const { at, text } of columns) {
+    context.textAlign = at === 0 ? "left" : at === 1 ? "right" : "center";
+    context.fillText(text, area.left + at * area.width, bottom + AXIS_HEIGHT);
+  }
 }
 
 // The custom properties of the theme as colours that a canvas knows, which light-dark() is not.

@@ -3,7 +3,7 @@
 import { BlockMap } from "./blocks.js";
 import { Lane } from "./lane.js";
 import { StepChart } from "./steps.js";
-import { setText } from "./text.js";
+import { percent, setText } from "./text.js";
 
 const SILENT_MS = 3000; // without a message of an engine that should send ten a second
 const GONE_MS = 30000; // an engine that is not listed any more is shown for so long
@@ -12,12 +12,24 @@ const RATE_MS = 3000; // tokens per second are measured over so long
 const PALETTE = [
   "#4e79a7", "#e08a3c", "#59a14f", "#b07aa1", "#d9605f", "#4aa3a0",
   "#c2a032", "#9c755f", "#e58a98", "#6f6fb8", "#8cb369", "#a0568a",
+  "#8fb9dd", "#f0b678", "#7fcf93", "#d3addf", "#f0a49c", "#86cdc6",
+  "#ddc66e", "#c7a58c",
 ];
 const LAST = "Below is what it did last.";
 const DEAD = {
   dead: `No connection to this engine: it died, or cannot be reached. ${LAST}`,
   closed: `This engine was removed. ${LAST}`,
   gone: `This engine is not known any more. ${LAST}`,
+};
+// What a request waits for, by the name of the blocker; features have further ones.
+const BLOCKERS = {
+  free_blocks: "KV blocks",
+  max_num_seqs: "a slot in the batch",
+  max_num_batched_tokens: "a step with room for its tokens",
+  paused: "the engine, which is paused",
+  wave: "the next wave",
+  grammar: "its grammar",
+  input: "its input",
 };
 const NOTICES = {
   reconnecting: "The connection to this engine broke; the frontend connects again.",
@@ -38,11 +50,11 @@ export class Engines {
   // Returns how many engines are shown.
   show(state) {
     this.list.classList.remove("stale");
-    this.colours.keep(state.engines.flatMap((engine) => engine.requests.map((request) => request.id)));
+    this.colours.keep(state.engines.flatMap((engine) => engine.requests.filter(isRunning).map((request) => request.id)));
     for (const engine of state.engines.slice(0, MAX_CARDS)) {
       let card = this.cards.get(engine.address);
       if (!card) {
-        card = new EngineCard(engine.address, this.colours);
+        card = new EngineCard(engine.address, engine.name, this.colours);
         this.cards.set(engine.address, card);
         this.list.append(card.element);
       }
@@ -71,7 +83,7 @@ export class Engines {
   }
 }
 
-// A colour for each request, the same in all engines as long as it is open.
+// A colour for each running request, the same in all engines. Others hold no blocks, and have none.
 class Colours {
   #slots = new Map();
 
@@ -89,19 +101,21 @@ class Colours {
     }
   }
 
+  // null: it has none.
   of(id) {
-    return PALETTE[this.#slots.get(id) ?? 0];
+    return PALETTE[this.#slots.get(id)] ?? null;
   }
 }
 
 class EngineCard {
-  constructor(address, colours) {
+  constructor(address, name, colours) {
     const fragment = document.getElementById("engine-template").content.cloneNode(true);
     this.element = fragment.querySelector(".engine");
     this.find = (selector) => this.element.querySelector(selector);
-    this.find(".address").textContent = address;
+    this.find(".name").textContent = name;
+    this.find(".name").title = address;
     this.element.dataset.address = address;
-    this.element.setAttribute("aria-label", `Engine ${address}`);
+    this.element.setAttribute("aria-label", `Engine ${name}`);
     this.seenAt = 0;
     this.wasReady = false;
     this.samples = []; // of the totals of tokens
@@ -138,12 +152,12 @@ class EngineCard {
     const [outputRate, promptRate] = this.#rates(engine, atMs);
     set(".output-rate", outputRate);
     set(".prompt-rate", promptRate);
-    this.running.show(engine.requests.filter((request) => request.status === "RUNNING"), engine.running);
-    this.waiting.show(engine.requests.filter((request) => request.status !== "RUNNING"), engine.waiting);
+    this.running.show(engine.requests.filter(isRunning), engine.running);
+    this.waiting.show(engine.requests.filter((request) => !isRunning(request)), engine.waiting);
     this.blocks.show(engine);
-    const [held, total, shown] = [used, engine.total_blocks, this.blocks.numShown].map((count) => count.toLocaleString("en"));
-    const rest = this.blocks.numShown < engine.total_blocks ? `; the first ${shown} are shown, the others are free` : "";
-    set(".scale", engine.total_blocks ? `${held} of ${total} held${rest}` : "");
+    const [inUse, total, rest] = [used, engine.total_blocks, engine.total_blocks - this.blocks.numShown].map((count) => count.toLocaleString("en"));
+    const unseen = this.blocks.numShown < engine.total_blocks ? `; ${rest} more are free, and not drawn` : "";
+    set(".scale", engine.total_blocks ? `${inUse} of ${total} in use${unseen}` : "");
     this.steps.show(engine.steps);
   }
 
@@ -185,20 +199,18 @@ class EngineCard {
   }
 }
 
-// Small shares with a decimal: few requests hold little of a large cache.
-function percent(share) {
-  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
-}
+const isRunning = (request) => request.status === "RUNNING";
 
 function describeRunning(request) {
   const preempted = request.num_preemptions ? `, preempted ${request.num_preemptions}×` : "";
+  const [computed, prompt, output] = [request.num_computed_tokens, request.num_prompt_tokens, request.num_output_tokens].map((count) => count.toLocaleString("en"));
   const isPrefill = request.num_computed_tokens < request.num_prompt_tokens;
-  const prompt = isPrefill ? `${request.num_computed_tokens}/${request.num_prompt_tokens}` : request.num_prompt_tokens;
-  return `${prompt} prompt, ${request.num_output_tokens} output${preempted}`;
+  return `${isPrefill ? `${computed}/` : ""}${prompt} prompt, ${output} output${preempted}`;
 }
 
 function describeWaiting(request, index) {
   const preempted = request.num_preemptions ? `preempted ${request.num_preemptions}×, ` : "";
-  if (request.blockers.length) return `${preempted}waits for ${request.blockers.join(", ")}`;
-  return `${preempted}${request.status === "BLOCKED" ? "blocked" : `queued, ${index + 1}.`}`;
+  const blockers = request.blockers.map((name) => BLOCKERS[name] ?? name.replaceAll("_", " "));
+  if (blockers.length) return `${preempted}waits for ${blockers.join(", ")}`;
+  return `${preempted}${request.status === "BLOCKED" ? "blocked" : `number ${index + 1} in the queue`}`;
 }

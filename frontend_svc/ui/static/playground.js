@@ -1,13 +1,15 @@
 // The playground: one request at a time, through the same path as a request over gRPC.
 
 import { Answer } from "./answer.js";
-import { NUMBERS, makeRequest, writeCommand } from "./request.js";
-import { counted } from "./text.js";
+import { EXAMPLES, FieldError, NUMBERS, TEXTS, makeRequest, writeCommand } from "./request.js";
+import { copyText, counted } from "./text.js";
 
 const MAX_TURNS = 64; // of a conversation
 const MAX_LINE = 4 * 1024 * 1024;
 const NUM_TRACES = 32; // of the last requests, among which that of the playground is
 const MAX_ROWS = 32; // of a waterfall
+// Fields of a request that have another name in the form.
+const FIELDS = { structured_output: "schema", json_schema: "schema", messages: "prompt" };
 
 const byId = (id) => document.getElementById(id);
 
@@ -15,8 +17,10 @@ export class Playground {
   constructor() {
     this.answer = new Answer();
     this.turns = []; // of the conversation: { role, text }
+    this.sent = null; // the turn of the request that runs
+    this.isLastShown = false; // of the turns: by `answer`, token by token
     this.abort = null; // of the request that runs
-    this.address = location.host;
+    this.about = { address: location.host, http_address: "", has_tls: false, needs_key: false };
     this.models = "";
     this.form = byId("form");
     this.form.addEventListener("submit", (event) => {
@@ -27,14 +31,22 @@ export class Playground {
     byId("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#send();
     });
-    byId("stop").addEventListener("click", () => this.abort?.abort());
+    byId("stop-button").addEventListener("click", () => this.abort?.abort());
     byId("new-chat").addEventListener("click", () => {
       this.turns = [];
+      this.#clear();
       this.#changed();
     });
+    for (const button of document.querySelectorAll(".example")) {
+      button.addEventListener("click", () => {
+        byId(button.dataset.for).value = EXAMPLES[button.dataset.for];
+        this.#changed();
+      });
+    }
     byId("copy-kind").addEventListener("change", () => this.#changed());
     byId("copy-button").addEventListener("click", () => this.#copy());
-    this.#readAddress();
+    this.#clear();
+    this.#readAbout();
     this.#changed();
   }
 
@@ -43,7 +55,6 @@ export class Playground {
     if (key === this.models) return;
     this.models = key;
     byId("model").replaceChildren(...models.map((name) => new Option(name, name)));
-    byId("model-field").hidden = models.length < 2;
     this.#changed();
   }
 
@@ -51,34 +62,61 @@ export class Playground {
     return new FormData(this.form).get("kind");
   }
 
-  async #readAddress() {
+  async #readAbout() {
     try {
       const response = await fetch("/ui/about");
-      if (response.ok) this.address = (await response.json()).address;
+      if (response.ok) this.about = await response.json();
     } catch {
       return; // The page says already that the frontend is not reachable.
     }
-    this.address = this.address.replace(/^(0\.0\.0\.0|\[::\])(?=:)/, location.hostname);
+    for (const name of ["address", "http_address"]) {
+      this.about[name] = this.about[name].replace(/^(0\.0\.0\.0|\[::\])(?=:)/, location.hostname);
+    }
+    if (!this.about.http_address) {
+      for (const option of byId("copy-kind").options) option.disabled = option.value.startsWith("openai-");
+      if (byId("copy-kind").value.startsWith("openai-")) byId("copy-kind").value = "grpc-buf";
+    }
     this.#changed();
   }
 
-  #request() {
-    const names = ["prompt", "system", ...NUMBERS];
-    const fields = Object.fromEntries(names.map((name) => [name, byId(name).value]));
-    if (!byId("model-field").hidden) fields.model = byId("model").value;
-    return makeRequest(this.kind, fields, this.turns);
+  #fields() {
+    return Object.fromEntries(["model", ...TEXTS, ...NUMBERS].map((name) => [name, byId(name).value]));
   }
 
   #changed() {
     const isChat = this.kind === "chat";
-    byId("system-field").hidden = !isChat;
+    byId("system-field").hidden = byId("tools-field").hidden = byId("more-tools").hidden = !isChat;
     byId("new-chat").hidden = !isChat || this.turns.length === 0;
     byId("prompt-label").textContent = isChat ? "Message" : "Prompt";
-    byId("turns").hidden = !isChat || this.turns.length === 0;
-    byId("turns").replaceChildren(...this.turns.map(turnElement));
-    byId("turns").scrollTop = byId("turns").scrollHeight;
-    byId("command").textContent = writeCommand(byId("copy-kind").value, this.kind, this.#request(), this.address);
+    const numSet = ["stop", "schema", ...(isChat ? ["tools"] : [])].filter((name) => byId(name).value.trim()).length;
+    byId("more-set").textContent = numSet ? `${numSet} set` : "";
+    this.#showTurns(isChat);
+    byId("command").textContent = this.#command();
     byId("copied").textContent = "";
+  }
+
+  // The conversation, without the answer that is shown token by token.
+  #showTurns(isChat) {
+    const turns = isChat ? [...(this.isLastShown ? this.turns.slice(0, -1) : this.turns), ...(this.sent ? [this.sent] : [])] : [];
+    byId("turns").replaceChildren(...turns.map(turnElement));
+    byId("turns").hidden = turns.length === 0;
+    byId("answer-name").hidden = turns.length === 0;
+    byId("result").classList.toggle("without-answer", this.started === null);
+    byId("result").hidden = turns.length === 0 && this.started === null;
+  }
+
+  #command() {
+    let [fields, turns] = [this.#fields(), this.turns];
+    // Between two messages: of the last one.
+    if (this.kind === "chat" && fields.prompt === "" && turns.length) {
+      [fields, turns] = [{ ...fields, prompt: turns.at(-2).text }, turns.slice(0, -2)];
+    }
+    try {
+      return writeCommand(byId("copy-kind").value, this.kind, fields, turns, this.about);
+    } catch (error) {
+      if (!(error instanceof FieldError)) throw error;
+      return `# ${error.message}`;
+    }
   }
 
   async #send() {
@@ -88,11 +126,25 @@ export class Playground {
       this.#showError({ message: `The conversation has ${MAX_TURNS} messages, which is the most here: begin a new one.` });
       return;
     }
-    const [kind, request, text] = [this.kind, this.#request(), byId("prompt").value];
+    const [kind, text] = [this.kind, byId("prompt").value];
+    let request;
+    try {
+      request = makeRequest(kind, this.#fields(), this.turns);
+    } catch (error) {
+      if (!(error instanceof FieldError)) throw error;
+      this.#showError({ message: error.message, fields: [error.field] });
+      byId(error.field).focus();
+      return;
+    }
     this.abort = new AbortController();
     byId("send").disabled = true;
-    byId("stop").disabled = false;
-    this.#begin();
+    byId("stop-button").disabled = false;
+    this.#clear();
+    this.sent = kind === "chat" ? { role: "USER", text } : null;
+    this.#showTurns(kind === "chat");
+    byId("progress").textContent = "waits for the first token";
+    // Screen readers announce the end, not each token.
+    byId("progress").setAttribute("aria-busy", "true");
     let outcome = "the answer broke off: the connection to the frontend ended";
     try {
       const response = await fetch(`/ui/${kind}`, {
@@ -114,31 +166,37 @@ export class Playground {
     this.abort = null;
     byId("send").disabled = false;
     // A disabled button loses the focus.
-    if (document.activeElement === byId("stop")) byId("send").focus();
-    byId("stop").disabled = true;
+    if (document.activeElement === byId("stop-button")) byId("send").focus();
+    byId("stop-button").disabled = true;
     byId("progress").textContent = `${outcome}: ${this.#counted()}`;
     byId("progress").setAttribute("aria-busy", "false");
     this.answer.finish();
     this.#summarize();
     if (this.started) this.#drawWaterfall(this.started.request_id);
-    if (kind === "chat" && this.content) {
+    // After a call the conversation does not go on, as nothing here runs tools.
+    if (kind === "chat" && this.content && this.calls.length === 0) {
       this.turns.push({ role: "USER", text }, { role: "ASSISTANT", text: this.content });
+      this.isLastShown = true;
+      this.sent = null;
       byId("prompt").value = "";
     }
+    if (this.started === null) this.sent = null;
     this.#changed();
   }
 
-  #begin() {
+  // Forgets the answer that is shown, but not what it is of the conversation.
+  #clear() {
     this.answer.clear();
     this.started = null;
     this.finished = null;
+    this.sent = null;
+    this.isLastShown = false;
     this.content = "";
+    this.calls = []; // of tools, by index: { name, arguments }
+    byId("calls").hidden = true;
     byId("summary").replaceChildren();
     byId("waterfall").replaceChildren();
-    byId("result").hidden = true;
-    byId("progress").textContent = "waits for the first token";
-    // Screen readers announce the end, not each token.
-    byId("progress").setAttribute("aria-busy", "true");
+    byId("progress").textContent = "";
   }
 
   // Shows a line of the stream. Returns how the answer ended, if it did.
@@ -149,9 +207,10 @@ export class Playground {
     }
     if (response.started) {
       this.started = response.started;
-      byId("result").hidden = false;
+      this.#showTurns(this.kind === "chat");
     } else if (response.delta) {
       const { text = "", content = "", reasoning = "", tool_calls: calls = [] } = response.delta;
+      calls.forEach((call) => this.#takeCall(call));
       const called = calls.map((call) => `${call.name ?? ""}${call.arguments_json ?? ""}`).join("");
       this.content += text + content;
       this.answer.add(atMs, text + reasoning + content + called, response.delta, reasoning !== "");
@@ -163,6 +222,14 @@ export class Playground {
       return reason;
     }
     return "";
+  }
+
+  #takeCall({ index = 0, name = "", arguments_json: text = "" }) {
+    const call = (this.calls[index] ??= { name: "", arguments: "" });
+    call.name += name;
+    call.arguments += text;
+    byId("calls").textContent = `calls ${this.calls.map((each) => `${each.name}(${each.arguments})`).join(", ")}`;
+    byId("calls").hidden = false;
   }
 
   #counted() {
@@ -177,8 +244,10 @@ export class Playground {
     const code = error?.code ? `${error.code}: ` : "";
     const retry = error?.retry_after_ms === undefined ? "" : ` Try again in ${error.retry_after_ms} ms.`;
     box.textContent = error === null ? "" : `${code}${error.message}${retry}`;
-    for (const name of [...NUMBERS, "prompt"]) {
-      const isWrong = fields.some((field) => field.split(/[.[]/).includes(name));
+    const wrong = new Set(fields.flatMap((field) => field.split(/[.[]/)).map((name) => FIELDS[name] ?? name));
+    for (const name of ["model", ...TEXTS, ...NUMBERS]) {
+      const isWrong = wrong.has(name);
+      if (isWrong && byId("more").contains(byId(name))) byId("more").open = true;
       byId(name).setAttribute("aria-invalid", String(isWrong));
       if (isWrong) byId(name).setAttribute("aria-describedby", "error");
       else byId(name).removeAttribute("aria-describedby");
@@ -219,11 +288,9 @@ export class Playground {
 
   async #copy() {
     const command = byId("command");
-    try {
-      await navigator.clipboard.writeText(command.textContent);
+    if (await copyText(command.textContent)) {
       byId("copied").textContent = "copied";
-    } catch {
-      // Without TLS only pages of this machine may write to the clipboard.
+    } else {
       getSelection().selectAllChildren(command);
       command.focus();
       byId("copied").textContent = "selected; copy it by the keyboard";
@@ -247,7 +314,8 @@ async function* linesOf(body) {
 function turnElement(turn) {
   const element = document.createElement("p");
   const name = document.createElement("b");
-  name.textContent = turn.role === "USER" ? "you " : "model ";
+  name.className = "speaker";
+  name.textContent = turn.role === "USER" ? "you" : "model";
   element.append(name, turn.text);
   return element;
 }

@@ -1,12 +1,12 @@
 // Tokens of the last steps of an engine as bars, the newest at the right. A prompt has a hundred times the tokens of
-// a step without one, hence the square roots.
+// a step without one, hence the logarithms.
 
-import { addCursor, prepare, themeColours } from "./canvas.js";
+import { addCursor, drawAxes, plotArea, prepare, themeColours } from "./canvas.js";
 import { counted, setText } from "./text.js";
 
 const MAX_STEPS = 120;
-const HEIGHT = 56;
-const MIN_TOP = 16; // tokens, so that few of them do not fill the chart
+const HEIGHT = 96;
+const MIN_TOP = 10; // tokens, so that few of them do not fill the chart
 
 export class StepChart {
   constructor(element, readout, scale) {
@@ -29,8 +29,8 @@ export class StepChart {
   }
 
   readTheme() {
-    const [accent, text, line] = themeColours("accent", "text", "line");
-    this.theme = { accent, text, line };
+    const [accent, text, line, quiet] = themeColours("accent", "text", "line", "quiet");
+    this.theme = { accent, text, line, quiet };
   }
 
   show(steps) {
@@ -40,28 +40,33 @@ export class StepChart {
 
   draw() {
     const { context, width } = prepare(this.canvas, HEIGHT);
+    const area = plotArea(width, HEIGHT);
     const most = Math.max(0, ...this.steps.map((step) => step.num_tokens));
-    const top = Math.max(MIN_TOP, most);
-    const pitch = width / MAX_STEPS;
-    context.fillStyle = this.theme.line;
-    context.fillRect(0, HEIGHT - 1, width, 1);
+    const numPowers = Math.ceil(Math.log10(Math.max(MIN_TOP, most)));
+    const share = (tokens) => Math.log10(1 + tokens) / Math.log10(1 + 10 ** numPowers);
+    const ticks = Array.from({ length: numPowers + 1 }, (_, power) => 10 ** power);
+    const rows = [0, ...ticks].map((tokens) => ({ at: share(tokens), text: tokens.toLocaleString("en") }));
+    const columns = [{ at: 0, text: `${MAX_STEPS} steps ago` }, { at: 1, text: "newest step" }];
+    drawAxes(context, area, { rows, columns }, this.theme);
+    const pitch = area.width / MAX_STEPS;
     this.steps.forEach((step, index) => {
-      const height = Math.max(1, (HEIGHT - 2) * Math.sqrt(step.num_tokens / top));
+      const height = Math.max(1, area.height * share(step.num_tokens));
       context.fillStyle = index === this.cell ? this.theme.text : this.theme.accent;
-      context.fillRect(width - (this.steps.length - index) * pitch, HEIGHT - 1 - height, Math.max(1, pitch - 1), height);
+      const x = width - (this.steps.length - index) * pitch;
+      context.fillRect(x, area.top + area.height - height, Math.max(1, pitch - 1), height);
     });
     this.element.dataset.numSteps = this.steps.length;
-    const summary = this.steps.length ? `last ${this.steps.length} steps, at most ${counted(most, "token")} (square-root scale)` : "no step yet";
+    const summary = this.steps.length ? `at most ${counted(most, "token")}` : "no step yet";
     setText(this.scale, summary);
     this.element.setAttribute("aria-label", `Tokens per step: ${summary}. Arrow keys move.`);
     const step = this.steps[this.cell] ?? this.steps.at(-1);
-    const text = step ? `step ${step.step}: ${counted(step.num_tokens, "token")} of ${counted(step.num_requests, "request")} in ${step.duration_ms.toFixed(1)} ms` : "";
+    const text = step ? `step ${step.step.toLocaleString("en")}: ${counted(step.num_tokens, "token")} of ${counted(step.num_requests, "request")} in ${step.duration_ms.toFixed(1)} ms` : "";
     setText(this.readout, text);
   }
 
   #cellAt(x) {
     const width = this.element.clientWidth;
-    const cell = this.steps.length - 1 - Math.floor((width - x) / (width / MAX_STEPS));
+    const cell = this.steps.length - 1 - Math.floor((width - x) / (plotArea(width, HEIGHT).width / MAX_STEPS));
     return cell >= 0 && cell < this.steps.length ? cell : -1;
   }
 }
