@@ -184,7 +184,7 @@ class MessageRequest:
 
 
 def message_request(body: MessagesBody, *, reasons: Callable[[], bool]) -> MessageRequest:
-    """The chat of a body. `reasons`: whether the model's reasoning can be told from its answer."""
+    """The chat of a body. `reasons`: whether the model's reasoning is read apart from its answer."""
     made = MessageRequest()
     made.chat.model = body.model
     sampling = made.chat.sampling
