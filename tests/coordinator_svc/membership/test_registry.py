@@ -157,14 +157,6 @@ def test_a_live_engine_id_is_not_given_twice() -> None:
     assert found.registration.engine_epoch == 1
 
 
-def test_a_live_rank_is_not_given_twice() -> None:
-    registry = registry_at(FakeClock())
-    registry.register(engine("a", rank=1, size=2), session_id=1)
-    registry.register(engine("b", rank=0, size=2), session_id=2)
-    with pytest.raises(AlreadyExists, match="rank 1"):
-        registry.register(engine("c", rank=1, size=2), session_id=3)
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_an_engine_without_a_group_takes_no_rank_of_one_in_either_order(is_first: bool) -> None:
     registry = registry_at(FakeClock())
@@ -257,20 +249,6 @@ def test_a_refused_engine_changes_nothing() -> None:
     with pytest.raises(AlreadyExists, match="rank 1"):
         registry.register(engine("a", epoch=2, rank=1, size=2), session_id=3)
     assert (registry.version, registry.members()) == before
-
-
-def test_goodbye_removes_an_engine_at_once() -> None:
-    registry = registry_at(FakeClock())
-    registry.register(engine(), session_id=1)
-    registry.leave("a", 1)
-    assert registry.members() == []
-
-
-def test_a_failed_engine_is_gone_by_its_own_report() -> None:
-    registry = registry_at(FakeClock())
-    registry.register(engine(), session_id=1)
-    assert registry.report("a", 1, MemberState.GONE).state is MemberState.GONE
-    assert registry.members() == []
 
 
 def test_an_engine_that_was_to_leave_may_report_that_it_stays_but_not_that_it_loads_again() -> None:

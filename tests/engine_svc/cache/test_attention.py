@@ -45,18 +45,6 @@ def test_cross_attention_has_slots_for_the_encoder_and_the_others_for_their_toke
     assert [kind.num_slots(7, 3) for kind in (FULL, WINDOW, CHUNKS, CROSS)] == [7, 7, 7, 3]
 
 
-@pytest.mark.parametrize(("computed", "num_unread"), [(0, 0), (3, 0), (4, 1), (5, 2), (7, 4), (11, 8)])
-def test_57_a_window_has_passed_what_is_its_length_behind_the_next_token(computed: int, num_unread: int):
-    assert WINDOW.num_unread_tokens(computed) == num_unread
-
-
-@pytest.mark.parametrize(
-    ("computed", "num_unread"), [(0, 0), (3, 0), (4, 4), (6, 4), (7, 4), (8, 8), (12, 12)]
-)
-def test_58_only_the_chunk_of_the_next_token_is_read(computed: int, num_unread: int):
-    assert CHUNKS.num_unread_tokens(computed) == num_unread
-
-
 @pytest.mark.parametrize("kind", [FULL, CROSS])
 def test_full_and_cross_attention_read_everything_for_ever(kind: AttentionKind):
     assert kind.num_unread_tokens(1000) == 0
@@ -71,11 +59,6 @@ def test_the_first_time_when_tokens_are_unread_is_exact(kind: AttentionKind, num
     first = kind.first_unreading(num_tokens)
     assert kind.num_unread_tokens(first) >= num_tokens
     assert kind.num_unread_tokens(first - 1) < num_tokens
-
-
-def test_the_first_time_when_tokens_are_unread_in_numbers():
-    assert [WINDOW.first_unreading(num_tokens) for num_tokens in (1, 2, 4)] == [4, 5, 7]
-    assert [CHUNKS.first_unreading(num_tokens) for num_tokens in (1, 2, 4, 5)] == [4, 4, 4, 8]
 
 
 @pytest.mark.parametrize("kind", [FULL, CROSS])
@@ -124,140 +107,11 @@ def test_a_window_and_a_chunk_have_at_least_one_token(length: int):
         ChunkedLocal(2, length)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "alignment", "drop_last", "num_blocks"),
-    [
-        ("TTT", 2, False, 3),
-        ("TTF T", 2, False, 2),
-        ("FTTT", 2, False, 0),
-        ("", 2, True, 0),
-        ("TTT", 2, True, 2),
-        ("F", 2, True, 0),
-        ("TTTT T", 4, False, 4),
-        ("TTTT T", 4, True, 4),
-        ("TTTT", 4, True, 2),
-        ("TTTT T", 8, False, 4),
-        ("TTT", 8, False, 0),
-    ],
-)
-def test_full_attention_hits_up_to_the_first_miss(pattern, alignment, drop_last, num_blocks):
-    hit = _hit(FULL, pattern, alignment=alignment, drop_last=drop_last)
-    assert hit == [10 + index for index in range(num_blocks)]
-
-
-def test_56_a_window_hits_where_the_last_blocks_fill_it():
-    assert _hit(WINDOW, "TTFTFFTTFTTT") == [None] * 10 + [20, 21]
-    assert _hit(WINDOW, "TTFTFFTTFFF") == [None] * 6 + [16, 17]
-
-
-@pytest.mark.parametrize(
-    ("window", "pattern", "expected"),
-    [
-        # A window of w tokens reads w - 1 tokens back.
-        (1, "TTF", [None, 11]),
-        (2, "TTFF", [None, 11]),
-        (3, "TTF", [None, 11]),
-        (4, "TFTF", [10]),
-        (4, "FTTF", [None, 11, 12]),
-        (5, "FTTF", [None, 11, 12]),
-        (6, "FTTF", []),
-        (6, "TTTF", [10, 11, 12]),
-        (6, "TTTTF", [None, 11, 12, 13]),
-        # Too few to fill it, but they are the beginning: nothing before is read.
-        (100, "TTTF", [10, 11, 12]),
-        (100, "TFTT", [10]),
-        (100, "FTTT", []),
-        (4, "FFF", []),
-        (4, "", []),
-    ],
-)
-def test_a_window_hits_with_as_many_blocks_as_it_reads(window: int, pattern: str, expected: list[int | None]):
-    assert _hit(SlidingWindow(2, window), pattern) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        # A window of 4 reads 2 blocks, and the one that is given up is a third.
-        ("TTTT", [None, 11, 12]),
-        ("FTTT", [None, 11, 12]),
-        ("TFTT", []),
-        ("TTFT", [10]),
-        ("TF", []),
-        ("FTT", []),
-        ("", []),
-    ],
-)
-def test_a_window_gives_up_its_last_block_and_is_still_filled(pattern: str, expected: list[int | None]):
-    assert _hit(WINDOW, pattern, drop_last=True) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "drop_last", "expected"),
-    [
-        # Hits end with a whole number of 4 tokens, 2 blocks.
-        ("TTTTT", False, [None, None, 12, 13]),
-        ("TTTT", False, [None, None, 12, 13]),
-        ("TTFTT", False, [10, 11]),
-        ("TTT", False, [10, 11]),
-        ("T", False, []),
-        ("TFT", False, []),
-        # The one behind the last whole number is given up.
-        ("TTTTT", True, [None, None, 12, 13]),
-        ("TTTTTT", True, [None, None, 12, 13]),
-        ("TTTT", True, [10, 11]),
-        ("TTTFT", True, [10, 11]),
-        ("TT", True, []),
-    ],
-)
-def test_60_a_window_hits_only_where_all_groups_have_a_block_end(pattern, drop_last, expected):
-    assert _hit(WINDOW, pattern, alignment=4, drop_last=drop_last) == expected
-
-
 def test_60_the_end_of_a_hit_may_be_every_third_block():
     assert _hit(WINDOW, "TTTTT", alignment=6) == [None, 11, 12]
     assert _hit(WINDOW, "TTFTTTTT", alignment=6) == [None] * 4 + [14, 15]
     assert _hit(WINDOW, "TTTTTTT", alignment=6, drop_last=True) == [None] * 4 + [14, 15]
     assert _hit(WINDOW, "TTTTTT", alignment=6, drop_last=True) == [None, 11, 12]
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"),
-    [
-        (2, [10]),
-        (4, [None, None]),
-        (6, [None, None, 12]),
-        (8, [None] * 4),
-        (12, [None] * 6),
-        (14, [None] * 6 + [16]),
-    ],
-)
-def test_58_a_hit_has_nothing_of_the_chunks_before(num_tokens: int, expected: list[int | None]):
-    # 2 blocks of nothing at 4 tokens, still 2 at 6, and 6 at 12.
-    assert _hit(CHUNKS, "T" * (num_tokens // 2)) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "alignment", "expected"),
-    [
-        ("FFT", 2, [None, None, 12]),
-        ("FFF", 2, [None, None]),
-        ("TF", 2, [None, None]),
-        ("TTTFFF FTF", 2, [None] * 8),
-        ("F", 2, []),
-        ("FFFF T", 4, [None] * 4),
-    ],
-)
-def test_58_a_chunk_hits_up_to_the_first_miss_in_it(pattern: str, alignment: int, expected: list[int | None]):
-    assert _hit(CHUNKS, pattern, alignment=alignment) == expected
-
-
-def test_a_longer_chunk_reads_back_to_its_beginning():
-    chunks = ChunkedLocal(2, 8)
-    assert _hit(chunks, "TTT") == [10, 11, 12]
-    assert _hit(chunks, "TFT") == [10]
-    assert _hit(chunks, "FFFFTT") == [None] * 4 + [14, 15]
-    assert _hit(chunks, "FFFFTFT") == [None] * 4 + [14]
 
 
 def test_cross_attention_never_hits():

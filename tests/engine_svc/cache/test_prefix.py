@@ -92,18 +92,8 @@ def test_a_hit_is_as_long_as_all_groups_accept(groups, patterns, num_tokens, dro
     assert hit.num_tokens == (len(expected[0]) * groups[0].block_size if expected else 0)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(8, 3), (9, 4), (10, 4)])
-def test_a_hit_leaves_a_token_to_compute(num_tokens: int, num_blocks: int):
-    assert _find((FULL,), ("TTTT",), num_tokens) == PrefixHit(2 * num_blocks, ([1, 2, 3, 4][:num_blocks],))
-
-
 def _finder(*groups: AttentionKind, drop_last: bool = False) -> PrefixFinder:
     return PrefixFinder(BlockPool(2), BlockHasher(1), groups, drop_last=drop_last)
-
-
-def test_60_hits_are_multiples_of_the_least_common_multiple():
-    assert _finder(FullAttention(4), FullAttention(6)).alignment == 12
-    assert _finder(FullAttention(16), SlidingWindow(16, 32)).alignment == 16
 
 
 @pytest.mark.parametrize(
