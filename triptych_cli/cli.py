@@ -453,7 +453,7 @@ def _explain_flags(verb: str, arguments: list[str], config: type) -> None:
     known = flag_names(config)
     for argument in arguments:
         flag = argument.partition("=")[0]
-        if flag not in known and (sentence := explained(flag)):
+        if flag not in known and (sentence := explained(flag, known)):
             _refuse(verb, ValueError(f"unknown flag {flag}: {sentence}"))
 
 

@@ -67,5 +67,5 @@ def _value(spelling: str, text: str | None) -> list[str]:
 def _refusal(spelling: str, known: set[str]) -> str:
     if spelling in RESERVED:
         return f"{spelling} is for a service that runs alone; serve connects its services itself"
-    sentence = explained(spelling)
+    sentence = explained(spelling, known)
     return f"unknown flag {spelling}" + (f": {sentence}" if sentence else nearest(spelling, known))

@@ -35,13 +35,16 @@ _TASK = "the task follows from the model"
 _DEFAULTS = "defaults of the model's generation_config.json always apply, unless a request sets the parameter"
 _TOKENIZER = "texts are tokenized as the model's tokenizer.json says"
 
+# Likeness of a name to a known one from which on it is that one, misspelt.
+_MISSPELT = 0.88
+
 # A name in backticks is an option here, shown as a flag or as an argument.
 SENTENCES: dict[str, str] = {
     # Called otherwise.
     "max_num_partial_prefills": "all requests share one budget of tokens, `max_num_batched_tokens`",
     "scheduler_cls": "it is `scheduler_class`, the name of an entry point of triptych.schedulers",
     "async_scheduling": "it is `steps_in_flight`, 2 by default",
-    "enforce_eager": "it is `cuda_graphs`, which can be switched off",
+    "enforce_eager": "it is --no-cuda-graphs (cuda_graphs=False of LLM)",
     "num_gpu_blocks_override": "it is `num_kv_blocks`",
     "kv_cache_memory_bytes": "it is `kv_cache_memory`",
     "enable_expert_parallel": "it is `expert_parallel`",
@@ -195,15 +198,24 @@ _ARGUMENTS: dict[str, str] = {
 }
 
 
-def explained(flag: str) -> str:
-    """The sentence about a flag of vLLM, with the flags of today; empty if there is none."""
+def explained(flag: str, known: Collection[str] = ()) -> str:
+    """The sentence about a flag of vLLM, with the flags of today; empty if there is none.
+
+    A misspelling of a `known` flag is none of a family of vLLM's flags.
+    """
     name = _SHORT.get(flag, flag[2:].replace("-", "_") if flag.startswith("--") else "")
-    return re.sub("`([a-z_]+)`", lambda match: "--" + match[1].replace("_", "-"), _sentence_about(name))
+    sentence = _sentence_about(name, is_misspelt=_is_misspelt(flag, known))
+    return re.sub("`([a-z_]+)`", lambda match: "--" + match[1].replace("_", "-"), sentence)
 
 
-def _sentence_about(name: str) -> str:
-    family = next((sentence for pattern, sentence in _FAMILIES if re.search(pattern, name)), "")
+def _sentence_about(name: str, *, is_misspelt: bool) -> str:
+    families = () if is_misspelt else _FAMILIES
+    family = next((sentence for pattern, sentence in families if re.search(pattern, name)), "")
     return SENTENCES.get(name, family)
+
+
+def _is_misspelt(name: str, known: Collection[str]) -> bool:
+    return bool(difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT))
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -216,7 +228,8 @@ def check_arguments(function: str, names: Collection[str], known: Collection[str
     """Raise TypeError, with the reason or the nearest name, for arguments that `function` does not take."""
     for name in names:
         if name not in known:
-            sentence = (_ARGUMENTS.get(name) or _sentence_about(name)).replace("`", "")
+            about = _sentence_about(name, is_misspelt=_is_misspelt(name, known))
+            sentence = (_ARGUMENTS.get(name) or about).replace("`", "")
             why = f": {sentence}" if sentence else nearest(name, known)
             raise TypeError(f"{function} takes no argument {name}{why}")
 
