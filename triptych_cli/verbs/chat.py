@@ -21,10 +21,12 @@ _MODEL_LIMIT_S = 10.0
 _COMMANDS = {
     "/help": "lists the commands",
     "/clear": "begins a new conversation",
+    "/system": "TEXT sets the system message; without a text there is none",
     "/exit": "ends, as does the end of the input (Ctrl-D); Ctrl-C ends an answer, or clears the line",
 }
 # A text may begin with a slash, too, such as a path.
 _COMMAND = re.compile("/[a-z]+")
+_SYSTEM = re.compile(r"/system(?: +(.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,10 @@ def run_chat(chat: Chat) -> int:
             if text == "/clear":
                 messages = []
                 continue
-            conversation = [*messages, _user_message(text)]
+            if (command := _SYSTEM.fullmatch(text)) is not None:
+                messages = _with_system(messages, command[1] or "")
+                continue
+            conversation = [*messages, _message(chat_message_pb2.CHAT_ROLE_USER, text)]
             answer = ChatAnswer(is_terminal=sys.stdout.isatty())
             try:
                 asyncio.run(_receive(answer, chat, conversation))
@@ -69,7 +74,7 @@ def run_chat(chat: Chat) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """The turns of the user and `/clear`; other commands are done here."""
+    """The turns of the user, `/clear` and `/system`; other commands are done here."""
     if sys.stdin.isatty():
         # Makes `input` edit lines, with a history.
         with contextlib.suppress(ImportError):
@@ -107,10 +112,17 @@ async def _model(chat: Chat) -> str:
     return str(answer.model.name)
 
 
-def _user_message(text: str) -> chat_message_pb2.ChatMessage:
-    return chat_message_pb2.ChatMessage(
-        role=chat_message_pb2.CHAT_ROLE_USER, parts=[chat_message_pb2.ChatPart(text=text)]
-    )
+def _with_system(
+    messages: Sequence[chat_message_pb2.ChatMessage], text: str
+) -> list[chat_message_pb2.ChatMessage]:
+    """The conversation with another system message; empty: with none."""
+    role = chat_message_pb2.CHAT_ROLE_SYSTEM
+    first = [_message(role, text)] if text else []
+    return [*first, *(message for message in messages if message.role != role)]
+
+
+def _message(role: chat_message_pb2.ChatRole, text: str) -> chat_message_pb2.ChatMessage:
+    return chat_message_pb2.ChatMessage(role=role, parts=[chat_message_pb2.ChatPart(text=text)])
 
 
 async def _receive(answer: ChatAnswer, chat: Chat, messages: Sequence[chat_message_pb2.ChatMessage]) -> None:

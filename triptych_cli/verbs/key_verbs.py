@@ -34,7 +34,7 @@ def new(
     role: Annotated[str, typer.Option(help="client, frontend, engine, coordinator or admin")] = "client",
     tenant: Annotated[str, typer.Option(help="tenant of its requests")] = "",
     file: Annotated[
-        Path | None, typer.Option(help="file of --api-keys that gets the entry, instead of stderr")
+        Path | None, typer.Option(help="file of --api-keys that gets the entry, made if it is not there")
     ] = None,
 ) -> None:
     """Print a new key and, on stderr, its entry for the file of --api-keys, which has no secret."""
@@ -46,12 +46,14 @@ def new(
     try:
         parse_entries(entry, "the entry")
         if file is not None:
-            listed = file.read_text(encoding="utf-8").rstrip("\n") + "\n" + entry
+            before = file.read_text(encoding="utf-8").rstrip("\n") if file.exists() else ""
+            listed = f"{before}\n{entry}".lstrip("\n")
             parse_entries(listed, str(file))
             with private_files():
                 _write_list(file, listed)
     except (OSError, UnicodeDecodeError, ConfigError) as error:
-        print(f"triptych key new: {error}", file=sys.stderr)
+        cause = f"{file}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"triptych key new: {cause}", file=sys.stderr)
         raise typer.Exit(_USAGE_ERROR) from error
     print(made)
     if file is None:

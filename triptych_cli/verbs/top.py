@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import termios
+import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from triptych_kit.http.admin_http import read_page
 _LIMIT_S = 5.0
 _ID_CHARACTERS = 16
 _AVERAGED_STEPS = 20
+_MAX_BETWEEN_S = 1.0
 _USUAL_SIZE = 80, 24  # of a terminal that does not know its own
 _ENGINE_COLUMNS = (
     "<engine", "<state", "running", "waiting", "blocks", "in/s", "out/s", "step ms", "hits", "preempted",
@@ -41,18 +43,23 @@ class NoState(Exception):
 
 def run_top(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
     """Show the state until q or Ctrl-C, or print it once. Returns 1 if the first one cannot be read."""
+    is_once = once or not sys.stdout.isatty()
     try:
         address = parse_target(url)
-        first = asyncio.run(_read(address))
+        before, state = None, asyncio.run(_read(address))
+        if is_once and not as_json:
+            # Rates need a second picture.
+            time.sleep(min(interval_s, _MAX_BETWEEN_S))
+            before, state = state, asyncio.run(_read(address))
     except (InvalidArgument, NoState) as error:
         print(f"triptych top: {printable(str(error))}", file=sys.stderr)
         return 1
     if as_json:
-        print(json.dumps(first))
-    elif once or not sys.stdout.isatty():
-        print("\n".join(frame(first, None)))
+        print(json.dumps(state))
+    elif is_once:
+        print("\n".join(frame(state, before)))
     else:
-        asyncio.run(_show(address, first, interval_s))
+        asyncio.run(_show(address, state, interval_s))
     return 0
 
 

@@ -78,6 +78,21 @@ async def test_commands_are_done_here_and_a_text_with_a_slash_is_a_turn() -> Non
     assert [prompt.count("<user>") for prompt in prompts] == [1, 1]
 
 
+async def test_the_system_message_is_the_first_one_of_each_turn_until_there_is_none() -> None:
+    engine = FakeEngine(answer("a mat"), chat_template=PLAIN_TEMPLATE)
+    async with serving(engine) as (_, frontend):
+        lines = "/system be brief\nthe dog\n/system be kind\nthe cat\n/system\nthe cow\n/systematic\n"
+        outcome = await triptych("chat", "--url", frontend.address, stdin=lines)
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert "unknown command /systematic" in outcome.out
+    systems = ["be brief", "be kind", None]
+    for request, system, num_turns in zip(engine.requests, systems, (1, 2, 3), strict=True):
+        prompt = prompt_of(request)
+        assert prompt.count("<user>") == num_turns
+        assert prompt.count("<system>") == (system is not None)
+        assert prompt.startswith(f"<system>{system}<" if system else "<user>the dog<"), prompt
+
+
 async def until_asleep(pid: int) -> None:
     """Wait until the main thread of a process waits, for input."""
     stat = Path(f"/proc/{pid}/stat")

@@ -69,6 +69,17 @@ def test_new_adds_the_entry_to_a_file_that_stays_as_it_was_where_it_has_an_error
     assert listed.read_text() == "- {name: broken}\n"
 
 
+def test_new_makes_the_file_that_is_not_there_and_names_a_folder_that_is_not(tmp_path: Path) -> None:
+    listed = tmp_path / "keys.yaml"
+    outcome = run("new", "--name", "alice", "--file", str(listed))
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    assert Credentials(str(listed)).by_key(outcome.stdout.strip()).name == "alice"
+    assert stat.S_IMODE(listed.stat().st_mode) == 0o600
+    outcome = run("new", "--file", str(tmp_path / "none" / "keys.yaml"))
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert outcome.stderr == f"triptych key new: {tmp_path}/none/keys.yaml: No such file or directory\n"
+
+
 def test_init_makes_a_key_for_each_member_once(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     outcome = run("init", str(folder))
