@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -144,8 +145,8 @@ class StatePage:
 
     def _state(self) -> dict[str, Any]:
         engines, requests = self._engines, self._requests
-        clients = engines.directory.clients()
-        names = engine_names(client.address for client in clients)
+        clients = {client.address: client for client in engines.directory.clients()}
+        names = engine_names(clients)
         return {
             "at_ms": round(time.time() * 1000),
             "version": installed_version(),
@@ -155,7 +156,7 @@ class StatePage:
                 "held": engines.failover.num_held,
             },
             "coordinator": {"connected": engines.has_coordinator},
-            "engines": [{"name": names[client.address], **self._engine(client)} for client in clients],
+            "engines": [{"name": name, **self._engine(clients[address])} for address, name in names.items()],
         }
 
     def _engine(self, client: EngineClient) -> dict[str, Any]:
@@ -213,12 +214,21 @@ class StatePage:
 
 
 def engine_names(addresses: Iterable[str]) -> dict[str, str]:
-    """A name for each address: that of its socket, as `triptych admin` has it, where only one has it."""
+    """A name for each address, in the order of names and their numbers.
+
+    That of its socket, as `triptych admin` has it, where only one has it.
+    """
     names = {
         address: address if (path := unix_path(address)) is None else Path(path).stem for address in addresses
     }
     num_uses = Counter(names.values())
-    return {address: name if num_uses[name] == 1 else address for address, name in names.items()}
+    unique = {address: name if num_uses[name] == 1 else address for address, name in names.items()}
+    return dict(sorted(unique.items(), key=lambda item: _numbered(item[1])))
+
+
+def _numbered(name: str) -> list[str | int]:
+    """A key of order: `engine-10` is behind `engine-2`. Texts and numbers alternate."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def _request(request: admin_pb2.ScheduledRequest) -> dict[str, Any]:

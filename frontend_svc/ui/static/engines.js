@@ -51,15 +51,16 @@ export class Engines {
   show(state) {
     this.list.classList.remove("stale");
     this.colours.keep(state.engines.flatMap((engine) => engine.requests.filter(isRunning).map((request) => request.id)));
-    for (const engine of state.engines.slice(0, MAX_CARDS)) {
+    state.engines.slice(0, MAX_CARDS).forEach((engine, index) => {
       let card = this.cards.get(engine.address);
       if (!card) {
         card = new EngineCard(engine.address, engine.name, this.colours);
         this.cards.set(engine.address, card);
-        this.list.append(card.element);
       }
+      // Moved only where the order changed: an element that is moved loses the focus.
+      if (this.list.children[index] !== card.element) this.list.insertBefore(card.element, this.list.children[index] ?? null);
       card.show(engine, state.at_ms);
-    }
+    });
     const listed = new Set(state.engines.map((engine) => engine.address));
     for (const [address, card] of this.cards) {
       if (listed.has(address)) continue;

@@ -165,6 +165,17 @@ def test_an_engine_at_a_socket_has_the_name_of_the_socket_where_no_other_has_it(
     assert engine_names(same) == dict(zip(same, same, strict=True))
 
 
+def test_engines_are_in_the_order_of_their_names_and_numbers():
+    addresses = [f"unix:/run/engine-{number}.sock" for number in (10, 2, 0)] + ["host:9", "10.0.0.1:5"]
+    assert list(engine_names(addresses).values()) == [
+        "10.0.0.1:5",
+        "engine-0",
+        "engine-2",
+        "engine-10",
+        "host:9",
+    ]
+
+
 async def test_one_watch_serves_all_that_ask_and_keeps_the_last_steps():
     admin = Watched(message(1, 100))
     async with shown(admin) as (_, page, clock):
