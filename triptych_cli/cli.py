@@ -15,7 +15,7 @@ if _IS_SERVICE:
     show_first_line(sys.argv[1:])
 
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from triptych_kit.process.setup import end_at_once_on_signals, prepare_process, process_environment
 
@@ -284,6 +284,22 @@ def health(
     prepare_process("client")
 
     raise typer.Exit(run_health(url, service, timeout_s))
+
+
+@app.command()
+def completion(
+    context: typer.Context,
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="bash, zsh or fish")],
+) -> None:
+    """Print a script by which a shell completes verbs and flags.
+
+    bash, in ~/.bashrc: source <(triptych completion bash); zsh: the same; fish: triptych completion fish |
+    source.
+    """
+    prepare_process("client")
+    from triptych_cli.verbs.completion import completion_script
+
+    print(completion_script(shell, context.find_root().command), end="")
 
 
 @app.command()
