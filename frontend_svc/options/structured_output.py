@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from google.protobuf.message import Message
@@ -9,7 +10,14 @@ from google.protobuf.message import Message
 from frontend_svc.engines.routing.engine_info import EngineNeed
 from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOption, add_reasoning_markers
 from frontend_svc.output.request_state import OutputReader
-from frontend_svc.parsers.declared_tools import call_tags, call_trigger, demands_call, has_strict_tools
+from frontend_svc.parsers.declared_tools import (
+    JSON_KINDS,
+    call_tags,
+    call_trigger,
+    demands_call,
+    has_schema_beside_calls,
+    has_strict_tools,
+)
 from frontend_svc.parsers.registry import tool_parser
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
@@ -58,9 +66,13 @@ class StructuredOutput(RequestOption):
             return
         if has_strict_tools(request):
             _check_strict_tools(request, model)
-        if has_own and (demands_call(request.tool_choice) or has_strict_tools(request)):
-            rule = "must be unset where tool_choice demands a call or a tool is strict"
-            violations.add(_FIELD, _shown(request.sampling.structured_output), rule)
+        own = request.sampling.structured_output
+        if has_schema_beside_calls(request):
+            field, is_fine = f"{_FIELD}.json_schema", not own.json_schema or _is_json(own.json_schema)
+            violations.need(is_fine, field, own.json_schema, "must be JSON")
+        elif has_own and (demands_call(request.tool_choice) or has_strict_tools(request)):
+            rule = f"must be {' or '.join(JSON_KINDS)} where tool_choice demands a call or a tool is strict"
+            violations.add(_FIELD, _shown(own), rule)
 
     async def prepare(self, request: AnyRequest, prompt: PreparedPrompt, entry: add_pb2.AddEntry) -> None:
         if not _is_constrained(request, prompt.model):
@@ -69,9 +81,11 @@ class StructuredOutput(RequestOption):
         if request.sampling.HasField("structured_output"):
             sent.CopyFrom(request.sampling.structured_output)
         else:
-            assert isinstance(request, chat_message_pb2.ChatRequest)
-            sent.structural_tag = call_tags(request, tool_parser(prompt.model.parsers.tool))
             prompt.client_fields[_FIELD] = "tools"
+        if isinstance(request, chat_message_pb2.ChatRequest) and _has_call_tags(request, prompt.model):
+            sent.structural_tag = call_tags(request, tool_parser(prompt.model.parsers.tool))
+            # That of the answer's schema stands in its tag.
+            sent.ClearField("lenient")
         if sent.backend == AUTO:
             # As engines know it that are older than the name.
             sent.ClearField("backend")
@@ -173,6 +187,14 @@ def _check_constraint(
     violations.need(
         is_known, f"{_FIELD}.backend", constraint.backend, f"must be one of {', '.join(backends)}"
     )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _shown(constraint: sampling_pb2.StructuredOutput) -> str:

@@ -9,11 +9,14 @@ from typing import Any
 
 from frontend_svc.parsers.parser import ToolParserFormat
 from triptych.api.v1 import chat_message_pb2
+from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import session_pb2
 from triptych_kit.rules import Violation, rules_of, shown
 
 _MAX_NAME_CHARS = rules_of(chat_message_pb2.Tool, "name").max_chars
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{_MAX_NAME_CHARS}}}")
+# Constraints of an answer beside which tools may be called.
+JSON_KINDS = ("json_schema", "json_object")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": False}
 
 
@@ -71,14 +74,17 @@ def call_trigger(
     """
     if tool_format is None or tool_format.form is None or not ready.structured_output_backends:
         return ""
-    is_held = demands_call(request.tool_choice) or has_strict_tools(request)
+    is_held = (
+        demands_call(request.tool_choice) or has_strict_tools(request) or has_schema_beside_calls(request)
+    )
     return tool_format.form.trigger if is_held else ""
 
 
 def call_tags(request: chat_message_pb2.ChatRequest, tool_format: ToolParserFormat | None) -> str:
     """The structural tags of a checked request with a `call_trigger`. Tools that are not strict are lenient.
 
-    A demanded answer has calls and nothing else. Otherwise calls may stand in any text.
+    A demanded answer has calls and nothing else. Otherwise calls may stand in any text, or where the text has
+    a schema, in its place.
     """
     assert tool_format is not None and tool_format.form is not None, "checked by call_trigger"
     form, choice, tools = tool_format.form, request.tool_choice, list(request.tools)
@@ -86,12 +92,22 @@ def call_tags(request: chat_message_pb2.ChatRequest, tool_format: ToolParserForm
     if is_named:
         tools = [tool for tool in tools if tool.name == choice.name]
     is_one = request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
+    has_schema = not is_demanded and has_schema_beside_calls(request)
     kind: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.trigger]}
-    if is_demanded:
+    if is_demanded or has_schema:
         kind = {"type": "tags_with_separator", "separator": form.separator}
     tags = [_tag(tool_format.forced_prefix(tool.name), tool, form.end) for tool in tools]
-    ends = {"at_least_one": is_demanded, "stop_after_first": is_named or is_one}
-    return json.dumps({"type": "structural_tag", "format": {**kind, "tags": tags, **ends}})
+    ends = {"at_least_one": is_demanded or has_schema, "stop_after_first": is_named or is_one}
+    calls: dict[str, Any] = {**kind, "tags": tags, **ends}
+    if has_schema:
+        calls = {"type": "or", "elements": [calls, _text_of_schema(request.sampling.structured_output)]}
+    return json.dumps({"type": "structural_tag", "format": calls})
+
+
+def has_schema_beside_calls(request: chat_message_pb2.ChatRequest) -> bool:
+    """Whether the model may call a tool, and what it writes otherwise is JSON in a schema."""
+    kind = request.sampling.structured_output.WhichOneof("constraint")
+    return bool(request.tools) and not forbids_calls(request.tool_choice) and kind in JSON_KINDS
 
 
 def has_strict_tools(request: chat_message_pb2.ChatRequest) -> bool:
@@ -108,6 +124,12 @@ def demands_call(choice: chat_message_pb2.ToolChoice) -> bool:
 def forbids_calls(choice: chat_message_pb2.ToolChoice) -> bool:
     is_mode = choice.WhichOneof("choice") == "mode"
     return is_mode and choice.mode == chat_message_pb2.TOOL_CHOICE_MODE_NONE
+
+
+def _text_of_schema(constraint: sampling_pb2.StructuredOutput) -> dict[str, Any]:
+    schema = json.loads(constraint.json_schema) if constraint.json_schema else {"type": "object"}
+    content = {"type": "json_schema", "json_schema": schema}
+    return content | {"lenient": True} if constraint.lenient else content
 
 
 def _tag(begin: str, tool: chat_message_pb2.Tool, end: str) -> dict[str, Any]:

@@ -101,22 +101,25 @@ def _rewritten(constraint: Constraint, backend: str, *, is_lenient: bool) -> Con
 def _tags_for(constraint: Constraint, backend: str, *, is_lenient: bool) -> str:
     tags = read_structural_tags(constraint.text)
     written = []
-    for tag in tags.tags:
+    for tag in tags.all_tags():
         try:
             text = _schema_for(
                 json.dumps(tag.schema), constraint, backend, is_lenient=is_lenient or tag.is_lenient
             )
         except InvalidSchema as error:
             if not tag.is_lenient:
-                raise InvalidSchema(f"the schema of {tag.begin!r}: {error}") from None
+                place = f"the schema of {tag.begin!r}: " if tag.begin else ""
+                raise InvalidSchema(f"{place}{error}") from None
             text = json.dumps(_ANY_OBJECT)
         except UnenforcedKeywords as error:
-            where = f", in the tag {tag.begin!r}"
+            where = f", in the tag {tag.begin!r}" if tag.begin else ""
             raise UnenforcedKeywords(
                 [dataclasses.replace(one, reason=one.reason + where) for one in error.unenforced]
             ) from None
         written.append(dataclasses.replace(tag, schema=json.loads(text)))
-    return json.dumps(dataclasses.replace(tags, tags=tuple(written)).document())
+    alternative = written.pop() if tags.alternative is not None else None
+    tags = dataclasses.replace(tags, tags=tuple(written), alternative=alternative)
+    return json.dumps(tags.document())
 
 
 def _schema_for(text: str, constraint: Constraint, backend: str, *, is_lenient: bool) -> str:

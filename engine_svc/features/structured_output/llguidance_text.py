@@ -30,7 +30,7 @@ from engine_svc.features.structured_output.limits import (
     part_at,
     subschemas,
 )
-from engine_svc.features.structured_output.structural_tags import read_structural_tags
+from engine_svc.features.structured_output.structural_tags import Tag, read_structural_tags
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -244,8 +244,7 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
     tags = read_structural_tags(constraint.text)
     options = _json_options(constraint)
 
-    def body(text: str, index: int) -> str:
-        tag = tags.tags[index]
+    def body(text: str, tag: Tag) -> str:
         schema: dict[str, Any] = {} if tag.schema is True else cast(dict[str, Any], tag.schema)
         if tag.schema is False:
             raise GrammarError(f"structural_tag: the schema of {tag.begin!r} is false")
@@ -259,22 +258,22 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
         return " ".join(parts)
 
     if not tags.triggers:
-        one = " | ".join(f"({body(tag.begin, index)})" for index, tag in enumerate(tags.tags))
+        one = " | ".join(f"({body(tag.begin, tag)})" for tag in tags.tags)
         more = (
             ""
             if tags.stop_after_first
             else f"({' '.join([*_literals(tags.separator, special_ids), 'tag'])})*"
         )
         start = f"tag {more}" if tags.at_least_one else f"(tag {more})?"
+        if tags.alternative is not None:
+            start = f"{start} | {body(tags.alternative.begin, tags.alternative)}"
         return f"start: {start}\ntag: {one}\n"
     rules = ["TEXT: /(?s:.*)/"]
     names = []
     for number, trigger in enumerate(tags.triggers):
         # The longest trigger that begins a tag is the one that its text reaches last.
         alternatives = [
-            body(tag.begin[len(trigger) :], index)
-            for index, tag in enumerate(tags.tags)
-            if tag.begin.startswith(trigger)
+            body(tag.begin[len(trigger) :], tag) for tag in tags.tags if tag.begin.startswith(trigger)
         ]
         names.append(f"tag_{number}")
         rules.append(f"spelled_{number}[lazy]: TEXT {_quoted(trigger)}")

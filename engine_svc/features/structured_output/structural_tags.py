@@ -3,11 +3,13 @@
 Two forms are read. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [text]}. The newer:
 {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers", "tags", ...}}, where a tag is
 {"type": "tag", "begin", "content": {"type": "json_schema", "json_schema", "lenient"}, "end"}, or such a tag
-alone, or {"type": "tags_with_separator", "tags", "separator", ...}, which has no text but these.
+alone, or {"type": "tags_with_separator", "tags", "separator", ...}, which has no text but these, or
+{"type": "or", "elements": [such tags, another tag or {"type": "json_schema", ...}]}, one of the two.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -34,23 +36,20 @@ class StructuralTags:
     separator: str = ""
     at_least_one: bool = False
     stop_after_first: bool = False
+    alternative: Tag | None = None  # an output in place of the tags; it may have neither begin nor end
+
+    def all_tags(self) -> list[Tag]:
+        return [*self.tags, *([] if self.alternative is None else [self.alternative])]
 
     def texts(self) -> list[str]:
         """The texts outside of the schemas."""
-        return [*self.triggers, self.separator, *(text for tag in self.tags for text in (tag.begin, tag.end))]
+        tags = self.all_tags()
+        return [*self.triggers, self.separator, *(text for tag in tags for text in (tag.begin, tag.end))]
 
     def document(self) -> dict[str, Any]:
         """The document in the newer form, without leniency: for schemas that are enforced."""
         form: dict[str, Any] = {
-            "tags": [
-                {
-                    "type": "tag",
-                    "begin": tag.begin,
-                    "content": {"type": "json_schema", "json_schema": tag.schema},
-                    "end": tag.end,
-                }
-                for tag in self.tags
-            ],
+            "tags": [_written(tag) for tag in self.tags],
             "at_least_one": self.at_least_one,
             "stop_after_first": self.stop_after_first,
         }
@@ -58,6 +57,8 @@ class StructuralTags:
             form |= {"type": "triggered_tags", "triggers": list(self.triggers)}
         else:
             form |= {"type": "tags_with_separator", "separator": self.separator}
+        if self.alternative is not None:
+            form = {"type": "or", "elements": [form, _written(self.alternative)]}
         return {"type": "structural_tag", "format": form}
 
 
@@ -92,10 +93,17 @@ def read_structural_tags(text: str) -> StructuralTags:
     return tags
 
 
+def _written(tag: Tag) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": tag.schema}
+    return {"type": "tag", "begin": tag.begin, "content": content, "end": tag.end} if tag.begin else content
+
+
 def _read_format(form: object) -> StructuralTags:
     if not _is_object(form):
         raise GrammarError("structural_tag has neither 'structures' nor an object 'format'")
     kind = form.get("type")
+    if kind == "or":
+        return _read_or(form)
     if kind == "tag":
         return StructuralTags((), (_new_tag(form),), at_least_one=True, stop_after_first=True)
     if kind == "tags_with_separator":
@@ -124,7 +132,17 @@ def _read_format(form: object) -> StructuralTags:
     raise GrammarError(f"structural_tag: the format {kind!r} is not supported")
 
 
-def _new_tag(entry: Any) -> Tag:
+def _read_or(form: dict[str, Any]) -> StructuralTags:
+    elements = _list(form, "elements")
+    kinds = [element.get("type") if _is_object(element) else None for element in elements]
+    if len(kinds) != 2 or kinds[0] != "tags_with_separator" or kinds[1] not in ("tag", "json_schema"):
+        raise GrammarError("structural_tag: or takes tags_with_separator and a tag or json_schema alone")
+    tags, other = elements
+    alternative = _new_tag(other) if kinds[1] == "tag" else _new_tag({"content": other}, is_bare=True)
+    return dataclasses.replace(_read_format(tags), alternative=alternative)
+
+
+def _new_tag(entry: Any, *, is_bare: bool = False) -> Tag:
     content = entry.get("content") if _is_object(entry) else None
     if not _is_object(content) or content.get("type") != "json_schema":
         kind = content.get("type") if _is_object(content) else content
@@ -132,12 +150,13 @@ def _new_tag(entry: Any) -> Tag:
     unknown = set(content) - {"type", "json_schema", "lenient"}
     if unknown:
         raise GrammarError(f"structural_tag: {min(unknown)!r} of a json_schema content is not supported")
-    return _tag(entry, content.get("json_schema"), is_lenient=_flag(content, "lenient"))
+    schema, is_lenient = content.get("json_schema"), _flag(content, "lenient")
+    return _tag({"begin": ""} if is_bare else entry, schema, is_lenient=is_lenient, is_bare=is_bare)
 
 
-def _tag(entry: Any, schema: object, *, is_lenient: bool = False) -> Tag:
+def _tag(entry: Any, schema: object, *, is_lenient: bool = False, is_bare: bool = False) -> Tag:
     begin, end = (entry.get("begin"), entry.get("end", "")) if _is_object(entry) else (None, None)
-    if not isinstance(begin, str) or not begin:
+    if not isinstance(begin, str) or (not begin and not is_bare):
         raise GrammarError("structural_tag: a tag has no text 'begin'")
     if not isinstance(end, str):
         raise GrammarError(f"structural_tag: 'end' of the tag {begin!r} is not a text")

@@ -291,17 +291,50 @@ async def test_a_strict_tool_is_refused_by_name_where_no_grammar_is_known(backen
     assert words in (caught.value.details() or "")
 
 
-async def test_a_structured_answer_has_no_calls_beside_it():
+@pytest.mark.parametrize("is_strict", [True, False])
+async def test_a_structured_answer_is_calls_or_a_text_of_the_schema(is_strict):
+    sampling = {"structured_output": {"json_schema": json.dumps(NUMBER), "lenient": True}}
+    engine, none = with_grammars(answer(CALL)), {"mode": chat_message_pb2.TOOL_CHOICE_MODE_NONE}
+    request = ask(tools=[tool(strict=is_strict)], sampling=sampling)
+    async with serving(engine) as (client, _):
+        whole, _ = await read(client.chat.Chat(request, timeout=WAIT_S))
+        hidden = ask(tools=[tool(strict=is_strict)], sampling=sampling, tool_choice=none)
+        await read(client.chat.Chat(hidden, timeout=WAIT_S))
+    form = form_of(engine.requests[0])
+    calls, text = form["elements"]
+    assert (form["type"], calls["type"], calls["at_least_one"]) == ("or", "tags_with_separator", True)
+    assert calls["tags"][0]["content"].get("lenient") is (None if is_strict else True)
+    assert text == {"type": "json_schema", "json_schema": NUMBER, "lenient": True}
+    assert not engine.requests[0].entry.sampling.structured_output.lenient
+    assert [call.name for call in whole.tool_calls] == ["add"]
+    alone = engine.requests[1].entry.sampling.structured_output
+    assert (alone.json_schema, alone.lenient) == (json.dumps(NUMBER), True)
+
+
+async def test_a_schema_has_no_effect_on_a_call_that_is_demanded():
+    engine = with_grammars(answer(CALL))
     sampling = {"structured_output": {"json_object": True}}
+    async with serving(engine) as (client, _):
+        asked = ask(tools=[tool()], tool_choice={"name": "add"}, sampling=sampling)
+        await read(client.chat.Chat(asked, timeout=WAIT_S))
+    assert form_of(engine.requests[0])["type"] == "tags_with_separator"
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        ({"regex": "a"}, "structured_output is 'regex', must be json_schema or json_object where"),
+        ({"json_schema": "{"}, "structured_output.json_schema is '{', must be JSON"),
+    ],
+)
+async def test_a_constraint_that_stands_beside_no_call_is_refused(structured, words):
     engine = with_grammars()
     async with serving(engine) as (client, _):
-        for fields in ({"tools": [tool()]}, {"tools": [ADD], "tool_choice": {"name": "add"}}):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read(client.chat.Chat(ask(sampling=sampling, **fields), timeout=WAIT_S))
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "sampling.structured_output is 'json_object', must be unset" in (
-                caught.value.details() or ""
-            )
+        request = ask(tools=[tool()], sampling={"structured_output": structured})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(client.chat.Chat(request, timeout=WAIT_S))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in (caught.value.details() or "")
 
 
 @pytest.mark.parametrize("thinks", [True, False])

@@ -138,7 +138,7 @@ class XGrammarBackend:
                         raise GrammarError(
                             f"structural_tag: the special token {text!r} is not supported by xgrammar"
                         )
-                for tag in tags.tags:
+                for tag in tags.all_tags():
                     _check_keywords(tag.schema)
                     _number(tag.schema)
                 return compiler.compile_structural_tag(tags.document())

@@ -260,7 +260,7 @@ def new_tags(**options: bool) -> dict:
     }
 
 
-SEPARATED_TAGS = {
+SEPARATED_TAGS: dict[str, Any] = {
     "type": "structural_tag",
     "format": {
         "type": "tags_with_separator",
@@ -279,10 +279,38 @@ SEPARATED_TAGS = {
 }
 
 
+TAGS_OR_SCHEMA = {
+    "type": "structural_tag",
+    "format": {
+        "type": "or",
+        "elements": [
+            SEPARATED_TAGS["format"],
+            {"type": "json_schema", "json_schema": {"type": "array", "items": {"type": "integer"}}},
+        ],
+    },
+}
+TAGS_OR_TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "or",
+        "elements": [SEPARATED_TAGS["format"], {**SEPARATED_TAGS["format"]["tags"][0], "begin": "<g>"}],
+    },
+}
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     ("document", "text", "expected"),
     [
+        (TAGS_OR_SCHEMA, "[1, 2]", True),
+        (TAGS_OR_SCHEMA, "<f=a>1</f>", True),
+        (TAGS_OR_SCHEMA, "<f=b>1</f>; <f=a>2</f>", True),
+        (TAGS_OR_SCHEMA, "[1, 2]<f=a>1</f>", False),
+        (TAGS_OR_SCHEMA, "<f=a>1</f>[1]", False),
+        (TAGS_OR_SCHEMA, "", False),
+        (TAGS_OR_SCHEMA, "text", False),
+        (TAGS_OR_TAG, "<g>1</f>", True),
+        (TAGS_OR_TAG, "<g>1</f>; <g>1</f>", False),
         (OLD_TAGS, "free text", True),
         (OLD_TAGS, "so: <f=a>{}</f> and <f=b>[1]</f>.", True),
         (OLD_TAGS, "<f=a>[1]</f>", False),

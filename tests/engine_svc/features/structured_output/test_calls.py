@@ -69,3 +69,37 @@ def test_a_demanded_answer_is_calls_in_the_format_of_each_parser():
             assert "draw" not in choice or {called for called, _ in calls} <= {"draw"}
     assert num_finished >= 0.6 * len(flat)
     assert num_parallel >= len(FORMS) / 2
+
+
+def test_an_answer_with_a_schema_is_calls_or_a_text_of_it_in_the_format_of_each_parser():
+    schema = {"type": "object", "properties": {"sum": {"enum": [1, 2]}}, "required": ["sum"]}
+    rig = Rig(max_num_seqs=64, max_model_len=400)
+    request = chat_message_pb2.ChatRequest(tools=TOOLS)
+    request.sampling.structured_output.json_schema = json.dumps({**schema, "additionalProperties": False})
+    asked = [
+        Asked(
+            spec(ConstraintKind.STRUCTURAL_TAG, call_tags(request, TOOL_PARSERS[name])),
+            options={"max_tokens": 300, "temperature": temperature},
+        )
+        for name in FORMS
+        for temperature in (0, 1, 1, 2, 2, 2)
+    ]
+    try:
+        answers = rig.answer(asked)
+    finally:
+        rig.close()
+    num_texts, num_calls = 0, 0
+    for index, answered in enumerate(answers):
+        if answered.end.reason is not FinishReason.STOP:
+            continue
+        format_ = TOOL_PARSERS[FORMS[index * len(FORMS) // len(answers)]]
+        rules = CallRules(frozenset(SCHEMAS), opening=format_.form.trigger)
+        message = run(format_.open(rules), [text_of(answered.token_ids)])
+        if message.calls:
+            num_calls += 1
+            assert not message.content.strip() and not message.incomplete
+            assert all(is_held(called, json.loads(text)) for _, _, called, text in message.calls)
+        else:
+            num_texts += 1
+            assert json.loads(message.content) in ({"sum": 1}, {"sum": 2})
+    assert min(num_texts, num_calls) >= 3
