@@ -35,9 +35,9 @@ def from_openai(
     """
     try:
         if OPENAI_URLS[url] == "chat":
-            chat, _ = read_object(body, ChatBody)
+            chat, ignored = read_object(body, ChatBody)
             _refuse_sending(chat)
-            return chat_request(chat)
+            return chat_request(chat, ignored)
         completion, _ = read_object(body, CompletionBody)
         _refuse_sending(completion)
         requests = generate_requests(completion)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from frontend_svc.protocols.openai.bodies import SAME_SAMPLING, Base, SameSampling, read_part
+from frontend_svc.protocols.openai.bodies import SAME_SAMPLING, Base, IgnoredFields, SameSampling, read_part
+from frontend_svc.protocols.openai.fields import Refusal
 from frontend_svc.protocols.openai.requests import set_field
 from triptych.api.v1 import chat_message_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
@@ -64,9 +65,9 @@ class MessagesBody(SameSampling, kw_only=True):
             "speed", "user_profile_id", "workspace_id",
         }
     )  # fmt: skip
-    refused: ClassVar[Mapping[str, str]] = {
-        "container": "there is no execution of code",
-        "mcp_servers": "call the tools of MCP servers in the client",
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "container": Refusal("there is no execution of code"),
+        "mcp_servers": Refusal("call the tools of MCP servers in the client"),
     }
 
     messages: list[dict[str, Any]]
@@ -153,8 +154,8 @@ _OF_ASSISTANT: Mapping[str, type[TextBlock | ThinkingBlock | RedactedThinkingBlo
 class MessageRequest:
     """A chat, the names of what has no effect on it, and the fields of the body by those of the chat."""
 
+    ignored: IgnoredFields
     chat: chat_message_pb2.ChatRequest = field(default_factory=chat_message_pb2.ChatRequest)
-    ignored: list[str] = field(default_factory=list)
     _message_fields: list[str] = field(default_factory=list)
     _tool_fields: list[str] = field(default_factory=list)
 
@@ -183,9 +184,11 @@ class MessageRequest:
         self.chat.tools.append(tool)
 
 
-def message_request(body: MessagesBody, *, reasons: Callable[[], bool]) -> MessageRequest:
+def message_request(
+    body: MessagesBody, ignored: IgnoredFields, *, reasons: Callable[[], bool]
+) -> MessageRequest:
     """The chat of a body. `reasons`: whether the model's reasoning is read apart from its answer."""
-    made = MessageRequest()
+    made = MessageRequest(ignored)
     made.chat.model = body.model
     sampling = made.chat.sampling
     for name in SAME_SAMPLING:
@@ -194,7 +197,7 @@ def message_request(body: MessagesBody, *, reasons: Callable[[], bool]) -> Messa
     set_field(sampling, "stop", body.stop_sequences, "stop_sequences")
     if body.system is not None:
         message = made.add_message(chat_message_pb2.CHAT_ROLE_SYSTEM, "system")
-        _add_texts(message, body.system, "system")
+        _add_texts(made, message, body.system, "system")
     for index, raw in enumerate(body.messages):
         _add_turn(made, raw, f"messages[{index}]")
     final = made.chat.messages[-1] if made.chat.messages else None
@@ -208,7 +211,7 @@ def message_request(body: MessagesBody, *, reasons: Callable[[], bool]) -> Messa
 
 
 def _add_turn(made: MessageRequest, raw: Mapping[str, Any], at: str) -> None:
-    turn = read_part(_set_fields(raw), Turn, at)
+    turn = read_part(_set_fields(raw), Turn, made.ignored, at)
     role = _ROLES[turn.role]
     if isinstance(turn.content, str):
         made.turn(role, at).parts.add(text=turn.content)
@@ -216,15 +219,15 @@ def _add_turn(made: MessageRequest, raw: Mapping[str, Any], at: str) -> None:
     for index, raw_block in enumerate(turn.content):
         block_at = f"{at}.content[{index}]"
         if turn.role == "assistant":
-            _add_to_assistant(made, _block(raw_block, _OF_ASSISTANT, block_at), block_at)
+            _add_to_assistant(made, _block(raw_block, _OF_ASSISTANT, made.ignored, block_at), block_at)
             continue
-        block = _block(raw_block, _OF_USER if turn.role == "user" else _OF_TEXT, block_at)
+        block = _block(raw_block, _OF_USER if turn.role == "user" else _OF_TEXT, made.ignored, block_at)
         if isinstance(block, TextBlock):
             made.turn(role, block_at).parts.add(text=block.text)
             continue
         result = made.add_message(chat_message_pb2.CHAT_ROLE_TOOL, block_at)
         result.tool_call_id = block.tool_use_id
-        _add_texts(result, block.content or "", f"{block_at}.content")
+        _add_texts(made, result, block.content or "", f"{block_at}.content")
         if block.is_error:
             made.ignored.append(f"{block_at}.is_error")
 
@@ -250,13 +253,16 @@ def _add_to_assistant(
 
 
 def _add_texts(
-    message: chat_message_pb2.ChatMessage, content: str | Sequence[Mapping[str, Any]], at: str
+    made: MessageRequest,
+    message: chat_message_pb2.ChatMessage,
+    content: str | Sequence[Mapping[str, Any]],
+    at: str,
 ) -> None:
     if isinstance(content, str):
         message.parts.add(text=content)
         return
     for index, raw in enumerate(content):
-        message.parts.add(text=_block(raw, _OF_TEXT, f"{at}[{index}]").text)
+        message.parts.add(text=_block(raw, _OF_TEXT, made.ignored, f"{at}[{index}]").text)
 
 
 def _fill_tools(made: MessageRequest, body: MessagesBody) -> None:
@@ -265,7 +271,7 @@ def _fill_tools(made: MessageRequest, body: MessagesBody) -> None:
         at = f"tools[{index}]"
         kind = raw.get("type", "custom")
         if kind == "custom":
-            made.add_tool(_tool_of(read_part(_set_fields(raw), CustomTool, at)), at)
+            made.add_tool(_tool_of(read_part(_set_fields(raw), CustomTool, made.ignored, at)), at)
         elif choice is not None and choice.name is not None and raw.get("name") == choice.name:
             raise _not_served(f"{at}.type", kind, "custom")
         else:
@@ -312,13 +318,15 @@ def _fill_output(made: MessageRequest, body: MessagesBody) -> None:
         made.chat.template_options.arguments_json = json.dumps({"reasoning_effort": config.effort})
 
 
-def _block(raw: Mapping[str, Any], kinds: Mapping[str, type[_BlockT]], at: str) -> _BlockT:
+def _block(
+    raw: Mapping[str, Any], kinds: Mapping[str, type[_BlockT]], ignored: IgnoredFields, at: str
+) -> _BlockT:
     kind = raw.get("type")
     if not isinstance(kind, str):
         raise InvalidArgument(f"{at}.type is missing or no text", field=f"{at}.type")
     if kind not in kinds:
         raise _not_served(f"{at}.type", kind, ", ".join(kinds))
-    return read_part(_set_fields(raw), kinds[kind], at)
+    return read_part(_set_fields(raw), kinds[kind], ignored, at)
 
 
 def _not_served(at: str, kind: object, served: str) -> Unimplemented:

@@ -36,11 +36,11 @@ class MessageRoutes:
         }
 
     async def _create(self, request: Request) -> Response:
-        body, made, ignored = await self._read(request)
+        body, made = await self._read(request)
         caller = caller_of(request)
         with fields_named(made.name_of):
             if body.stream:
-                return await streamed(request, _events(self._chat.stream(made.chat, caller)), ignored)
+                return await streamed(request, _events(self._chat.stream(made.chat, caller)), made.ignored)
             answer = await unless_disconnected(request, self._chat.whole(made.chat, caller))
         message = GrowingMessage()
         message.start(answer.started)
@@ -53,18 +53,18 @@ class MessageRoutes:
             )
         )
         message.finish(output.reason, output.error_message, output.stop_match, answer.usage)
-        return json_response(message.body(), ignored)
+        return json_response(message.body(), made.ignored)
 
     async def _count_tokens(self, request: Request) -> Response:
-        _, made, ignored = await self._read(request)
+        _, made = await self._read(request)
         with fields_named(made.name_of):
             num_tokens = await unless_disconnected(request, self._tokenizer.count(made.chat))
-        return json_response({"input_tokens": num_tokens}, ignored)
+        return json_response({"input_tokens": num_tokens}, made.ignored)
 
-    async def _read(self, request: Request) -> tuple[MessagesBody, MessageRequest, list[str]]:
+    async def _read(self, request: Request) -> tuple[MessagesBody, MessageRequest]:
         body, ignored = await body_of(request, MessagesBody)
-        made = message_request(body, reasons=functools.partial(self._models.reasons, body.model))
-        return body, made, sorted([*ignored, *made.ignored])
+        made = message_request(body, ignored, reasons=functools.partial(self._models.reasons, body.model))
+        return body, made
 
 
 async def _events(

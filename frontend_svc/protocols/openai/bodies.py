@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -10,28 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import msgspec
 import msgspec.inspect
 
+from frontend_svc.protocols.openai.fields import (
+    IGNORED_IN_CALLS,
+    IGNORED_IN_CHATS,
+    IGNORED_IN_MESSAGES,
+    IGNORED_IN_TOOLS,
+    MEDIA,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+    Refusal,
+)
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
 from triptych_kit.plain_fields import plain_fields
 
-# Accepted, without an effect on the answer; a header of the response names them.
-IGNORED = frozenset(
-    {
-        "metadata", "modalities", "prediction", "prompt_cache_key", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "store", "user", "verbosity",
-    }
-)  # fmt: skip
-# Of OpenAI or vLLM, with an effect that is not served here, and what to use instead.
-REFUSED = {
-    "audio": "there is no audio",
-    "best_of": "use n",
-    "echo": "use prompt_logprobs, or Generate over gRPC",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "suffix": "text is not filled in",
-    "use_beam_search": "there is no beam search",
-    "web_search_options": "there is no web search",
-}
 # Sampling parameters that some bodies lack, or have by another name or in another form.
 _OF_SOME_BODIES = frozenset(
     {"max_tokens", "n", "seed", "stop", "logprobs", "prompt_logprobs", "include_stop_in_output"}
@@ -39,15 +32,19 @@ _OF_SOME_BODIES = frozenset(
 # Sampling parameters that no body has.
 _OF_GRPC = frozenset({"detokenize", "logprob_token_ids", "stream_interval", "skip_reading_prefix_cache"})
 _MAX_NAME_CHARS = 64  # of an unknown field that is compared with those that there are
+_MAX_UNKNOWN = 64  # fields of a body that are taken; comparing names takes time
+_SIMILAR = 0.6  # to a served field, which is then suggested
+_MISSPELT = 0.8  # similarity from which an unknown field is a served one with a mistake
 _STEP = re.compile(r"(\w+)|\[")
+_UNKNOWN = "Object contains unknown field"
 _MAX_DEPTH_MESSAGE = "the body is nested too deeply"
 
 
 class Base(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """An unknown field is an error that names it."""
 
-    ignored: ClassVar[frozenset[str]] = IGNORED
-    refused: ClassVar[Mapping[str, str]] = REFUSED
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, Refusal]] = {}
 
 
 class StreamOptions(Base):
@@ -90,6 +87,8 @@ class Function(Base):
 
 
 class Tool(Base):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_TOOLS
+
     function: Function
     type: Literal["function"] = "function"
 
@@ -103,12 +102,20 @@ class NamedTool(Base):
     type: Literal["function"] = "function"
 
 
+# One that names a tool is read once it is known that its type is served.
+ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
+
+
 class CalledFunction(Base):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CALLS
+
     name: str
     arguments: str = ""
 
 
 class CalledTool(Base):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CALLS
+
     function: CalledFunction
     id: str = ""
     type: Literal["function"] = "function"
@@ -124,6 +131,8 @@ class Part(Base, forbid_unknown_fields=False):
 
 
 class Message(Base):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
@@ -158,9 +167,12 @@ else:
 class SamplingBody(SameSampling, kw_only=True):
     """The fields that completions and chats have in common."""
 
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CHATS
+
     model: str = ""
     max_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
@@ -183,6 +195,11 @@ class SamplingBody(SameSampling, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED_IN_COMPLETIONS,
+        "echo": Refusal("use prompt_logprobs, or Generate over gRPC"),
+    }
+
     prompt: str | list[Any]  # a text, ids, or a list of either
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -190,12 +207,14 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 class ChatBody(SamplingBody, kw_only=True):
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_CHATS
+
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template: str | None = None
@@ -205,25 +224,67 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class TokenizeBody(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CHATS
+
     model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_CHATS
+
     tokens: list[int]
     model: str = ""
+
+
+class IgnoredFields(list[str]):
+    """The names of a body's fields without an effect.
+
+    takes_unknown: unknown fields are among them, unless they look like served ones with a mistake.
+    """
+
+    def __init__(self, *, takes_unknown: bool = False) -> None:
+        super().__init__()
+        self._num_taken, self._max_taken = 0, _MAX_UNKNOWN if takes_unknown else 0
+
+    def take(self, name: str, known: Collection[str]) -> bool:
+        """Whether an unknown field is taken, beside the ones that its object can have."""
+        if self._num_taken == self._max_taken or is_misspelt(name, known):
+            return False
+        self._num_taken += 1
+        return True
+
+
+def is_misspelt(name: str, known: Collection[str]) -> bool:
+    """Whether a name is surely one of the known ones with a mistake."""
+    return _nearest(name, known, _MISSPELT) is not None
+
+
+def _nearest(name: str, known: Collection[str], similarity: float) -> str | None:
+    if len(name) > _MAX_NAME_CHARS:
+        return None
+    by_plain = {_plain(each): each for each in known}
+    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=similarity)
+    return by_plain[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    """Equal for names that differ in their case alone, such as top_p and topP."""
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def text_of(part: Part, at: str, kinds: Collection[str] = ("text", "refusal")) -> str:
     """The text of a part, which is at `at` in the body. Raises Unimplemented for one of no kind of text."""
     if part.type not in kinds:
+        media = MEDIA.get(part.type)
+        reason = "which is not served" if media is None else f"and {media} are not served"
         raise Unimplemented(
-            f"{at}.type is {part.type!r:.60}, which is not served: models here read text",
+            f"{at}.type is {part.type!r:.60}, {reason}: models here read text",
             metadata={"field": f"{at}.type"},
         )
     name = "refusal" if part.type == "refusal" else "text"
@@ -236,7 +297,9 @@ def text_of(part: Part, at: str, kinds: Collection[str] = ("text", "refusal")) -
 BodyT = TypeVar("BodyT", bound=Base)
 
 
-def read_body(content: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+def read_body(
+    content: bytes, kind: type[BodyT], *, takes_unknown: bool = False
+) -> tuple[BodyT, IgnoredFields]:
     """The body, and the names of its fields that have no effect.
 
     A field that is null counts as unset. Raises InvalidArgument and Unimplemented with the field's name.
@@ -249,32 +312,41 @@ def read_body(content: bytes, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
     if not isinstance(record, dict):
         raise InvalidArgument("the body is not a JSON object")
-    return read_object(record, kind)
+    return read_object(record, kind, takes_unknown=takes_unknown)
 
 
-def read_object(record: Mapping[str, Any], kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+def read_object(
+    record: Mapping[str, Any], kind: type[BodyT], *, takes_unknown: bool = False
+) -> tuple[BodyT, IgnoredFields]:
     """`read_body` for JSON that was parsed."""
-    ignored, fields = [], {}
+    ignored, fields = IgnoredFields(takes_unknown=takes_unknown), {}
     for name, value in record.items():
         if value is None:
             continue
-        if name in kind.refused and value is not False:
-            raise Unimplemented(f"{name} is not served: {kind.refused[name]}", metadata={"field": name})
-        if name in kind.ignored:
-            ignored.append(name)
-        elif name not in kind.refused:
+        refusal = kind.refused.get(name)
+        if refusal is None:
             fields[name] = value
-    return read_part(fields, kind), sorted(ignored)
+        elif not refusal.is_idle(value):
+            raise Unimplemented(f"{name} is not served: {refusal.reason}", metadata={"field": name})
+    return read_part(fields, kind, ignored), ignored
 
 
-def read_part(fields: Mapping[str, Any], kind: type[BodyT], at: str = "") -> BodyT:
-    """An object of a body; `at` is its field there. Raises InvalidArgument with the field's name."""
+def read_part(fields: Mapping[str, Any], kind: type[BodyT], ignored: IgnoredFields, at: str = "") -> BodyT:
+    """An object of a body; `at` is its field there. Raises InvalidArgument with the field's name.
+
+    Fields without an effect are left out, and their names added to `ignored`.
+    """
     try:
-        return msgspec.convert(fields, kind)
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith(_UNKNOWN):
+                raise
+            return msgspec.convert(_without_ignored(fields, _type_of(kind), ignored, at), kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         field = ".".join(filter(None, (at, path.rstrip("`"))))
-        if message.startswith("Object contains unknown field"):
+        if message.startswith(_UNKNOWN):
             name = message.partition("`")[2].rstrip("`")
             field = f"{field}.{name}" if field else name
             hint = _hint(name, _known_at(kind, path.rstrip("`")))
@@ -288,14 +360,45 @@ def read_part(fields: Mapping[str, Any], kind: type[BodyT], at: str = "") -> Bod
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_NAME_CHARS else []
-    return f"; did you mean {near[0]}?" if near else ""
+def _without_ignored(value: Any, kind: msgspec.inspect.Type, ignored: IgnoredFields, at: str) -> Any:
+    """A value without the fields that have no effect, null ones among them."""
+    kinds = _alternatives(kind)
+    if isinstance(value, list):
+        items = [each.item_type for each in kinds if isinstance(each, msgspec.inspect.ListType)]
+        if len(items) != 1:
+            return value
+        return [_without_ignored(one, items[0], ignored, f"{at}[{index}]") for index, one in enumerate(value)]
+    structs = [each for each in kinds if isinstance(each, msgspec.inspect.StructType)]
+    if not isinstance(value, Mapping) or len(structs) != 1 or not structs[0].forbid_unknown_fields:
+        return value
+    known = {field.encode_name: field.type for field in structs[0].fields}
+    kept = {}
+    for name, one in value.items():
+        field = f"{at}.{name}" if at else name
+        if name in known:
+            kept[name] = _without_ignored(one, known[name], ignored, field)
+        elif one is None:
+            continue
+        elif name in getattr(structs[0].cls, "ignored", ()) or ignored.take(name, known):
+            ignored.append(field)
+        else:
+            kept[name] = one
+    return kept
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    near = _nearest(name, known, _SIMILAR)
+    return "" if near is None else f"; did you mean {near}?"
+
+
+@functools.cache
+def _type_of(kind: type[Base]) -> msgspec.inspect.Type:
+    return msgspec.inspect.type_info(kind)
 
 
 def _known_at(kind: type[Base], path: str) -> list[str]:
     """The fields of the object at a path like `messages[0].content`."""
-    types = _alternatives(msgspec.inspect.type_info(kind))
+    types = _alternatives(_type_of(kind))
     for step in _STEP.finditer(re.sub(r"\[[^]]*]", "[", path)):
         inner: list[msgspec.inspect.Type] = []
         for each in types:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from frontend_svc.protocols.openai.bodies import BodyT, read_body
+from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields, read_body
 from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -36,7 +36,7 @@ class BodyReader:
         self._sum_bytes = 0  # of the large bodies
         self._turn = asyncio.Lock()  # one large body is parsed at a time
 
-    async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+    async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, IgnoredFields]:
         """The body, and the names of its fields that have no effect."""
         _check_headers(request)
         content, counted = bytearray(), 0

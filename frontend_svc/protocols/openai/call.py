@@ -9,9 +9,10 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -20,7 +21,7 @@ from starlette.types import Message, Send
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.tenants import Rate
-from frontend_svc.protocols.openai.bodies import BodyT
+from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
 from triptych.api.v1 import generate_pb2
@@ -37,6 +38,7 @@ DONE = b"data: [DONE]\n\n"
 _MAX_ID_CHARS = rules_of(generate_pb2.GenerateRequest, "request_id").max_chars
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{_MAX_ID_CHARS}}}")
 _IGNORED_HEADER = "x-triptych-ignored-fields"
+_MAX_IGNORED = 64  # names in the header
 _encode = msgspec.json.Encoder().encode
 
 _T = TypeVar("_T")
@@ -115,7 +117,7 @@ def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
     }
 
 
-async def body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, list[str]]:
+async def body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, IgnoredFields]:
     reader: BodyReader = request.app.state.bodies
     return await reader.read(request, kind)
 
@@ -262,5 +264,9 @@ def json_response(content: dict[str, Any], ignored: list[str] | None = None) -> 
     return Response(_encode(content), media_type="application/json", headers=_ignored_header(ignored or []))
 
 
-def _ignored_header(ignored: list[str]) -> dict[str, str]:
-    return {_IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+def _ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Names as a client chose them are quoted, and all but the first ones left out."""
+    named = [quote(name[:_MAX_ID_CHARS], safe="[]") for name in sorted(set(ignored))]
+    if len(named) > _MAX_IGNORED:
+        named[_MAX_IGNORED:] = ["..."]
+    return {_IGNORED_HEADER: ", ".join(named)} if named else {}

@@ -37,7 +37,6 @@ Texts = str | list[str]
 
 class PoolingBody(Base, kw_only=True):
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
-    refused: ClassVar[Mapping[str, str]] = {}
 
     model: str = ""
     request_id: str | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontend_svc.protocols.openai.bodies import (
@@ -11,20 +12,26 @@ from frontend_svc.protocols.openai.bodies import (
     CalledTool,
     ChatBody,
     CompletionBody,
+    Function,
+    IgnoredFields,
     Message,
     NamedTool,
     SamplingBody,
     StructuredOutputs,
     Tool,
+    is_misspelt,
+    read_part,
     text_of,
 )
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
-from triptych_kit.errors import InvalidArgument
+from triptych_kit.errors import InvalidArgument, Unimplemented
 
 # OpenAI's default for completions; a chat message has no such limit.
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
+_FUNCTION = "function"
+_TOOL = re.compile(r"tools\[(\d+)\]")
 _SEED_MASK = (1 << 64) - 1
 
 _OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
@@ -59,7 +66,8 @@ def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest
     return requests
 
 
-def chat_request(body: ChatBody) -> chat_message_pb2.ChatRequest:
+def chat_request(body: ChatBody, ignored: IgnoredFields) -> chat_message_pb2.ChatRequest:
+    """The request of a body. Names of tools that are left out are added to `ignored`."""
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidArgument(
             "give either max_tokens or max_completion_tokens, not both", field="max_completion_tokens"
@@ -69,15 +77,18 @@ def chat_request(body: ChatBody) -> chat_message_pb2.ChatRequest:
     request = chat_message_pb2.ChatRequest(
         sampling=_sampling(body),
         messages=[message_of(message, f"messages[{index}]") for index, message in enumerate(body.messages)],
-        tools=[tool_of(tool) for tool in body.tools or ()],
+        tools=tools_of(body.tools, ignored),
     )
     _fill_request(request, body)
     set_field(request.sampling, "max_tokens", body.max_completion_tokens, "max_completion_tokens")
     if body.logprobs:
         set_field(request.sampling, "logprobs", body.top_logprobs or 0, "top_logprobs")
-    if isinstance(body.tool_choice, NamedTool):
-        request.tool_choice.name = body.tool_choice.function.name
+    if isinstance(body.tool_choice, dict):
+        check_choice(body.tool_choice)
+        named = read_part(body.tool_choice, NamedTool, ignored, "tool_choice")
+        request.tool_choice.name = named.function.name
     elif body.tool_choice is not None:
+        check_demand(body.tools, body.tool_choice)
         request.tool_choice.mode = _MODES[body.tool_choice]
     set_field(request, "parallel_tool_calls", body.parallel_tool_calls)
     options = request.template_options
@@ -110,8 +121,62 @@ def message_of(message: Message, field: str) -> chat_message_pb2.ChatMessage:
     )
 
 
-def tool_of(tool: Tool) -> chat_message_pb2.Tool:
-    function = tool.function
+def tools_of(
+    raw_tools: Sequence[Mapping[str, Any]] | None, ignored: IgnoredFields
+) -> list[chat_message_pb2.Tool]:
+    """The functions among the tools. Names of the other tools are added to `ignored`."""
+    return [
+        _tool_of(read_part(raw, Tool, ignored, at).function) for at, raw in served_tools(raw_tools, ignored)
+    ]
+
+
+def served_tools(
+    raw_tools: Sequence[Mapping[str, Any]] | None, ignored: IgnoredFields | None = None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Each function among the tools with its field; names of the other tools are added to `ignored`."""
+    served = []
+    for index, raw in enumerate(raw_tools or ()):
+        at, kind = f"tools[{index}]", raw.get("type", _FUNCTION)
+        if not isinstance(kind, str) or kind == _FUNCTION or is_misspelt(kind, (_FUNCTION,)):
+            served.append((at, raw))
+        elif ignored is not None:
+            ignored.append(at)
+    return served
+
+
+def check_choice(choice: Mapping[str, Any]) -> None:
+    """Raises Unimplemented for a choice of a tool that is no function."""
+    kind = choice.get("type", _FUNCTION)
+    if isinstance(kind, str) and kind != _FUNCTION:
+        raise Unimplemented(
+            f"tool_choice.type is {kind!r:.60}, which is not served: a tool that is called is a function",
+            metadata={"field": "tool_choice.type"},
+        )
+
+
+def check_demand(raw_tools: Sequence[Mapping[str, Any]] | None, choice: str) -> None:
+    """Raises Unimplemented if a call is demanded and no tool is a function."""
+    if choice == "required" and raw_tools and not served_tools(raw_tools):
+        kind = raw_tools[0]["type"]
+        raise Unimplemented(
+            f"tools[0].type is {kind!r:.60}, which is not served, and tool_choice demands a call",
+            metadata={"field": "tools[0].type"},
+        )
+
+
+def tool_fields(raw_tools: Sequence[Mapping[str, Any]] | None) -> Callable[[str], str]:
+    """A function from a field of the request to that of the body, where some tools are left out."""
+    fields = [at for at, _ in served_tools(raw_tools)]
+
+    def name_of(field: str) -> str:
+        if (tool := _TOOL.match(field)) is not None:
+            return fields[int(tool[1])] + field[tool.end() :]
+        return field
+
+    return name_of
+
+
+def _tool_of(function: Function) -> chat_message_pb2.Tool:
     return chat_message_pb2.Tool(
         name=function.name,
         description=function.description or "",
@@ -127,6 +192,11 @@ def _call_of(call: CalledTool, index: int) -> chat_message_pb2.ToolCall:
 
 
 def _sampling(body: SamplingBody) -> sampling_pb2.SamplingParams:
+    if body.best_of not in (None, body.n or 1):
+        raise Unimplemented(
+            f"best_of is {body.best_of}, must be n: outputs are not chosen among more of them",
+            metadata={"field": "best_of"},
+        )
     sampling = sampling_pb2.SamplingParams()
     for name in (*SAME_SAMPLING, "max_tokens", "n", "prompt_logprobs"):
         set_field(sampling, name, getattr(body, name))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from frontend_svc.protocols.openai.bodies import (
     Base,
     CalledFunction,
     CalledTool,
+    IgnoredFields,
     Message,
     Part,
     read_part,
     text_of,
 )
+from frontend_svc.protocols.openai.fields import IGNORED_IN_MESSAGES
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
 _TEXTS = ("input_text", "output_text", "refusal", "summary_text", "reasoning_text")
@@ -23,6 +25,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class MessageItem(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
     type: Literal["message"] = "message"
@@ -32,6 +36,8 @@ class MessageItem(Base, kw_only=True):
 
 
 class ReasoningItem(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[Part] | None = None
@@ -41,6 +47,8 @@ class ReasoningItem(Base, kw_only=True):
 
 
 class CallItem(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -51,6 +59,8 @@ class CallItem(Base, kw_only=True):
 
 
 class CallOutputItem(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Part]
@@ -74,18 +84,21 @@ class ItemMessage:
     field: str
 
 
-def messages_of(items: str | Sequence[dict[str, Any]], field: str = "input") -> list[ItemMessage]:
+def messages_of(
+    items: str | Sequence[dict[str, Any]], ignored: IgnoredFields, field: str = "input"
+) -> list[ItemMessage]:
     """The messages of an input, or of an output that becomes one.
 
     Reasoning, text and calls that follow each other are one message of the assistant. A call that was not
-    completed is left out: its arguments cannot be read.
+    completed is left out: its arguments cannot be read. Names of fields without an effect are added to
+    `ignored`.
     """
     if isinstance(items, str):
         return [ItemMessage(Message("user", items), field)]
     messages: list[ItemMessage] = []
     for index, raw in enumerate(items):
         at = f"{field}[{index}]"
-        item = _item(raw, at)
+        item = _item(raw, ignored, at)
         if isinstance(item, CallOutputItem):
             content = _text_parts(item.output, f"{at}.output")
             messages.append(ItemMessage(Message("tool", content, tool_call_id=item.call_id), at))
@@ -161,7 +174,9 @@ def _new_assistant(messages: list[ItemMessage], at: str) -> Message:
     return messages[-1].message
 
 
-def _item(raw: dict[str, Any], at: str) -> MessageItem | ReasoningItem | CallItem | CallOutputItem:
+def _item(
+    raw: dict[str, Any], ignored: IgnoredFields, at: str
+) -> MessageItem | ReasoningItem | CallItem | CallOutputItem:
     kind = raw.get("type", "message")
     if not isinstance(kind, str):
         raise InvalidArgument(f"{at}.type is no text", field=f"{at}.type")
@@ -172,7 +187,9 @@ def _item(raw: dict[str, Any], at: str) -> MessageItem | ReasoningItem | CallIte
             metadata={"field": f"{at}.type"},
         )
     # Clients send back items of an answer with every field that these can have.
-    return read_part({name: value for name, value in raw.items() if value is not None}, _KINDS[kind], at)
+    return read_part(
+        {name: value for name, value in raw.items() if value is not None}, _KINDS[kind], ignored, at
+    )
 
 
 def _text_parts(content: str | Sequence[Part], at: str) -> list[Part]:

@@ -22,15 +22,14 @@ from frontend_svc.protocols.openai.bodies import (
     Base,
     ChatBody,
     Function,
+    IgnoredFields,
     JSONSchema,
     Message,
-    NamedFunction,
-    NamedTool,
     ResponseFormat,
     SameSampling,
     StreamOptions,
     StructuredOutputs,
-    Tool,
+    ToolChoice,
     read_part,
 )
 from frontend_svc.protocols.openai.call import (
@@ -42,7 +41,20 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.errors import fields_named
-from frontend_svc.protocols.openai.requests import chat_request
+from frontend_svc.protocols.openai.fields import (
+    IGNORED_IN_RESPONSES,
+    IGNORED_IN_TOOLS,
+    IGNORED_INCLUDES,
+    REFUSED_IN_RESPONSES,
+    Refusal,
+)
+from frontend_svc.protocols.openai.requests import (
+    chat_request,
+    check_choice,
+    check_demand,
+    served_tools,
+    tool_fields,
+)
 from frontend_svc.protocols.openai.response_events import (
     LAST_EVENTS,
     Event,
@@ -61,7 +73,6 @@ _CANCEL_LIMIT_S = 2.0
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
-_NOT_READ = frozenset({"reasoning.encrypted_content"})  # values of `include` without an effect
 _encode = msgspec.json.Encoder().encode
 
 # Fields that a chat has by the same name.
@@ -98,6 +109,8 @@ class Reasoning(Base):
 
 
 class FunctionTool(Base, kw_only=True):
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_TOOLS
+
     name: str
     type: Literal["function"]
     description: str | None = None
@@ -111,28 +124,15 @@ class NamedFunctionTool(Base):
 
 
 class ResponseBody(SameSampling, kw_only=True):
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-            "safety_identifier", "service_tier", "user",
-        }
-    )  # fmt: skip
-    refused: ClassVar[Mapping[str, str]] = {
-        "background": "use stream",
-        "context_management": "conversations are not shortened",
-        "conversation": "use previous_response_id",
-        "moderation": "there is no moderation",
-        "prompt": "there are no stored prompts; use instructions and input",
-        "request_id": "a response has an id of its own",
-        "top_logprobs": "use chat completions",
-    }
+    ignored: ClassVar[frozenset[str]] = IGNORED_IN_RESPONSES
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_RESPONSES
 
     input: str | list[dict[str, Any]]
     model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -200,12 +200,12 @@ class ResponseRoutes:
 
     async def _create(self, request: Request) -> Response:
         body, ignored = await body_of(request, ResponseBody)
-        ignored += _refuse_values(body)
+        ignored.extend(_refuse_values(body))
         owner = current_identity().tenant
-        conversation = self._conversation(owner, body)
+        conversation = self._conversation(owner, body, ignored)
         response_id = f"resp_{secrets.token_hex(24)}"
         with fields_named(conversation.name_of):
-            chat = chat_request(_chat_of(body, conversation.messages))
+            chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored)
             chat.request_id = response_id
             with_ids = bool(body.return_token_ids)
             response = GrowingResponse(response_id, _echo_of(body), with_ids=with_ids)
@@ -248,10 +248,10 @@ class ResponseRoutes:
 
     async def _input_tokens(self, request: Request) -> Response:
         body, ignored = await body_of(request, ResponseBody)
-        ignored += _refuse_values(body)
-        conversation = self._conversation(current_identity().tenant, body)
+        ignored.extend(_refuse_values(body))
+        conversation = self._conversation(current_identity().tenant, body, ignored)
         with fields_named(conversation.name_of):
-            chat = chat_request(_chat_of(body, conversation.messages))
+            chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored)
             num_tokens = await unless_disconnected(request, self._tokenizer.count(chat))
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, ignored)
 
@@ -298,10 +298,10 @@ class ResponseRoutes:
         self._store.delete(*key)
         return json_response({"id": key[1], "object": "response", "deleted": True})
 
-    def _conversation(self, owner: str, body: ResponseBody) -> _Conversation:
+    def _conversation(self, owner: str, body: ResponseBody, ignored: IgnoredFields) -> _Conversation:
         """The conversation that a body continues, and the messages that it adds."""
         previous = self._previous(owner, body.previous_response_id)
-        items = messages_of(body.input)
+        items = messages_of(body.input, ignored)
         first = [] if body.instructions is None else [Message("system", body.instructions)]
         before = [] if previous is None else previous.conversation()
         fields = ["instructions"] * len(first) + ["previous_response_id"] * len(before)
@@ -326,7 +326,7 @@ class ResponseRoutes:
         if not turn.is_stored or response.status is ResponseStatus.FAILED:
             return
         body = response.body()
-        answered = [each.message for each in messages_of(body["output"], "output")]
+        answered = [each.message for each in messages_of(body["output"], IgnoredFields(), "output")]
         messages = [*turn.messages, *answered]
         stored = StoredResponse(body, messages, turn.previous, num_inputs=len(turn.messages))
         self._store.add(*turn.key, stored)
@@ -395,7 +395,7 @@ def _refuse_values(body: ResponseBody) -> list[str]:
             "truncation is 'auto', which is not served: conversations are not shortened",
             metadata={"field": "truncation"},
         )
-    if not_served := set(body.include or ()) - _NOT_READ:
+    if not_served := set(body.include or ()) - IGNORED_INCLUDES:
         raise Unimplemented(
             f"include has {min(not_served)!r:.60}, which is not served", metadata={"field": "include"}
         )
@@ -407,13 +407,16 @@ def _refuse_values(body: ResponseBody) -> list[str]:
     return ignored
 
 
-def _chat_of(body: ResponseBody, messages: list[Message]) -> ChatBody:
+def _chat_of(body: ResponseBody, messages: list[Message], ignored: IgnoredFields) -> ChatBody:
     chat = ChatBody(messages=messages, **{name: getattr(body, name) for name in _SAME_IN_CHAT})
     chat.max_completion_tokens = body.max_output_tokens
-    chat.tools = [_tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())] or None
-    if isinstance(body.tool_choice, NamedFunctionTool):
-        chat.tool_choice = NamedTool(NamedFunction(body.tool_choice.name))
+    chat.tools = _tools_of(body.tools, ignored)
+    if isinstance(body.tool_choice, dict):
+        check_choice(body.tool_choice)
+        named = read_part(body.tool_choice, NamedFunctionTool, ignored, "tool_choice")
+        chat.tool_choice = {"function": {"name": named.name}}
     else:
+        check_demand(body.tools, body.tool_choice or "auto")
         chat.tool_choice = body.tool_choice
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
@@ -423,24 +426,18 @@ def _chat_of(body: ResponseBody, messages: list[Message]) -> ChatBody:
     return chat
 
 
-def _tool_of(raw: dict[str, Any], at: str) -> Tool:
-    kind = raw.get("type")
-    if kind != "function":
-        raise Unimplemented(
-            f"{at}.type is {kind!r:.60}, which is not served: a tool is a function",
-            metadata={"field": f"{at}.type"},
-        )
-    tool = read_part(raw, FunctionTool, at)
-    return Tool(Function(tool.name, tool.description, tool.parameters, tool.strict))
+def _tools_of(raw_tools: list[dict[str, Any]] | None, ignored: IgnoredFields) -> list[dict[str, Any]]:
+    """The functions as tools of a chat."""
+    tools = []
+    for at, raw in served_tools(raw_tools, ignored):
+        tool = read_part(raw, FunctionTool, ignored, at)
+        function = Function(tool.name, tool.description, tool.parameters, tool.strict)
+        tools.append({"function": msgspec.to_builtins(function)})
+    return tools
 
 
 def _echo_of(body: ResponseBody) -> dict[str, Any]:
     """The fields of its request that a response repeats."""
-    choice = body.tool_choice
-    if isinstance(choice, NamedFunctionTool):
-        shown_choice: Any = {"type": "function", "name": choice.name}
-    else:
-        shown_choice = choice or "auto"
     format_ = (body.text and body.text.format) or TextFormat("text")
     shown_format: dict[str, Any] = {"type": format_.type}
     if format_.type == "json_schema":
@@ -457,8 +454,8 @@ def _echo_of(body: ResponseBody) -> dict[str, Any]:
         "store": body.store is not False,
         "temperature": body.temperature,
         "text": {"format": shown_format},
-        "tool_choice": shown_choice,
-        "tools": [{"strict": False, "parameters": None, **tool} for tool in body.tools or ()],
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"strict": False, "parameters": None, **tool} for _, tool in served_tools(body.tools)],
         "top_p": body.top_p,
         "truncation": "disabled",
     }
@@ -470,7 +467,11 @@ def _names_of(body: ResponseBody, fields: Sequence[str]) -> Callable[[str], str]
     if body.structured_outputs is None:
         names["sampling.structured_output"] = "text.format"
 
+    of_tool = tool_fields(body.tools)
+
     def name_of(field: str) -> str:
+        if field.startswith("tools["):
+            return of_tool(field)
         if (message := _MESSAGE.match(field)) is not None:
             return fields[int(message[1])]
         for name, ours in names.items():

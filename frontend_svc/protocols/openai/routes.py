@@ -59,9 +59,16 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
+from frontend_svc.protocols.openai.errors import fields_named
 from frontend_svc.protocols.openai.page_routes import PageRoutes
 from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
-from frontend_svc.protocols.openai.requests import chat_request, generate_requests, message_of, tool_of
+from frontend_svc.protocols.openai.requests import (
+    chat_request,
+    generate_requests,
+    message_of,
+    tool_fields,
+    tools_of,
+)
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
 from frontend_svc.protocols.openai.unknown_routes import unknown_route
@@ -203,7 +210,7 @@ class OpenAIRoutes:
             messages=[
                 message_of(message, f"messages[{index}]") for index, message in enumerate(body.messages or ())
             ],
-            tools=[tool_of(tool) for tool in body.tools or ()],
+            tools=tools_of(body.tools, ignored),
             tokenize=True,
         )
         template.template_options.add_generation_prompt = body.add_generation_prompt
@@ -234,11 +241,12 @@ class OpenAIRoutes:
 
     async def _chat_completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, ChatBody)
-        api_request, caller = chat_request(body), caller_of(request)
-        if body.stream:
-            chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
-            return await streamed(request, chunks, ignored)
-        answer = await unless_disconnected(request, self._chat.whole(api_request, caller))
+        api_request, caller = chat_request(body, ignored), caller_of(request)
+        with fields_named(tool_fields(body.tools)):
+            if body.stream:
+                chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
+                return await streamed(request, chunks, ignored)
+            answer = await unless_disconnected(request, self._chat.whole(api_request, caller))
         return json_response(whole_chat(answer, with_ids=bool(body.return_token_ids)), ignored)
 
     async def _completions(self, request: Request) -> Response:

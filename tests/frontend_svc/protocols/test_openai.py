@@ -173,6 +173,8 @@ async def test_parameters_reach_the_engine_by_their_names():
     assert (entry.priority, bool(entry.cache_salt)) == (4, True)
 
 
+WEB = {"type": "web_search", "search_context_size": "low"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PART = "messages[0].content[0]"
 
 
@@ -191,11 +193,19 @@ def with_part(part: dict[str, Any]) -> dict[str, Any]:
         ({**CHAT, "temperature": "hot"}, 400, "temperature", "Expected `float"),
         ({**CHAT, "temperature": 9}, 400, "temperature", "0..2"),
         ({**CHAT, "max_tokens": 1 << 70}, 400, "max_tokens", "out of range"),
-        ({**CHAT, "functions": []}, 400, "functions", "use tools"),
+        ({**CHAT, "functions": [{"name": "f"}]}, 400, "functions", "use tools"),
+        ({**CHAT, "best_of": 2}, 400, "best_of", "must be n"),
+        ({**CHAT, "tools": [WEB], "tool_choice": "required"}, 400, "tools[0].type", "demands a call"),
+        ({**CHAT, "tools": [{**TOOL, "type": "fuction"}]}, 400, "tools[0].type", "'fuction'"),
+        ({**CHAT, "tool_choice": {"type": "custom"}}, 400, "tool_choice.type", "'custom'"),
+        ({**CHAT, "tool_choice": {"function": {}}}, 400, "tool_choice.function.name", "is missing"),
+        ({**CHAT, "tools": [WEB, {"function": {"name": ""}}]}, 400, "tools[1].name", "tools[1].name"),
         ({**CHAT, "n": 2, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
         ({**CHAT, "model": "other"}, 404, "model", "other"),
-        (with_part({"type": "image_url", "image_url": {}}), 400, f"{PART}.type", "models here read text"),
-        (with_part({"type": "input_audio", "input_audio": {}}), 400, f"{PART}.type", "'input_audio'"),
+        (with_part({"type": "image_url", "image_url": {}}), 400, f"{PART}.type", "images are not served"),
+        (with_part({"type": "input_audio", "input_audio": {}}), 400, f"{PART}.type", "sounds are not served"),
+        (with_part({"type": "file", "file": {}}), 400, f"{PART}.type", "files are not served"),
+        (with_part({"type": "hologram"}), 400, f"{PART}.type", "'hologram', which is not served"),
         (with_part({"type": "text"}), 400, f"{PART}.text", "is missing"),
         (with_part({"text": "x"}), 400, f"{PART}.type", "is missing"),
         ({**CHAT, "response_format": {"type": "json_schema"}}, 400, None, "is missing"),
@@ -213,6 +223,28 @@ async def test_a_wrong_body_is_an_error_with_its_field(body, status, param, says
     assert param is None or error["param"] == param
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert after.status == 200
+
+
+async def test_what_has_no_effect_is_taken_and_named():
+    engine = FakeEngine(answer(TEXT), chat_template="{{ tools | tojson }}" + TEMPLATE)
+    message = {**CHAT["messages"][0], "cache_control": {"type": "ephemeral"}}
+    body = {
+        "messages": [message],
+        "tools": [WEB, TOOL, {"type": "custom", "custom": {"name": "x"}}],
+        "client_metadata": {"a": "b"},
+        "verbosity": "low",
+        "best_of": 1,
+        "modalities": ["text"],
+        "tool_choice": "none",
+    }
+    async with served(engine) as client:
+        reply = await client.post("/v1/chat/completions", body)
+        alone = await client.post("/v1/chat/completions", {**CHAT, "tools": [WEB], "tool_choice": "auto"})
+    assert (reply.status, alone.status) == (200, 200), (reply.content, alone.content)
+    assert reply.headers["x-triptych-ignored-fields"] == (
+        "client_metadata, messages[0].cache_control, tools[0], tools[2], verbosity"
+    )
+    assert alone.headers["x-triptych-ignored-fields"] == "tools[0]"
 
 
 def failing(engine: FakeEngine, request: FakeRequest) -> None:

@@ -118,7 +118,7 @@ async def test_a_response_has_the_answer_and_repeats_its_request():
         "token_ids": [*TOKENIZER.encode(TEXT).ids, found["token_ids"][-1]],
     }
     assert read.body == found
-    assert reply.headers["x-triptych-ignored-fields"] == "user, reasoning.summary"
+    assert reply.headers["x-triptych-ignored-fields"] == "reasoning.summary, user"
 
 
 async def test_a_stream_has_an_event_for_each_change_of_each_item():
@@ -364,6 +364,34 @@ async def test_tools_and_a_format_reach_the_chat():
     assert (hidden["tool_choice"], hidden["tools"]) == ("none", [{**ADD, "strict": False}])
 
 
+async def test_what_codex_sends_beside_functions_is_taken_and_named():
+    engine = engine_of(TEXT)
+    body = {
+        "input": [{**USER, "type": "message", "cache_control": {}}],
+        "tools": [
+            WEB,
+            ADD,
+            {"type": "namespace", "name": "mcp", "tools": [ADD]},
+            {"type": "custom", "name": "x"},
+        ],
+        "tool_choice": "auto",
+        "client_metadata": {"x": "y"},
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "top_logprobs": 0,
+        "stream": True,
+    }
+    async with served(engine) as client:
+        reply = await client.post(URL, body)
+    assert reply.status == 200, reply.content
+    assert events_of(reply)[-1]["response"]["tools"] == [{**ADD, "strict": False}]
+    assert reply.headers["x-triptych-ignored-fields"] == (
+        "client_metadata, include, input[0].cache_control, tools[0], tools[2], tools[3]"
+    )
+    (request,) = engine.requests
+    assert prompt_of(request).startswith("<tool_call> add\n[user]")
+
+
+WEB = {"type": "web_search"}
 USER = {"role": "user", "content": "the"}
 
 
@@ -380,7 +408,7 @@ USER = {"role": "user", "content": "the"}
         (
             {"input": [{**USER, "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
-            "'input_image', which is not served: models here read text",
+            "'input_image', and images are not served: models here read text",
         ),
         (
             {"input": [{**USER, "content": [{"type": "input_text"}]}]},
@@ -397,7 +425,9 @@ USER = {"role": "user", "content": "the"}
             "input[1]",
             "input[1]",
         ),
-        ({"input": "the", "tools": [{"type": "web_search"}]}, "tools[0].type", "a tool is a function"),
+        ({"input": "the", "tools": [WEB], "tool_choice": "required"}, "tools[0].type", "demands a call"),
+        ({"input": "the", "tools": [WEB], "tool_choice": WEB}, "tool_choice.type", "'web_search'"),
+        ({"input": "the", "tools": [WEB, {**ADD, "name": ""}]}, "tools[1].name", "tools[1].name"),
         ({"input": "the", "tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
         ({"input": "the", "tool_choice": "required"}, "tool_choice.mode", "must come with tools"),
         ({"input": "the", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
@@ -407,8 +437,13 @@ USER = {"role": "user", "content": "the"}
         ({"input": "the", "background": True}, "background", "background is not served: use stream"),
         ({"input": "the", "conversation": "c"}, "conversation", "use previous_response_id"),
         ({"input": "the", "truncation": "auto"}, "truncation", "truncation is 'auto', which is not served"),
-        ({"input": "the", "include": ["file_search_call.results"]}, "include", "'file_search_call.results'"),
-        ({"input": "the", "n": 2}, "n", "n is not served"),
+        (
+            {"input": "the", "include": ["message.output_text.logprobs"]},
+            "include",
+            "'message.output_text.logprobs'",
+        ),
+        ({"input": "the", "n": 2}, "n", "a response has one output"),
+        ({"input": "the", "temprature": 1}, "temprature", "did you mean temperature?"),
     ],
 )
 async def test_a_wrong_body_is_an_error_with_its_own_field(body, param, says):

@@ -645,7 +645,7 @@ def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprob
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": "x", "messages": []}, "messages"),
-        (CHAT, {"messages": [USER], "functions": []}, "functions"),
+        (CHAT, {"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"messages": [USER], "stream": True}, "stream"),
         (CHAT, {"messages": [USER], "return_token_ids": True}, "return_token_ids"),
         (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),

@@ -1,0 +1,85 @@
+"""Fields of OpenAI's bodies that clients send and that are not served: one table for each kind of body.
+
+A field without an effect on an answer is taken, and named in a header; one whose effect would be lost is
+refused, unless its value asks for nothing. A new field of a client is a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why a field is refused, and its values that ask for nothing beside false, zero and empty ones."""
+
+    reason: str
+    idle: tuple[Any, ...] = ()
+
+    def is_idle(self, value: Any) -> bool:
+        """An empty object may ask for something by its presence."""
+        return value in self.idle or (not value and not isinstance(value, dict))
+
+
+# About accounts, caches, prices and statistics of a service.
+_OF_SERVICE = frozenset(
+    {
+        "client_metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "user",
+    }
+)  # fmt: skip
+IGNORED_IN_CHATS = _OF_SERVICE | {"metadata", "prediction", "store", "verbosity"}
+IGNORED_IN_RESPONSES = _OF_SERVICE | {"max_tool_calls"}
+# Of messages and tools, as clients of several services write them.
+IGNORED_IN_MESSAGES = frozenset(
+    {"cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"}
+)
+IGNORED_IN_TOOLS = frozenset({"cache_control", "defer_loading", "allowed_callers", "input_examples"})
+IGNORED_IN_CALLS = frozenset({"extra_content", "provider_specific_fields"})
+
+_OF_OUTPUTS = {
+    "length_penalty": Refusal("there is no beam search", (1,)),
+    "use_beam_search": Refusal("there is no beam search"),
+}
+REFUSED_IN_CHATS: Mapping[str, Refusal] = {
+    **_OF_OUTPUTS,
+    "audio": Refusal("there is no audio"),
+    "echo": Refusal("use completions"),
+    "function_call": Refusal("use tool_choice", ("auto", "none")),
+    "functions": Refusal("use tools"),
+    "modalities": Refusal("outputs are text", (["text"],)),
+    "suffix": Refusal("text is not filled in"),
+    "web_search_options": Refusal("there is no web search"),
+}
+REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
+    **_OF_OUTPUTS,
+    "modalities": REFUSED_IN_CHATS["modalities"],
+    "suffix": Refusal("the model continues a prompt; it does not fill in text between two"),
+}
+REFUSED_IN_RESPONSES: Mapping[str, Refusal] = {
+    **_OF_OUTPUTS,
+    "background": Refusal("use stream"),
+    "context_management": Refusal("conversations are not shortened"),
+    "conversation": Refusal("use previous_response_id"),
+    "moderation": Refusal("there is no moderation"),
+    "n": Refusal("a response has one output", (1,)),
+    "prompt": Refusal("there are no stored prompts; use instructions and input"),
+    "request_id": Refusal("a response has an id of its own"),
+    "top_logprobs": Refusal("use chat completions"),
+}
+
+# Values of `include` of a response: nothing of theirs is in answers here.
+IGNORED_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+        "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)  # fmt: skip
+# Kinds of parts of messages that are no text, by what they hold.
+MEDIA = {
+    "image_url": "images", "input_image": "images", "image": "images", "image_file": "images",
+    "input_audio": "sounds", "audio_url": "sounds", "audio": "sounds",
+    "file": "files", "input_file": "files", "document": "files",
+    "video_url": "videos", "input_video": "videos", "video": "videos",
+}  # fmt: skip
