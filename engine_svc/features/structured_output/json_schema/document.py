@@ -205,6 +205,7 @@ class SchemaDocument:
             node.setdefault("additionalProperties", False)
         dependencies = node.pop("dependencies", None)
         if isinstance(dependencies, dict):
+            _check_shape(node)  # of what they are added to
             for name, value in dependencies.items():
                 keyword = "dependentRequired" if isinstance(value, list) else "dependentSchemas"
                 node.setdefault(keyword, {})[name] = value

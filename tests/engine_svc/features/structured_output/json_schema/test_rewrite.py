@@ -219,6 +219,8 @@ def test_a_draft_says_whether_an_id_counts_beside_a_reference(draft, item):
             "several targets",
         ),
         (json.dumps(ID_BESIDE_REF), "\\$id beside \\$ref has no certain meaning"),
+        ('{"dependencies": {"a": {}}, "dependentSchemas": "a"}', 'dependentSchemas is "a", not an object'),
+        ('{"dependencies": {"a": ["b"]}, "dependentRequired": 1}', "dependentRequired is 1, not an object"),
     ],
 )
 def test_what_is_no_schema_is_refused(schema, words):
