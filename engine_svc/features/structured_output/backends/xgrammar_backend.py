@@ -89,7 +89,9 @@ class XGrammarBackend:
         except GrammarError:
             raise
         except (RuntimeError, ValueError, TypeError) as error:
-            raise GrammarError(_short(str(error))) from None
+            # Some of its errors have no message.
+            short = _short(str(error)) or f"xgrammar cannot compile the {constraint.kind.value}"
+            raise GrammarError(short) from None
 
     def fill_masks(self, matchers: Sequence[tuple[Matcher, int]], masks: Tensor) -> list[int]:
         check_masks(masks, self.vocabulary.num_words)

@@ -517,6 +517,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(constraint, words):
         (schema({"properties": {"not": {"uniqueItems": True}}}), "uniqueItems is not enforced"),
         (schema({"anyOf": [{"oneOf": [{"minimum": 1}, {"maximum": 2}]}]}), "oneOf is not enforced"),
         (schema({"type": "array"}, whitespace=Whitespace(pattern=" ?")), "whitespace_pattern"),
+        (schema({"type": "integer", "maximum": 10**400}), "xgrammar cannot compile the json_schema"),
         (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a'), "Expect"),
     ],
 )
