@@ -426,7 +426,7 @@ def _http_listener(
         is_ready=lambda: directory.is_ready and lifecycle.state is not ServiceState.DRAINING,
         heartbeat_s=config.http_heartbeat_s,
         authenticator=security.authenticator,
-        bodies=BodyReader(text_workers.check_json),
+        bodies=BodyReader(text_workers.check_json, takes_unknown=config.http_unknown_fields == "ignore"),
         grpc_port=lambda: port_in(address_of()),
         rates_of=requests.tenants.rates,
         pages=pages,

@@ -52,6 +52,9 @@ class FrontendConfig(SecurityOptions):
     http_heartbeat_s: float = option(
         15.0, help="seconds of silence after which a stream of HTTP gets a comment; 0 is never"
     )
+    http_unknown_fields: Literal["refuse", "ignore"] = option(
+        "refuse", help="unknown fields of HTTP bodies: ignore takes them and names them in a header"
+    )
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
     admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")

@@ -31,8 +31,10 @@ class CheckLarge(Protocol):
 
 
 class BodyReader:
-    def __init__(self, check_large: CheckLarge) -> None:
-        self._check_large = check_large
+    """takes_unknown: unknown fields of a body are taken, without an effect."""
+
+    def __init__(self, check_large: CheckLarge, *, takes_unknown: bool) -> None:
+        self._check_large, self._takes_unknown = check_large, takes_unknown
         self._sum_bytes = 0  # of the large bodies
         self._turn = asyncio.Lock()  # one large body is parsed at a time
 
@@ -57,13 +59,13 @@ class BodyReader:
                     f"the body did not arrive within {_LIMIT_S:.0f} s", reason="BODY_TIME_LIMIT"
                 ) from error
             if len(content) <= _LARGE_BYTES:
-                return read_body(bytes(content), kind)
+                return read_body(bytes(content), kind, takes_unknown=self._takes_unknown)
             whole = bytes(content)
             content.clear()
             await self._check_large(whole, max_fields=_MAX_FIELDS, max_numbers=_MAX_NUMBERS)
             async with self._turn:
                 began_at = time.perf_counter()
-                body = read_body(whole, kind)
+                body = read_body(whole, kind, takes_unknown=self._takes_unknown)
                 # Streams beside it need several turns of the event loop to catch up.
                 await asyncio.sleep(time.perf_counter() - began_at)
             return body

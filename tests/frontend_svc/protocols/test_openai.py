@@ -247,6 +247,17 @@ async def test_what_has_no_effect_is_taken_and_named():
     assert alone.headers["x-triptych-ignored-fields"] == "tools[0]"
 
 
+async def test_unknown_fields_are_taken_with_an_option():
+    body = {**CHAT, "mood\n": "good", "session": 1}
+    async with served(http_unknown_fields="ignore") as client:
+        reply = await client.post("/v1/chat/completions", body)
+        large = await client.post("/v1/chat/completions", {**body, "text": "x" * 100_000})
+        misspelt = await client.post("/v1/chat/completions", {**CHAT, "temprature": 1})
+    assert (reply.status, large.status, misspelt.status) == (200, 200, 400)
+    assert reply.headers["x-triptych-ignored-fields"] == "mood%0A, session"
+    assert large.headers["x-triptych-ignored-fields"] == "mood%0A, session, text"
+
+
 def failing(engine: FakeEngine, request: FakeRequest) -> None:
     engine.step({request: [7]})
     ending = step_pb2.StepFinished(reason=output_pb2.FINISH_REASON_ERROR, message="logits are not finite")
