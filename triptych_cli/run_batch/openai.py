@@ -23,7 +23,7 @@ from triptych_kit.errors import InvalidArgument, Unimplemented
 OPENAI_URLS: Mapping[str, str] = {"/v1/completions": "generate", "/v1/chat/completions": "chat"}
 
 # Fields of a body that concern how an answer is sent; that of a line is whole, without ids.
-_OF_SENDING = ("stream", "return_token_ids")
+_OF_SENDING = ("stream", "return_token_ids", "echo")
 
 
 def from_openai(
@@ -51,8 +51,8 @@ def from_openai(
 
 def _refuse_sending(body: SamplingBody) -> None:
     for name in _OF_SENDING:
-        if getattr(body, name):
-            raise InvalidArgument(f"{name} is not served: the answer to a line is whole", field=name)
+        if getattr(body, name, None):
+            raise InvalidArgument(f"{name} is not served: a line has the whole answer alone", field=name)
 
 
 def to_openai(answer: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryResponse) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2, model_pb2
@@ -59,27 +60,61 @@ def fingerprint_of(started: generate_pb2.Started) -> str | None:
     return f"fp_{started.fingerprint[:_FINGERPRINT_CHARS]}" if started.fingerprint else None
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """How a completion repeats its prompts.
+
+    prompts: their texts, empty ones of prompts of token ids. is_all: the answer is the prompt alone.
+    """
+
+    prompts: Sequence[str]
+    has_logprobs: bool
+    is_all: bool
+
+    def choice(self, index: int, item: int, started: generate_pb2.Started) -> dict[str, Any]:
+        """The choice of a stream that has the prompt."""
+        return {
+            "index": index,
+            "text": self.text(item, started),
+            "logprobs": columns_of(started.prompt_logprobs) if self.has_logprobs else None,
+            "finish_reason": None,
+        }
+
+    def text(self, item: int, started: generate_pb2.Started) -> str:
+        return self.prompts[item] or "".join(started.prompt_logprobs.texts)
+
+
 def whole_completion(
-    answers: Sequence[inference_pb2.GenerateUnaryResponse], *, with_ids: bool
+    answers: Sequence[inference_pb2.GenerateUnaryResponse], *, with_ids: bool, echo: Echo | None = None
 ) -> dict[str, Any]:
     """One body for the answers to all prompts, in their order."""
     started = answers[0].started
     choices: list[dict[str, Any]] = []
-    for answer in answers:
+    for item, answer in enumerate(answers):
         for output in answer.outputs:
+            reason, stop = reason_of(output.reason, output.error_message), stop_of(output.stop_match)
+            text, token_ids = output.text, list(output.token_ids)
+            parts = [output.logprobs] if output.HasField("logprobs") else []
+            if echo is not None:
+                if echo.is_all:
+                    text, token_ids, parts, reason, stop = "", [], [], "length", None
+                text = echo.text(item, answer.started) + text
+                parts = [answer.started.prompt_logprobs, *parts] if echo.has_logprobs else []
             choice = {
                 "index": len(choices),
-                "text": output.text,
-                "logprobs": columns_of(output.logprobs) if output.HasField("logprobs") else None,
-                "finish_reason": reason_of(output.reason, output.error_message),
-                "stop_reason": stop_of(output.stop_match),
+                "text": text,
+                "logprobs": columns_of(*parts) if parts else None,
+                "finish_reason": reason,
+                "stop_reason": stop,
             }
             if with_ids:
-                choice["token_ids"] = list(output.token_ids)
+                choice["token_ids"] = token_ids
             choices.append(choice)
     usage = output_pb2.Usage()
     for answer in answers:
         add_usage(usage, answer.usage)
+    if echo is not None and echo.is_all:
+        usage.num_completion_tokens = 0
     common = Answer.begin(started, is_chat=False, is_chunk=False)
     return common.body(choices, usage_of(usage))
 
@@ -204,9 +239,9 @@ def usage_of(usage: output_pb2.Usage) -> dict[str, Any]:
     }
 
 
-def columns_of(logprobs: output_pb2.Logprobs) -> dict[str, Any]:
-    """Logprobs of a completion, as parallel columns."""
-    tokens = tokens_of(logprobs)
+def columns_of(*parts: output_pb2.Logprobs) -> dict[str, Any]:
+    """Logprobs of a completion, as parallel columns. The first token of a prompt has none."""
+    tokens = [token for part in parts for token in tokens_of(part)]
     offsets, length = [], 0
     for token in tokens:
         offsets.append(length)
@@ -214,9 +249,17 @@ def columns_of(logprobs: output_pb2.Logprobs) -> dict[str, Any]:
     return {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens],
+        "top_logprobs": [None if token["logprob"] is None else _likely_of(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _likely_of(token: dict[str, Any]) -> dict[str, float]:
+    """Of tokens with one text, such as parts of a character, the most likely one."""
+    likely: dict[str, float] = {}
+    for top in token["top_logprobs"]:
+        likely.setdefault(top["token"], top["logprob"])
+    return likely
 
 
 def tokens_of(logprobs: output_pb2.Logprobs) -> list[dict[str, Any]]:

@@ -195,12 +195,10 @@ class SamplingBody(SameSampling, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        **REFUSED_IN_COMPLETIONS,
-        "echo": Refusal("use prompt_logprobs, or Generate over gRPC"),
-    }
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_COMPLETIONS
 
     prompt: str | list[Any]  # a text, ids, or a list of either
+    echo: bool = False  # with 0 as max_tokens, the answer is the prompt alone
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     orphan_grace_ms: int | None = None  # as over gRPC: the stream can be resumed

@@ -48,6 +48,8 @@ def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest
     if body.max_tokens is None:
         sampling.max_tokens = _DEFAULT_COMPLETION_TOKENS
     set_field(sampling, "logprobs", body.logprobs)
+    if body.echo:
+        _fill_echo(sampling, body)
     requests = []
     for field, prompt in _prompts(body.prompt):
         request = generate_pb2.GenerateRequest(sampling=sampling)
@@ -64,6 +66,17 @@ def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest
             "request_id names one request, and there are several prompts", field="request_id"
         )
     return requests
+
+
+def _fill_echo(sampling: sampling_pb2.SamplingParams, body: CompletionBody) -> None:
+    """Log probabilities of the prompt have its tokens, too, which is the text of a prompt of ids."""
+    if body.orphan_grace_ms:
+        raise InvalidArgument("orphan_grace_ms does not go with echo", field="orphan_grace_ms")
+    if body.prompt_logprobs is None:
+        set_field(sampling, "prompt_logprobs", body.logprobs or 0, "logprobs")
+    if body.max_tokens == 0:
+        # An engine generates a token at least; it is left out of the answer.
+        sampling.max_tokens = 1
 
 
 def chat_request(body: ChatBody, ignored: IgnoredFields) -> chat_message_pb2.ChatRequest:

@@ -27,6 +27,7 @@ from frontend_svc.protocols.anthropic.models import VERSION_HEADER, model_info, 
 from frontend_svc.protocols.anthropic.routes import MessageRoutes
 from frontend_svc.protocols.openai.answers import (
     Answer,
+    Echo,
     add_usage,
     chat_choice,
     completion_choice,
@@ -254,12 +255,16 @@ class OpenAIRoutes:
         if body.stream and body.orphan_grace_ms and LAST_EVENT_ID in request.headers:
             return await self._resumed(request, StreamProgress.read(request.headers[LAST_EVENT_ID]))
         api_requests, caller = generate_requests(body), caller_of(request)
+        echo = None
+        if body.echo:
+            prompts = [one.prompt for one in api_requests]
+            echo = Echo(prompts, has_logprobs=body.logprobs is not None, is_all=body.max_tokens == 0)
         if body.stream:
             if len(api_requests) == 1:
                 responses = _numbered(self._generate.stream(api_requests[0], caller))
             else:
                 responses = self._generate.stream_all(api_requests, caller)
-            return await streamed(request, self._completion_chunks(body, responses), ignored)
+            return await streamed(request, self._completion_chunks(body, responses, echo=echo), ignored)
 
         async def answer_all() -> list[Any]:
             async with asyncio.TaskGroup() as tasks:
@@ -267,7 +272,9 @@ class OpenAIRoutes:
             return [answer.result() for answer in answers]
 
         answers = await unless_disconnected(request, answer_all())
-        return json_response(whole_completion(answers, with_ids=bool(body.return_token_ids)), ignored)
+        return json_response(
+            whole_completion(answers, with_ids=bool(body.return_token_ids), echo=echo), ignored
+        )
 
     async def _rest_of_stream(self, request: Request) -> Response:
         progress = StreamProgress.read(request.headers.get(LAST_EVENT_ID, ""))
@@ -328,6 +335,7 @@ class OpenAIRoutes:
         body: CompletionBody,
         responses: AsyncGenerator[tuple[int, Any], None],
         progress: StreamProgress | None = None,
+        echo: Echo | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream, or those behind `progress`."""
         with_ids, num_outputs = bool(body.return_token_ids), body.n or 1
@@ -346,14 +354,23 @@ class OpenAIRoutes:
                     usage.note_prompt(started)
                     if started.resume_token:
                         progress = StreamProgress.begin(started, body, common.created)
+                    if echo is not None:
+                        for index in range(item * num_outputs, (item + 1) * num_outputs):
+                            yield event_of(usage.chunk(common, echo.choice(index, item, started)))
                     continue
                 assert common is not None, "the first response has the id"
                 if kind == "delta":
+                    if echo is not None and echo.is_all:
+                        continue
                     index = item * num_outputs + response.delta.output_index
                     usage.note_tokens(len(response.delta.token_ids))
                     choice = completion_choice(index, response.delta, with_ids=with_ids)
                 else:
                     index = item * num_outputs + response.finished.output_index
+                    if echo is not None and echo.is_all:
+                        response.finished.usage.num_completion_tokens = 0
+                        response.finished.reason = output_pb2.FINISH_REASON_LENGTH
+                        response.finished.ClearField("stop_match")
                     usage.note_finished(item, response.finished.usage)
                     choice = last_choice(index, response.finished, is_chat=False)
                 event_id = ""
