@@ -369,7 +369,7 @@ def _without_ignored(value: Any, kind: msgspec.inspect.Type, ignored: IgnoredFie
     structs = [each for each in kinds if isinstance(each, msgspec.inspect.StructType)]
     if not isinstance(value, Mapping) or len(structs) != 1 or not structs[0].forbid_unknown_fields:
         return value
-    known = {field.encode_name: field.type for field in structs[0].fields}
+    cls, known = structs[0].cls, {field.encode_name: field.type for field in structs[0].fields}
     kept = {}
     for name, one in value.items():
         field = f"{at}.{name}" if at else name
@@ -377,7 +377,7 @@ def _without_ignored(value: Any, kind: msgspec.inspect.Type, ignored: IgnoredFie
             kept[name] = _without_ignored(one, known[name], ignored, field)
         elif one is None:
             continue
-        elif name in getattr(structs[0].cls, "ignored", ()) or ignored.take(name, known):
+        elif (issubclass(cls, Base) and name in cls.ignored) or ignored.take(name, known):
             ignored.append(field)
         else:
             kept[name] = one
