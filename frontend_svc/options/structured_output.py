@@ -30,9 +30,9 @@ from triptych_kit.subsequences import comes_last, end_of_first
 AUTO = "auto"
 _FIELD = "sampling.structured_output"
 # Options that say something about JSON, and the kinds of constraints that have some.
+_WHITESPACE = ("any_whitespace", "disable_any_whitespace", "whitespace_pattern")
 _JSON_OPTIONS = {
-    "disable_any_whitespace": ("json_schema", "json_object", "structural_tag"),
-    "whitespace_pattern": ("json_schema", "json_object", "structural_tag"),
+    **dict.fromkeys(_WHITESPACE, ("json_schema", "json_object", "structural_tag")),
     "disable_additional_properties": ("json_schema", "structural_tag"),
 }
 
@@ -179,9 +179,10 @@ def _check_constraint(
     for name, kinds in _JSON_OPTIONS.items():
         is_fine = not getattr(constraint, name) or kind in kinds
         violations.need(is_fine, f"{_FIELD}.{name}", getattr(constraint, name), f"must be unset for {kind}")
-    if constraint.disable_any_whitespace and constraint.whitespace_pattern:
-        rule = "must be unset where disable_any_whitespace is true"
-        violations.add(f"{_FIELD}.whitespace_pattern", constraint.whitespace_pattern, rule)
+    first, *others = [name for name in _WHITESPACE if getattr(constraint, name)] or [""]
+    for name in others:
+        rule = f"must be unset where {first} is true"
+        violations.add(f"{_FIELD}.{name}", getattr(constraint, name), rule)
     backends = (*model.ready.structured_output_backends, AUTO)
     is_known = len(backends) == 1 or not constraint.backend or constraint.backend in backends
     violations.need(

@@ -61,6 +61,7 @@ class StructuredOutput:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     structural_tag: str | None = None
+    any_whitespace: bool = False
     disable_any_whitespace: bool = False
     whitespace_pattern: str = ""
     disable_additional_properties: bool = False

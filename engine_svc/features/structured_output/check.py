@@ -19,7 +19,7 @@ from engine_svc.features.structured_output.constraint import (
 )
 from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaTooLarge
 from engine_svc.features.structured_output.json_schema.keywords import UnenforcedKeywords, serve
-from engine_svc.features.structured_output.structural_tags import read_structural_tags
+from engine_svc.features.structured_output.structural_tags import read_structural_tags, schema_content
 
 # Reasons of a refusal. The first two hold for the constraint whenever it comes again.
 INVALID = "CONSTRAINT_INVALID"
@@ -119,7 +119,7 @@ def _tags_for(constraint: Constraint, backend: str, *, is_lenient: bool) -> str:
         written.append(dataclasses.replace(tag, schema=json.loads(text)))
     alternative = written.pop() if tags.alternative is not None else None
     tags = dataclasses.replace(tags, tags=tuple(written), alternative=alternative)
-    return json.dumps(tags.document())
+    return json.dumps(tags.document(schema_content))
 
 
 def _schema_for(text: str, constraint: Constraint, backend: str, *, is_lenient: bool) -> str:

@@ -40,12 +40,18 @@ class ConstraintKind(Enum):
 MAX_WHITESPACE = 32
 
 
+class Spacing(Enum):
+    """White space between the parts of JSON."""
+
+    COMPACT = "compact"  # at most one space, behind commas and colons alone
+    SINGLE = "single"  # one space there, as json.dumps writes it
+    FREE = "free"  # up to MAX_WHITESPACE between any two parts
+
+
 @dataclass(frozen=True, slots=True)
 class Whitespace:
-    """White space between the parts of JSON: up to MAX_WHITESPACE, none, or a match of `pattern`."""
-
-    is_any: bool = True
-    pattern: str = ""  # "": as is_any says
+    spacing: Spacing = Spacing.COMPACT
+    pattern: str = ""  # of all white space; "": as `spacing` says
 
 
 @dataclass(frozen=True, slots=True)

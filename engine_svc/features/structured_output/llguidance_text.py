@@ -20,6 +20,7 @@ from engine_svc.features.structured_output.constraint import (
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
+    Spacing,
 )
 from engine_svc.features.structured_output.limits import (
     SCHEMA_MAPS,
@@ -197,17 +198,18 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
         "coerce_one_of": False,
         "lenient": constraint.is_lenient,
         "json_allowed_escapes": _ESCAPES,
-        "whitespace_flexible": whitespace.is_any,
+        "whitespace_flexible": whitespace.spacing is Spacing.FREE,
     }
     if whitespace.pattern:
         check_repetitions(whitespace.pattern, "whitespace_pattern", MAX_REPETITIONS)
         options["whitespace_pattern"] = whitespace.pattern
-    elif whitespace.is_any:
+    elif whitespace.spacing is Spacing.FREE:
         options["whitespace_pattern"] = f"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
     else:
-        # The single spaces of json.dumps and of most examples.
-        options["item_separator"] = ", "
-        options["key_separator"] = ": "
+        # These are regular expressions.
+        space = " " if whitespace.spacing is Spacing.SINGLE else " ?"
+        options["item_separator"] = f",{space}"
+        options["key_separator"] = f":{space}"
     return options
 
 

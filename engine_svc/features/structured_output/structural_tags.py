@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -46,10 +47,10 @@ class StructuralTags:
         tags = self.all_tags()
         return [*self.triggers, self.separator, *(text for tag in tags for text in (tag.begin, tag.end))]
 
-    def document(self) -> dict[str, Any]:
-        """The document in the newer form, without leniency: for schemas that are enforced."""
+    def document(self, content: Callable[[Tag], dict[str, Any]]) -> dict[str, Any]:
+        """The document in the newer form, with the content of each tag as a backend reads it."""
         form: dict[str, Any] = {
-            "tags": [_written(tag) for tag in self.tags],
+            "tags": [_written(tag, content(tag)) for tag in self.tags],
             "at_least_one": self.at_least_one,
             "stop_after_first": self.stop_after_first,
         }
@@ -58,7 +59,7 @@ class StructuralTags:
         else:
             form |= {"type": "tags_with_separator", "separator": self.separator}
         if self.alternative is not None:
-            form = {"type": "or", "elements": [form, _written(self.alternative)]}
+            form = {"type": "or", "elements": [form, _written(self.alternative, content(self.alternative))]}
         return {"type": "structural_tag", "format": form}
 
 
@@ -93,8 +94,12 @@ def read_structural_tags(text: str) -> StructuralTags:
     return tags
 
 
-def _written(tag: Tag) -> dict[str, Any]:
-    content = {"type": "json_schema", "json_schema": tag.schema}
+def schema_content(tag: Tag) -> dict[str, Any]:
+    """The content of a tag, without leniency: for schemas that are enforced."""
+    return {"type": "json_schema", "json_schema": tag.schema}
+
+
+def _written(tag: Tag, content: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tag", "begin": tag.begin, "content": content, "end": tag.end} if tag.begin else content
 
 

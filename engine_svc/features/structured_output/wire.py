@@ -7,7 +7,12 @@ from pathlib import Path
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
-from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, Whitespace
+from engine_svc.features.structured_output.constraint import (
+    Constraint,
+    ConstraintKind,
+    Spacing,
+    Whitespace,
+)
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.structured_output.json_schema.keywords import ENFORCED_KEYWORDS
 from triptych.common.v1 import sampling_pb2
@@ -19,6 +24,8 @@ from triptych_kit.subsequences import comes_last
 _FIELD = "structured_output"
 _AUTO = "auto"
 _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT, ConstraintKind.STRUCTURAL_TAG)
+_SPACINGS = {"any_whitespace": Spacing.FREE, "disable_any_whitespace": Spacing.SINGLE}
+_WHITESPACE = (*_SPACINGS, "whitespace_pattern")
 _AFTER_REASONING = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
 
 
@@ -72,7 +79,7 @@ def _to_constraint(message: sampling_pb2.StructuredOutput) -> Constraint:
         kind,
         "" if kind in (ConstraintKind.CHOICE, ConstraintKind.JSON_OBJECT) else getattr(message, which),
         tuple(message.choice.choices),
-        whitespace=Whitespace(not message.disable_any_whitespace, message.whitespace_pattern),
+        whitespace=_whitespace(message),
         has_additional_properties=not message.disable_additional_properties,
         is_lenient=message.lenient,
     )
@@ -80,16 +87,22 @@ def _to_constraint(message: sampling_pb2.StructuredOutput) -> Constraint:
 
 def _check_json_options(message: sampling_pb2.StructuredOutput, kind: ConstraintKind) -> None:
     """Options about JSON, which would have no effect on another constraint or on each other."""
-    for option in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
+    for option in (*_WHITESPACE, "disable_additional_properties"):
         if getattr(message, option) and kind not in _JSON:
             raise InvalidArgument(
                 f"{_FIELD}.{option} is set, but {kind.value} is no JSON", field=f"{_FIELD}.{option}"
             )
-    if message.whitespace_pattern and message.disable_any_whitespace:
+    first, *others = [option for option in _WHITESPACE if getattr(message, option)] or [""]
+    if others:
         raise InvalidArgument(
-            f"{_FIELD}.whitespace_pattern is set beside disable_any_whitespace, at most one is taken",
-            field=f"{_FIELD}.whitespace_pattern",
+            f"{_FIELD}.{others[-1]} is set beside {first}, at most one is taken",
+            field=f"{_FIELD}.{others[-1]}",
         )
+
+
+def _whitespace(message: sampling_pb2.StructuredOutput) -> Whitespace:
+    chosen = [spacing for option, spacing in _SPACINGS.items() if getattr(message, option)]
+    return Whitespace(chosen[0] if chosen else Spacing.COMPACT, message.whitespace_pattern)
 
 
 def _reasoning_end(entry: add_pb2.AddEntry, context: AddContext) -> tuple[int, ...]:

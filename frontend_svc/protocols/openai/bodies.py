@@ -66,7 +66,7 @@ class ResponseFormat(Base):
 
 
 class StructuredOutputs(Base):
-    """vLLM's `structured_outputs`; one of the first five."""
+    """vLLM's `structured_outputs`: at most one of the first six; options also beside response_format."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -74,6 +74,7 @@ class StructuredOutputs(Base):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    any_whitespace: bool = False
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None

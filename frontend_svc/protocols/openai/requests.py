@@ -265,6 +265,7 @@ def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody) 
         structured.choice.choices.extend(value)
     else:
         setattr(structured, kind, value)
+    structured.any_whitespace = given.any_whitespace
     structured.disable_any_whitespace = given.disable_any_whitespace
     structured.disable_additional_properties = given.disable_additional_properties
     structured.whitespace_pattern = given.whitespace_pattern or ""

@@ -18,7 +18,12 @@ from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult, TokenLog
 from engine_svc.features.penalties.extras import Penalties
 from engine_svc.features.prompt_embeds.extras import PromptEmbeds
 from engine_svc.features.prompt_logprobs.extras import PromptLogprobs, PromptLogprobSpec, PromptRun
-from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, Whitespace
+from engine_svc.features.structured_output.constraint import (
+    Constraint,
+    ConstraintKind,
+    Spacing,
+    Whitespace,
+)
 from engine_svc.features.structured_output.extras import BACKENDS, StructuredOutput
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.features.token_rules.extras import TokenRules
@@ -75,7 +80,7 @@ LIMITED: dict[type, st.SearchStrategy[Any]] = {
             kind=st.sampled_from(ConstraintKind),
             text=st.text(),
             choices=st.lists(st.text(), max_size=3).map(tuple),
-            whitespace=st.builds(Whitespace, is_any=st.booleans(), pattern=st.text()),
+            whitespace=st.builds(Whitespace, st.sampled_from(Spacing), pattern=st.text()),
             has_additional_properties=st.booleans(),
             is_lenient=st.booleans(),
         ),

@@ -183,6 +183,7 @@ async def test_an_output_that_ends_before_its_constraint_begins_is_marked(prompt
 SENT = (
     {"json_schema": EMAIL, "disable_additional_properties": True, "lenient": True},
     {"json_object": True, "disable_any_whitespace": True},
+    {"json_object": True, "any_whitespace": True},
     {"json_object": True, "whitespace_pattern": "[ ]?", "lenient": True},
     {"regex": "[a-z]+", "lenient": True, "backend": "auto"},
     {"choice": {"choices": ["yes", "no"]}, "backend": "llguidance"},

@@ -28,9 +28,10 @@ from engine_svc.features.structured_output.constraint import (
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
+    Spacing,
 )
 from engine_svc.features.structured_output.limits import check_repetitions, check_text, subschemas
-from engine_svc.features.structured_output.structural_tags import read_structural_tags
+from engine_svc.features.structured_output.structural_tags import Tag, read_structural_tags
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128
@@ -46,6 +47,8 @@ _IGNORED = frozenset(
 _COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
 _MAX_ERROR_CHARS = 300
 _ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
+# A separator of JSON as a whole text of a grammar. Other texts have escaped quotes alone.
+_SEPARATOR = re.compile(r'(?<!\\)"([,:]) "')
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
 
 
@@ -118,10 +121,9 @@ class XGrammarBackend:
                 schema = json.loads(constraint.text)
                 if not constraint.is_lenient:
                     _check_keywords(schema)
-                _number(schema)
-                return compiler.compile_json_schema(json.dumps(schema), **_json_options(constraint))
+                return compiler.compile_grammar(_json_grammar(schema, constraint))
             case ConstraintKind.JSON_OBJECT:
-                return compiler.compile_json_schema('{"type": "object"}', **_json_options(constraint))
+                return compiler.compile_grammar(_json_grammar({"type": "object"}, constraint))
             case ConstraintKind.REGEX:
                 return compiler.compile_regex(_regex(constraint.text))
             case ConstraintKind.CHOICE:
@@ -140,10 +142,13 @@ class XGrammarBackend:
                         raise GrammarError(
                             f"structural_tag: the special token {text!r} is not supported by xgrammar"
                         )
-                for tag in tags.all_tags():
+
+                def content(tag: Tag) -> dict[str, Any]:
                     _check_keywords(tag.schema)
-                    _number(tag.schema)
-                return compiler.compile_structural_tag(tags.document())
+                    # A content of the type json_schema has no options of white space.
+                    return {"type": "grammar", "grammar": str(_json_grammar(tag.schema, constraint))}
+
+                return compiler.compile_structural_tag(tags.document(content))
 
 
 class _XGrammarGrammar:
@@ -209,17 +214,24 @@ def _regex(text: str) -> str:
     return _REGEX_PARTS.sub(lambda match: r"[^\n]" if match[0] == "." else match[0], text)
 
 
-def _json_options(constraint: Constraint) -> dict[str, Any]:
-    whitespace = constraint.whitespace
-    if whitespace.pattern:
+def _json_grammar(schema: Any, constraint: Constraint) -> xgrammar.Grammar:
+    if constraint.whitespace.pattern:
         raise GrammarError("whitespace_pattern is not supported by xgrammar")
+    spacing = constraint.whitespace.spacing
+    is_free = spacing is Spacing.FREE
+    _number(schema)
     # Not any_order, with which required keys may be missing and keys may repeat.
-    return {
-        "any_whitespace": whitespace.is_any,
-        "max_whitespace_cnt": MAX_WHITESPACE if whitespace.is_any else None,
-        "separators": None if whitespace.is_any else (", ", ": "),
-        "strict_mode": not constraint.has_additional_properties,
-    }
+    grammar = xgrammar.Grammar.from_json_schema(
+        json.dumps(schema),
+        any_whitespace=is_free,
+        max_whitespace_cnt=MAX_WHITESPACE if is_free else None,
+        separators=None if is_free else (", ", ": "),
+        strict_mode=not constraint.has_additional_properties,
+    )
+    if spacing is not Spacing.COMPACT:
+        return grammar
+    # Its separators are texts, of which none is optional.
+    return xgrammar.Grammar.from_ebnf(_SEPARATOR.sub(r'"\1" " "?', str(grammar)))
 
 
 def _check_keywords(schema: Any) -> None:

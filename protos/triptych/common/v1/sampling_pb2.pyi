@@ -128,7 +128,7 @@ class RepetitionDetection(_message.Message):
     def __init__(self, max_pattern_size: _Optional[int] = ..., min_pattern_size: _Optional[int] = ..., min_count: _Optional[int] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
-    __slots__ = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "disable_any_whitespace", "whitespace_pattern", "disable_additional_properties", "backend", "start", "lenient")
+    __slots__ = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag", "disable_any_whitespace", "whitespace_pattern", "disable_additional_properties", "backend", "start", "lenient", "any_whitespace")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,7 @@ class StructuredOutput(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     LENIENT_FIELD_NUMBER: _ClassVar[int]
+    ANY_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     json_object: bool
     regex: str
@@ -153,7 +154,8 @@ class StructuredOutput(_message.Message):
     backend: str
     start: StructuredOutputStart
     lenient: bool
-    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[StructuredChoice, _Mapping]] = ..., grammar: _Optional[str] = ..., structural_tag: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., whitespace_pattern: _Optional[str] = ..., disable_additional_properties: _Optional[bool] = ..., backend: _Optional[str] = ..., start: _Optional[_Union[StructuredOutputStart, str]] = ..., lenient: _Optional[bool] = ...) -> None: ...
+    any_whitespace: bool
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[StructuredChoice, _Mapping]] = ..., grammar: _Optional[str] = ..., structural_tag: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., whitespace_pattern: _Optional[str] = ..., disable_additional_properties: _Optional[bool] = ..., backend: _Optional[str] = ..., start: _Optional[_Union[StructuredOutputStart, str]] = ..., lenient: _Optional[bool] = ..., any_whitespace: _Optional[bool] = ...) -> None: ...
 
 class StructuredChoice(_message.Message):
     __slots__ = ("choices",)

@@ -30,6 +30,7 @@ from engine_svc.features.structured_output.constraint import (
     ConstraintKind,
     GrammarError,
     GrammarTooComplex,
+    Spacing,
     Whitespace,
 )
 
@@ -160,22 +161,88 @@ def test_objects_without_additional_properties_where_the_request_says_so(name):
     assert accepts(name, schema(document), '{"c": 1}')
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_whitespace_is_any_or_single_spaces(name):
-    document = {"type": "array", "items": {"type": "integer"}}
-    assert accepts(name, schema(document), "[ 1,\n2 ]")
-    compact = schema(document, whitespace=Whitespace(is_any=False))
-    assert accepts(name, compact, "[1, 2]")
-    assert not accepts(name, compact, "[1,\n2]")
+# Texts of one value, and the spacings that allow each.
+SPACED = [
+    ('{"a":[1,2]}', {Spacing.COMPACT, Spacing.FREE}),
+    ('{"a": [1,2], "b":{"c": [1,"d"]}}', {Spacing.COMPACT, Spacing.FREE}),
+    ('{"a": [1, 2], "b": {"c": [1, "d"]}}', {*Spacing}),
+    ('{"a":  [1]}', {Spacing.FREE}),
+    ('{"a" :[1]}', {Spacing.FREE}),
+    ('{ "a":[1]}', {Spacing.FREE}),
+    ('{"a":[1 ]}', {Spacing.FREE}),
+    ('{"a":[1,\n2]}', {Spacing.FREE}),
+    ('{"a": [1], "b": { }}', {Spacing.FREE}),
+    ('{"a": [1], "b": [1,  2]}', {Spacing.FREE}),
+    ('{"a": [1]}\n', set[Spacing]()),
+]
+LISTS = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
+    "additionalProperties": True,
+}
+LISTS_TAG = {"structures": [{"begin": "<f>", "schema": LISTS, "end": "</f>"}], "triggers": ["<f"]}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_run_of_whitespace_has_a_limit(name):
-    constraint = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+@pytest.mark.parametrize("spacing", Spacing)
+def test_a_space_is_optional_demanded_or_free_in_each_kind_of_json(name, spacing):
+    whitespace = Whitespace(spacing)
+    constraints = {
+        "{}": schema(LISTS, whitespace=whitespace),
+        "<f>{}</f>": Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(LISTS_TAG), whitespace=whitespace),
+    }
+    anything = Constraint(ConstraintKind.JSON_OBJECT, whitespace=whitespace)
+    for text, spacings in SPACED:
+        for form, constraint in constraints.items():
+            is_allowed = accepts(name, constraint, form.replace("{}", text))
+            assert is_allowed == (spacing in spacings), (form, text)
+        assert accepts(name, anything, text) == (spacing in spacings), text
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_texts_of_a_schema_keep_what_looks_like_a_separator(name):
+    document = {
+        "type": "object",
+        "properties": {'k", ': {"const": ": "}, "p": {"type": "string", "pattern": "^a, b: $"}},
+        "required": ['k", ', "p"],
+        "additionalProperties": False,
+    }
+    assert accepts(name, schema(document), r'{"k\", ":": ","p":"a, b: "}')
+    assert not accepts(name, schema(document), r'{"k\",":": ","p":"a, b: "}')
+    assert not accepts(name, schema(document), r'{"k\", ":":","p":"a, b: "}')
+    assert not accepts(name, schema(document), r'{"k\", ":": ","p":"a,b: "}')
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_sampled_output_has_a_run_of_white_space_unless_it_is_free(name):
+    documents = [LISTS, {"type": "array", "items": {"enum": ["a", 1, None]}}, TITLES, {"type": "object"}]
+    runs = dict.fromkeys(Spacing, 0)
+    for document, spacing in product(documents, Spacing):
+        grammar = backend(name).compile(schema(document, whitespace=Whitespace(spacing)))
+        for seed in range(4):
+            tokens = sampled(grammar.matcher(), seed, limit=60)
+            if tokens is None:
+                continue
+            text = TOKENIZER.decode(tokens)
+            json.loads(text)
+            outside = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+            runs[spacing] += len(re.findall(r"\s\s|[^\S ]", outside))
+    assert runs[Spacing.COMPACT] == runs[Spacing.SINGLE] == 0 < runs[Spacing.FREE]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_run_of_free_whitespace_has_a_limit(name):
+    document = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tag = {"structures": [{"begin": "<", "schema": document, "end": ">"}], "triggers": ["<"]}
+    free = Whitespace(Spacing.FREE)
     longest = "\r\n" + " " * (MAX_WHITESPACE - 2)
-    for text in ('{%s"a":1}', '{"a"%s:1}', '{"a":%s1}', '{"a":1%s}'):
-        assert accepts(name, constraint, text % longest)
-        assert not accepts(name, constraint, text % (longest + " "))
+    for form, constraint in (
+        ("%s", schema(document, whitespace=free)),
+        ("<%s>", Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(tag), whitespace=free)),
+    ):
+        for text in ('{%s"a":1}', '{"a"%s:1}', '{"a":%s1}', '{"a":1%s}'):
+            assert accepts(name, constraint, form % (text % longest))
+            assert not accepts(name, constraint, form % (text % (longest + " ")))
 
 
 def test_whitespace_by_a_pattern():
@@ -706,7 +773,7 @@ def test_a_finite_schema_allows_its_instances_token_by_token(name, document, ins
     if name == "xgrammar" and {"pattern", "allOf"} & set(document):  # frontends refuse them for it
         return
     made, texts = small_backend(name, '{}[]":, ab1-02eflnrstu', 2)
-    grammar = made.compile(schema(document, whitespace=Whitespace(is_any=False)))
+    grammar = made.compile(schema(document, whitespace=Whitespace(Spacing.SINGLE)))
     language = {json.dumps(value) for value in instances}
     prefixes = {text[:end] for text in language for end in range(len(text) + 1)}
     reached = {"": grammar.matcher()}

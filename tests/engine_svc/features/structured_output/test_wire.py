@@ -10,7 +10,12 @@ import pytest
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, WireFeatures
 from engine_svc.convert.messages import to_request
-from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind, Whitespace
+from engine_svc.features.structured_output.constraint import (
+    Constraint,
+    ConstraintKind,
+    Spacing,
+    Whitespace,
+)
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.wire import StructuredOutputOfAdd, make
 from tests.engine_svc.session.service_rig import make_entry, make_facts
@@ -61,10 +66,14 @@ def parsed(entry: add_pb2.AddEntry, prompt: tuple[int, ...] = (1, 2, 3)) -> Stru
             Constraint(
                 ConstraintKind.JSON_SCHEMA,
                 "{}",
-                whitespace=Whitespace(is_any=False),
+                whitespace=Whitespace(Spacing.SINGLE),
                 has_additional_properties=False,
                 is_lenient=True,
             ),
+        ),
+        (
+            {"json_object": True, "any_whitespace": True},
+            Constraint(ConstraintKind.JSON_OBJECT, whitespace=Whitespace(Spacing.FREE)),
         ),
         (
             {"json_object": True, "whitespace_pattern": " ?"},
@@ -91,6 +100,10 @@ def test_each_kind_of_constraint_is_read(fields: dict[str, object], constraint: 
         (
             {"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True},
             "whitespace_pattern is set beside disable_any_whitespace",
+        ),
+        (
+            {"json_object": True, "any_whitespace": True, "disable_any_whitespace": True},
+            "disable_any_whitespace is set beside any_whitespace",
         ),
         ({"regex": "a", "backend": "xgrammar"}, "backend is 'xgrammar', it takes one of llguidance"),
         ({"regex": "a", "start": AFTER}, "end_token_ids is 0, it takes at least 1 id"),
