@@ -42,9 +42,13 @@ DEFAULTS = {
 }
 ALLOWED = {
     "logprobs": {"frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt"},
-    "penalties": DEFAULTS,
+    "penalties": {
+        **DEFAULTS,
+        "frontend_svc/protocols/openai/fields.py": "fields of another API that are not served",
+    },
     "prompt_embeddings": {"frontend_svc/generation/preprocess.py": "inputs that prompts check in slices"},
     "prompt_logprobs": {
+        "frontend_svc/protocols/openai/answers.py": "completions that repeat their prompts",
         "frontend_svc/options/prompt_embeddings.py": "positions without a token have none: refused",
     },
     "sampling_limits": DEFAULTS,
