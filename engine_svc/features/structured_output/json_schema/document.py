@@ -9,7 +9,6 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from engine_svc.features.structured_output.limits import SCHEMA_MAPS, subschemas
 
-MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # of nested values
 MAX_VALUES = 50_000
 
@@ -38,9 +37,6 @@ class SchemaTooLarge(ValueError):
 class SchemaDocument:
     def __init__(self, text: str, *, has_additional_properties: bool = True) -> None:
         self._is_open = has_additional_properties  # objects whose schema does not say
-        size = len(text.encode("utf-8", "surrogatepass"))
-        if size > MAX_BYTES:
-            raise SchemaTooLarge(f"json_schema has {size} bytes, {MAX_BYTES} are allowed")
         try:
             self.root: Any = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
             json.dumps(self.root, ensure_ascii=False).encode()

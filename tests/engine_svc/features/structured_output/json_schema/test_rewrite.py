@@ -240,7 +240,6 @@ def joins(num_levels: int, width: int, last: Any) -> dict[str, Any]:
     [
         '{"items":' * 5000 + "{}" + "}" * 5000,
         json.dumps({"enum": list(range(60_000))}),
-        json.dumps({"const": "x" * (1 << 20)}),
         # All pairs of branches are compared, each of many parts.
         json.dumps(
             {
