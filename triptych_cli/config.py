@@ -22,7 +22,7 @@ class ServeConfig:
         None, help="model folder, or org/name of the hub; without it the embedded model", positional=True
     )
     served_model_name: tuple[str, ...] = option(
-        (), help="name that clients ask for, and others: --served-model-name a b (default: the folder's name)"
+        (), help="name that clients ask for; further names are aliases of it (default: the folder's name)"
     )
     host: str = option("127.0.0.1", help="address of the frontend; the other services stay on loopback")
     port: int | None = option(
