@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
 class Tower(pydantic.BaseModel):
-    city: str
+    city: str = pydantic.Field(max_length=20)
     is_tall: bool
 
 

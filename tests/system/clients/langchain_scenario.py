@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy
+from langchain.tools import tool
 from langchain_openai import ChatOpenAI
-from steps import LONG, MODEL, PROMPT, Tower, find_tower, run
+from steps import LONG, MODEL, PROMPT, Arguments, Tower, find_tower, run
 
 MESSAGES = {"messages": [{"role": "user", "content": PROMPT}]}
 
 
 def typed(base: str, **options: object) -> None:
     model = ChatOpenAI(model=MODEL, base_url=base, api_key="none", max_tokens=LONG, temperature=0, **options)
-    agent = create_agent(model, [find_tower], response_format=ProviderStrategy(Tower))
+    agent = create_agent(
+        model, [tool(args_schema=Arguments)(find_tower)], response_format=ProviderStrategy(Tower)
+    )
     answer = agent.invoke(MESSAGES, {"recursion_limit": 8})
     assert isinstance(answer["structured_response"], Tower)
 

@@ -14,11 +14,17 @@ PROMPT = "Where is the tower?"
 LONG = 400  # Tokens enough for each schema and call here.
 
 
-class Tower(pydantic.BaseModel):
-    """The answer of a schema."""
+class Tower(pydantic.BaseModel, extra="forbid"):
+    """The answer of a schema, closed: in an open one the tiny model adds members up to its limit."""
 
     city: Literal["Paris", "Pisa"]
     is_tall: bool
+
+
+class Arguments(pydantic.BaseModel, extra="forbid"):
+    """The arguments of the tool, closed as the answer is."""
+
+    city: Literal["Paris", "Pisa"]
 
 
 def find_tower(city: Literal["Paris", "Pisa"]) -> str:

@@ -15,7 +15,7 @@ const { prompt, message, following, embedded, sampled } = JSON.parse(requests);
 const messages = [{ role: 'user', content: message }];
 const cities = ['Paris', 'Pisa'];
 const City = z.object({ city: z.enum(cities) });
-const Tower = z.object({ city: z.string(), is_tall: z.boolean() });
+const Tower = z.object({ city: z.string().max(20), is_tall: z.boolean() });
 
 function connect(baseURL) {
   return new OpenAI({ baseURL, apiKey: 'none', maxRetries: 0 });
