@@ -40,7 +40,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ready_file, log_file = Path(folder, "ready.json"), Path(folder, "log")
         command = [sys.executable, "-c", f"from {module} import {function}; {function}()", "serve", model]
-        flags = ["--port=0", f"--ready-file={ready_file}", "--num-threads=1", "--kv-cache-memory=512M"]
+        flags = [
+            "--port=0",
+            "--http-port=0",
+            f"--ready-file={ready_file}",
+            "--num-threads=1",
+            "--kv-cache-memory=512M",
+        ]
         with log_file.open("wb") as log:
             process = subprocess.Popen([*command, *flags], stdout=log, stderr=subprocess.STDOUT)
         try:

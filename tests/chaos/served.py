@@ -61,7 +61,15 @@ class ServedStack:
     async def __aenter__(self) -> ServedStack:
         with self.log_file.open("ab") as log:
             process = running_async(
-                *(sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0", "--log-format=json"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "triptych_cli.cli",
+                    "serve",
+                    "--port=0",
+                    "--grpc-port=0",
+                    "--log-format=json",
+                ),
                 f"--ready-file={self._ready_file}",
                 *self._flags,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -59,6 +59,7 @@ async def whole_tree(ready_file: Path) -> AsyncIterator[Tree]:
                 "triptych_cli.cli",
                 "serve",
                 "--port=0",
+                "--grpc-port=0",
                 f"--ready-file={ready_file}",
                 *FLAGS,
             ),

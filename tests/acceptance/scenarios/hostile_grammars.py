@@ -200,7 +200,7 @@ def _serving() -> Iterator[tuple[int, dict]]:
     """The pid of `triptych serve` and its ready file."""
     with tempfile.TemporaryDirectory() as folder:
         ready_file, log_file = Path(folder, "ready.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0"]
+        command = [sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0", "--grpc-port=0"]
         # So small that the streams have used all of it before the first load.
         command += [f"--ready-file={ready_file}", "--kv-cache-memory=32M"]
         with (
