@@ -25,6 +25,8 @@ ASKED = {
 }
 # Tests whose requests have lengths and sampling groups, which are parameters of this option.
 OF_LIMITS = ("generation/test_preprocess.py", "options/test_prompt_embeddings.py")
+# Breaks the rules of every option's fields.
+OF_ALL = "options/test_rules.py"
 OPTION_TESTS = "tests/frontend_svc/options"
 FEW = (
     "tests/frontend_svc/output/test_processor.py",
@@ -117,9 +119,8 @@ def test_without_an_option_the_rest_works_and_the_option_is_refused_by_name(tree
 @pytest.mark.chaos
 @pytest.mark.parametrize("option", ASKED)
 def test_without_any_option_all_tests_of_generation_and_output_pass(tree: Path, option: str) -> None:
-    if option == "sampling_limits":
-        for test in OF_LIMITS:
-            (tree / "tests/frontend_svc" / test).unlink()
+    for test in (OF_ALL, *(OF_LIMITS if option == "sampling_limits" else ())):
+        (tree / "tests/frontend_svc" / test).unlink()
     check_without(tree, option, tuple(test for test in ALL if (tree / test).exists()))
 
 
