@@ -86,7 +86,7 @@ def _content_of(whole: Whole) -> bytes:
     """What must be equal, to the last bit of a log probability; not what depends on where it ran."""
     content = Whole()
     content.CopyFrom(whole)
-    for name in ("request_id", "num_cached_tokens", "resume_token"):
+    for name in ("request_id", "num_cached_tokens", "resume_token", "fingerprint"):
         content.started.ClearField(name)
     for name in ("num_cached_tokens", "num_draft_tokens", "num_accepted_draft_tokens"):
         content.usage.ClearField(name)
