@@ -153,6 +153,16 @@ def _write(delta: chat_message_pb2.ChatDelta, parts: Sequence[Piece]) -> None:
             _add_call(delta, call)
 
 
+def delta_of(output: chat_message_pb2.ChatOutput) -> chat_message_pb2.ChatDelta:
+    """A whole output as the one delta that would have it all; without log probabilities."""
+    return chat_message_pb2.ChatDelta(
+        content="".join(part.text for part in output.message.parts),
+        reasoning=output.message.reasoning,
+        tool_calls=output.message.tool_calls,
+        token_ids=output.token_ids,
+    )
+
+
 def _add_call(delta: chat_message_pb2.ChatDelta, call: chat_message_pb2.ToolCall) -> None:
     if delta.tool_calls and delta.tool_calls[-1].index == call.index:
         last = delta.tool_calls[-1]

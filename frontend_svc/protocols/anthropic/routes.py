@@ -1,15 +1,17 @@
-"""The routes of Anthropic's Messages API: a message is a chat."""
+"""The routes of Anthropic's Messages API: a message is a chat. Its clients name a version in a header."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.chat import ChatAnswers, delta_of
 from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.protocols.anthropic.errors import event_of
@@ -24,7 +26,9 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.errors import fields_named
-from triptych.api.v1 import chat_message_pb2
+from triptych.api.v1 import chat_message_pb2, model_pb2
+
+VERSION_HEADER = "anthropic-version"
 
 
 class MessageRoutes:
@@ -45,13 +49,7 @@ class MessageRoutes:
         message = GrowingMessage()
         message.start(answer.started)
         (output,) = answer.outputs
-        message.advance(
-            chat_message_pb2.ChatDelta(
-                content="".join(part.text for part in output.message.parts),
-                reasoning=output.message.reasoning,
-                tool_calls=output.message.tool_calls,
-            )
-        )
+        message.advance(delta_of(output))
         message.finish(output.reason, output.error_message, output.stop_match, answer.usage)
         return json_response(message.body(), made.ignored)
 
@@ -83,3 +81,21 @@ async def _events(
                 events = message.finish(end.reason, end.error_message, end.stop_match, end.usage)
             for event in events:
                 yield event_of(event)
+
+
+def model_list(models: Sequence[model_pb2.Model], created: int) -> dict[str, Any]:
+    infos = [model_info(model, created) for model in models]
+    ids = [info["id"] for info in infos] or [None]
+    return {"data": infos, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+
+
+def model_info(model: model_pb2.Model, created: int) -> dict[str, Any]:
+    created_at = datetime.fromtimestamp(created, UTC).isoformat()
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": created_at.replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_model_len,
+    }

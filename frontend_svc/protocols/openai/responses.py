@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend_svc.generation.answers.chat import ChatAnswers
+from frontend_svc.generation.answers.chat import ChatAnswers, delta_of
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.protocols.openai.bodies import (
@@ -217,14 +217,7 @@ class ResponseRoutes:
             answer = await unless_disconnected(request, self._chat.whole(chat, caller_of(request)))
         response.start(answer.started)
         (output,) = answer.outputs
-        response.advance(
-            chat_message_pb2.ChatDelta(
-                content="".join(part.text for part in output.message.parts),
-                reasoning=output.message.reasoning,
-                tool_calls=output.message.tool_calls,
-                token_ids=output.token_ids,
-            )
-        )
+        response.advance(delta_of(output))
         response.finish(output.reason, output.error_message, answer.usage)
         self._keep(turn)
         return json_response(response.body(), ignored)

@@ -23,8 +23,7 @@ from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
 from frontend_svc.generation.open_requests import OpenRequests
 from frontend_svc.generation.tenants import Rate
 from frontend_svc.protocols.anthropic.errors import ANTHROPIC
-from frontend_svc.protocols.anthropic.models import VERSION_HEADER, model_info, model_list
-from frontend_svc.protocols.anthropic.routes import MessageRoutes
+from frontend_svc.protocols.anthropic.routes import VERSION_HEADER, MessageRoutes, model_info, model_list
 from frontend_svc.protocols.openai.answers import (
     Answer,
     Echo,

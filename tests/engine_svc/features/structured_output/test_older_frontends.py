@@ -9,23 +9,13 @@ import pytest
 from engine_svc.convert.feature import AddContext
 from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.wire import StructuredOutputOfAdd
+from tests.contract.our_engine import SCHEMA as REFERENCES
 from tests.engine_svc.features.structured_output.test_backends import TOKENIZER, backend, ids, sampled
 from tests.engine_svc.features.structured_output.test_check import checked
 from tests.engine_svc.session.service_rig import make_entry, make_facts
 from triptych.common.v1 import sampling_pb2
 
 FEATURE = StructuredOutputOfAdd(("llguidance", "xgrammar"))
-REFERENCES = {
-    "$defs": {"legs": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "type": "object",
-    "properties": {
-        "legs": {"$ref": "#/$defs/legs"},
-        "kind": {"oneOf": [{"const": "crab"}, {"const": "fox"}]},
-    },
-    "patternProperties": {"^x": {"type": "null"}},
-    "required": ["legs", "kind"],
-    "additionalProperties": False,
-}
 REFERENCES_SENT = {
     "type": "object",
     "required": ["legs", "kind"],
