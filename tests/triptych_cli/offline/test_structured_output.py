@@ -125,5 +125,5 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_keyword(
 
 
 def test_a_constraint_that_is_none_is_refused_when_parameters_are_made() -> None:
-    with pytest.raises(InvalidArgument, match="regex has 0 characters"):
+    with pytest.raises(InvalidArgument, match="regex is '', must not be empty"):
         SamplingParams(structured_output=StructuredOutput(regex=""))
