@@ -66,7 +66,7 @@ def tokens(runner: ModelRunner) -> list[int]:
     driver = PlanDriver(runner, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     request = driver.add("r", [3 + 7 * index % 150 for index in range(30)])
     driver.step({"r": 30})
-    for _ in range(12):
+    for _ in range(6):
         driver.step({"r": 1})
     driver.finish("r")
     driver.add("bye", [1, 2])

@@ -52,7 +52,7 @@ def arrival_offsets(num_arrivals: int, rate: float, burstiness: float, seed: int
     return list(accumulate(gaps, initial=0.0))
 
 
-_CONNECT_LIMIT_S = 10.0
+_CONNECT_LIMIT_S = 3.0
 _CALL_LIMIT_S = 30.0
 _BAR_S = 0.5
 _USAGE_ERROR = 2

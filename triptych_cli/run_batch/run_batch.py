@@ -30,7 +30,7 @@ from triptych_kit.errors import (
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
-_CONNECT_LIMIT_S = 10.0
+_CONNECT_LIMIT_S = 3.0
 # Limit of results that wait for an earlier one, as a multiple of the requests in flight.
 _WINDOW = 4
 _FIRST_BACKOFF_S = 0.5
