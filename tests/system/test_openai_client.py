@@ -62,10 +62,13 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment_with(*packages: str, folder: Path) -> Path:
     """The interpreter of an environment with these packages of PyPI alone."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, env=plain_environment())
-    command = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
-    subprocess.run(command, check=True, timeout=LIMIT_S, env=plain_environment())
-    return folder / "bin" / "python"
+    uv, python = str(Path(sys.executable).with_name("uv")), folder / "bin" / "python"
+    for command in (
+        [uv, "venv", "--quiet", "--python", sys.executable, folder],
+        [uv, "pip", "install", "--quiet", "--python", python, *packages],
+    ):
+        subprocess.run(command, check=True, timeout=LIMIT_S, env=plain_environment())
+    return python
 
 
 def plain_environment() -> dict[str, str]:

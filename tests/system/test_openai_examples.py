@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rig.processes import Fleet, ServicePlan, free_port
-from benchmarks.rig.proxies import is_installed, until_listening
+from benchmarks.rig.proxies import until_listening
+from tests.debian import missing_packages
 from tests.processes import running_async
+from tests.system.test_openai_client import environment_with
 from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.network
@@ -69,10 +71,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with what the Python examples import."""
     folder = tmp_path_factory.mktemp("examples") / "venv"
-    run(sys.executable, "-m", "venv", folder)
-    packages = ("--quiet", "--disable-pip-version-check", "openai", "langchain-openai")
-    run(folder / "bin" / "pip", "install", *packages)
-    return folder / "bin" / "python"
+    return environment_with("openai", "langchain-openai", folder=folder)
 
 
 async def test_in_python_with_openai_and_langchain(stack: Stack, python: Path) -> None:
@@ -81,8 +80,7 @@ async def test_in_python_with_openai_and_langchain(stack: Stack, python: Path) -
 
 
 async def test_in_node_with_openai(stack: Stack, tmp_path: Path) -> None:
-    if not shutil.which("npm"):
-        pytest.skip("npm is not installed")
+    assert shutil.which("npm"), "npm is not installed"
     folder = tmp_path / "node"
     shutil.copytree(FOLDER, folder)
     await output_of("npm", "install", "--silent", "--no-audit", "--no-fund", folder=folder)
@@ -90,8 +88,7 @@ async def test_in_node_with_openai(stack: Stack, tmp_path: Path) -> None:
 
 
 async def test_in_the_shell_with_nginx_in_front(stack: Stack) -> None:
-    if missing := [name for name in ("nginx", "curl", "jq") if not is_installed(name)]:
-        pytest.skip(f"{', '.join(missing)} is not installed")
+    assert missing_packages(("nginx", "curl", "jq")) == []
     grpc, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
     command = (str(FOLDER / "nginx.sh"), stack.grpc, stack.http, grpc, http)
     async with running_async(*command, start_new_session=True) as script:
@@ -105,8 +102,7 @@ async def test_in_the_shell_with_nginx_in_front(stack: Stack) -> None:
 
 
 async def test_in_the_shell_with_tls_and_a_key() -> None:
-    if missing := [name for name in ("openssl", "curl") if not is_installed(name)]:
-        pytest.skip(f"{', '.join(missing)} is not installed")
+    assert missing_packages(("openssl", "curl")) == []
     refused, whole, text = await output_of(
         "env",
         f"PATH={Path(sys.executable).parent}:{ENVIRONMENT['PATH']}",

@@ -9,16 +9,16 @@ import argparse
 
 import pytest
 
-from benchmarks.rig.proxies import KINDS, is_installed
+from benchmarks.rig.proxies import KINDS
 from benchmarks.scenarios.proxies import add_options, measure
+from tests.debian import missing_packages
 
 pytestmark = pytest.mark.network
 
 
 @pytest.mark.parametrize("proxy", KINDS)
 async def test_no_stream_is_lost_or_differs_while_a_proxy_is_reloaded(proxy):
-    if not is_installed(proxy):
-        pytest.skip(f"{proxy} is not installed")
+    assert missing_packages((proxy,)) == [], f"as root: apt-get install {proxy}"
     parser = argparse.ArgumentParser()
     add_options(parser)
     options = parser.parse_args(
