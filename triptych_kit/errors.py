@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import grpc
@@ -167,6 +167,21 @@ class Internal(ServiceError):
     """An internal error. Its message is for clients: no path, no value, no traceback."""
 
     code = grpc.StatusCode.INTERNAL
+
+
+def with_fields(error: ServiceError, name_of: Callable[[str], str]) -> ServiceError:
+    """The same error with other names of the fields that it is about, in its texts too."""
+    changed = type(error).__new__(type(error), error.message)
+    changed.__dict__.update(error.__dict__)
+    if isinstance(changed, InvalidArgument) and changed.violations:
+        changed.violations = [
+            (name_of(field), text.replace(field, name_of(field), 1)) for field, text in changed.violations
+        ]
+        changed.message = _clip("; ".join(text for _, text in changed.violations), _MAX_MESSAGE_BYTES)
+    elif field := changed.metadata.get("fields"):
+        changed.metadata = {**changed.metadata, "fields": name_of(field)}
+        changed.message = changed.message.replace(field, name_of(field), 1)
+    return changed
 
 
 _BY_NUMBER: dict[int, type[ServiceError]] = {

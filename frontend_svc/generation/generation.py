@@ -29,7 +29,7 @@ from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, RequestPrompt
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2
-from triptych_kit.errors import InvalidArgument
+from triptych_kit.errors import InvalidArgument, with_fields
 from triptych_kit.telemetry import conventions as names
 
 # Finish reasons that do not refill the retry budget.
@@ -80,10 +80,7 @@ class OpenRequest:
         try:
             output = await self._collector.get()
         except InvalidArgument as error:
-            error.violations = [
-                (self._client_fields.get(field, field), text) for field, text in error.violations
-            ]
-            raise
+            raise with_fields(error, lambda field: self._client_fields.get(field, field)) from error
         self.on_read()
         for piece in output.pieces:
             self._num_output_tokens[piece.index] = piece.num_output_tokens

@@ -108,7 +108,7 @@ def _complete_draw(
 def _check_counts(sampling: sampling_pb2.SamplingParams, violations: Violations) -> None:
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
     if max_tokens >= 1:
-        rule = f"must be at most max_tokens, {max_tokens}"
+        rule = f"must be at most {max_tokens}, the limit of the output"
         violations.need(min_tokens <= max_tokens, "sampling.min_tokens", min_tokens, rule)
     if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
         violations.add("sampling.detokenize", False, "must be true where stop strings are given")

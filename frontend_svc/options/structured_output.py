@@ -18,7 +18,7 @@ from frontend_svc.parsers.declared_tools import (
     has_schema_beside_calls,
     has_strict_tools,
 )
-from frontend_svc.parsers.registry import tool_parser
+from frontend_svc.parsers.registry import NONE, tool_parser
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
@@ -159,8 +159,12 @@ def _check_strict_tools(request: chat_message_pb2.ChatRequest, model: ServedMode
     field = f"tools[{index}].strict"
     _check_served(field, model)
     if not _has_call_tags(request, model):
+        parser = model.parsers.tool
+        reason = f"no grammar is known for the calls of tool parser {parser!r}"
+        if parser == NONE:
+            reason = f"model {model.name!r} has no tool parser: start with --tool-parser"
         raise Unimplemented(
-            f"not served: {field} (no grammar is known for the calls of tool parser {model.parsers.tool!r})",
+            f"not served: {field} ({reason})",
             reason="PARAMETER_NOT_SERVED",
             metadata={"fields": field},
         )

@@ -14,7 +14,12 @@ from frontend_svc.protocols.openai.answers import (
     usage_of,
 )
 from frontend_svc.protocols.openai.bodies import ChatBody, CompletionBody, SamplingBody, read_object
-from frontend_svc.protocols.openai.requests import chat_request, generate_requests
+from frontend_svc.protocols.openai.requests import (
+    chat_names,
+    chat_request,
+    completion_names,
+    generate_requests,
+)
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 from triptych_cli.verbs.generation import reason_name
 from triptych_kit.errors import InvalidArgument, Unimplemented
@@ -37,10 +42,10 @@ def from_openai(
         if OPENAI_URLS[url] == "chat":
             chat, ignored = read_object(body, ChatBody)
             _refuse_sending(chat)
-            return chat_request(chat, ignored)
+            return chat_request(chat, ignored, chat_names())
         completion, _ = read_object(body, CompletionBody)
         _refuse_sending(completion)
-        requests = generate_requests(completion)
+        requests = generate_requests(completion, completion_names())
     except Unimplemented as error:
         # The result of a line names fields as those of wrong ones.
         raise InvalidArgument(error.message, field=error.metadata.get("field")) from error

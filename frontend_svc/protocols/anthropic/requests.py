@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 from frontend_svc.protocols.openai.bodies import SAME_SAMPLING, Base, IgnoredFields, SameSampling, read_part
+from frontend_svc.protocols.openai.field_names import FieldNames
 from frontend_svc.protocols.openai.fields import Refusal
 from frontend_svc.protocols.openai.requests import set_field
 from triptych.api.v1 import chat_message_pb2
@@ -23,15 +24,14 @@ _ROLES = {
     "user": chat_message_pb2.CHAT_ROLE_USER,
     "assistant": chat_message_pb2.CHAT_ROLE_ASSISTANT,
 }
-# Fields of a request by the names that the body has for them.
+# Fields of a chat that the body has elsewhere, before the translation adds its own.
 _NAMES = {
-    "sampling.stop": "stop_sequences",
-    "sampling.structured_output": "output_config.format.schema",
-    "sampling.thinking_token_budget": "thinking.budget_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+_WHOLES = {
     "template_options.enable_thinking": "thinking",
     "template_options.arguments_json": "output_config.effort",
     "template_options.continue_final_message": "messages",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.mode": "tool_choice.type",
 }
 
@@ -156,22 +156,10 @@ class MessageRequest:
 
     ignored: IgnoredFields
     chat: chat_message_pb2.ChatRequest = field(default_factory=chat_message_pb2.ChatRequest)
-    _message_fields: list[str] = field(default_factory=list)
-    _tool_fields: list[str] = field(default_factory=list)
-
-    def name_of(self, name: str) -> str:
-        """The field of the body that a field of the chat is made of."""
-        for kind, fields in (("messages", self._message_fields), ("tools", self._tool_fields)):
-            index = name.removeprefix(f"{kind}[").partition("]")[0]
-            if name.startswith(f"{kind}[") and index.isdecimal():
-                return fields[int(index)] + _of_tool(name.partition("]")[2])
-        for ours, theirs in _NAMES.items():
-            if name == ours or name.startswith(f"{ours}."):
-                return theirs
-        return name.removeprefix("sampling.")
+    names: FieldNames = field(default_factory=lambda: FieldNames(_NAMES, _WHOLES))
 
     def add_message(self, role: chat_message_pb2.ChatRole, at: str) -> chat_message_pb2.ChatMessage:
-        self._message_fields.append(at)
+        self.names.note_whole(f"messages[{len(self.chat.messages)}]", at)
         return self.chat.messages.add(role=role)
 
     def turn(self, role: chat_message_pb2.ChatRole, at: str) -> chat_message_pb2.ChatMessage:
@@ -180,7 +168,8 @@ class MessageRequest:
         return messages[-1] if messages and messages[-1].role == role else self.add_message(role, at)
 
     def add_tool(self, tool: chat_message_pb2.Tool, at: str) -> None:
-        self._tool_fields.append(at)
+        self.names.note(f"tools[{len(self.chat.tools)}]", at)
+        self.names.note(f"tools[{len(self.chat.tools)}].parameters_json_schema", f"{at}.input_schema")
         self.chat.tools.append(tool)
 
 
@@ -194,7 +183,7 @@ def message_request(
     for name in SAME_SAMPLING:
         set_field(sampling, name, getattr(body, name))
     set_field(sampling, "max_tokens", body.max_tokens)
-    set_field(sampling, "stop", body.stop_sequences, "stop_sequences")
+    set_field(sampling, "stop", body.stop_sequences, "stop_sequences", made.names)
     if body.system is not None:
         message = made.add_message(chat_message_pb2.CHAT_ROLE_SYSTEM, "system")
         _add_texts(made, message, body.system, "system")
@@ -304,7 +293,7 @@ def _fill_thinking(made: MessageRequest, body: MessagesBody, reasons: Callable[[
         return
     if reasons():
         name = "thinking_token_budget"
-        set_field(made.chat.sampling, name, thinking.budget_tokens, "thinking.budget_tokens")
+        set_field(made.chat.sampling, name, thinking.budget_tokens, "thinking.budget_tokens", made.names)
     else:
         made.ignored.append("thinking.budget_tokens")
 
@@ -314,6 +303,8 @@ def _fill_output(made: MessageRequest, body: MessagesBody) -> None:
     chosen = config.format or body.output_format
     if chosen is not None:
         made.chat.sampling.structured_output.json_schema = json.dumps(chosen.schema)
+        at = "output_format" if config.format is None else "output_config.format"
+        made.names.note_whole("sampling.structured_output", f"{at}.schema")
     if config.effort is not None:
         made.chat.template_options.arguments_json = json.dumps({"reasoning_effort": config.effort})
 
@@ -338,7 +329,3 @@ def _not_served(at: str, kind: object, served: str) -> Unimplemented:
 def _set_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     # Clients send back blocks of an answer with every field that these can have.
     return {name: value for name, value in raw.items() if value is not None}
-
-
-def _of_tool(rest: str) -> str:
-    return rest.replace(".parameters_json_schema", ".input_schema")

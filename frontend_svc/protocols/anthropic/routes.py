@@ -25,7 +25,6 @@ from frontend_svc.protocols.openai.call import (
     streamed,
     unless_disconnected,
 )
-from frontend_svc.protocols.openai.errors import fields_named
 from triptych.api.v1 import chat_message_pb2, model_pb2
 
 VERSION_HEADER = "anthropic-version"
@@ -42,10 +41,9 @@ class MessageRoutes:
     async def _create(self, request: Request) -> Response:
         body, made = await self._read(request)
         caller = caller_of(request)
-        with fields_named(made.name_of):
-            if body.stream:
-                return await streamed(request, _events(self._chat.stream(made.chat, caller)), made.ignored)
-            answer = await unless_disconnected(request, self._chat.whole(made.chat, caller))
+        if body.stream:
+            return await streamed(request, _events(self._chat.stream(made.chat, caller)), made.ignored)
+        answer = await unless_disconnected(request, self._chat.whole(made.chat, caller))
         message = GrowingMessage()
         message.start(answer.started)
         (output,) = answer.outputs
@@ -55,13 +53,13 @@ class MessageRoutes:
 
     async def _count_tokens(self, request: Request) -> Response:
         _, made = await self._read(request)
-        with fields_named(made.name_of):
-            num_tokens = await unless_disconnected(request, self._tokenizer.count(made.chat))
+        num_tokens = await unless_disconnected(request, self._tokenizer.count(made.chat))
         return json_response({"input_tokens": num_tokens}, made.ignored)
 
     async def _read(self, request: Request) -> tuple[MessagesBody, MessageRequest]:
         body, ignored = await body_of(request, MessagesBody)
         made = message_request(body, ignored, reasons=functools.partial(self._models.reasons, body.model))
+        request.state.name_of = made.names
         return body, made
 
 

@@ -24,8 +24,9 @@ from frontend_svc.generation.tenants import Rate
 from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
+from frontend_svc.protocols.openai.field_names import as_it_is
 from triptych.api.v1 import generate_pb2
-from triptych_kit.errors import Cancelled, Internal, ServiceError
+from triptych_kit.errors import Cancelled, Internal, ServiceError, with_fields
 from triptych_kit.rules import rules_of
 from triptych_kit.security.identity import current_identity
 from triptych_kit.telemetry.logs import bind_log_fields
@@ -68,19 +69,20 @@ OPENAI = Dialect(error_body, event_of, heartbeat=b": heartbeat\n\n")
 
 
 def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
-    """Gives the request an id, and errors the shape of the API; logs the call."""
+    """Gives the request an id, and errors the shape and the fields of the API; logs the call."""
 
     async def handle(request: Request) -> Response:
         own_id = request.headers.get("x-request-id", "")
         request_id = own_id if _REQUEST_ID.fullmatch(own_id) else secrets.token_hex(16)
         request.state.request_id, request.state.dialect = request_id, dialect
+        request.state.name_of = as_it_is
         trace_id = join_trace(request.headers.get("traceparent", ""), "")
         bind_log_fields(request_id=request_id, trace_id=trace_id)
         began_at = time.monotonic()
         try:
             response = await handler(request)
         except ServiceError as error:
-            response = refusal(error, dialect)
+            response = refusal(with_fields(error, request.state.name_of), dialect)
         except ClientDisconnect:
             response = refusal(Cancelled("the client has disconnected"), dialect)
         except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
@@ -185,7 +187,7 @@ async def streamed(request: Request, events: AsyncGenerator[bytes, None], ignore
         await events.aclose()
         raise
     return _EventStream(
-        _with_errors(first, events, dialect),
+        _with_errors(first, events, request),
         interval_s,
         dialect.heartbeat,
         {"cache-control": "no-cache", "x-accel-buffering": "no", **_ignored_header(ignored)},
@@ -229,16 +231,17 @@ class _EventStream(StreamingResponse):
 
 
 async def _with_errors(
-    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], dialect: Dialect
+    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], request: Request
 ) -> AsyncIterator[bytes]:
     """An error after the beginning of the stream is its last event."""
+    dialect: Dialect = request.state.dialect
     try:
         async with contextlib.aclosing(events):
             yield await first
             async for event in events:
                 yield event
     except ServiceError as error:
-        yield dialect.error_event(dialect.error_body(error))
+        yield dialect.error_event(dialect.error_body(with_fields(error, request.state.name_of)))
     except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
         yield dialect.error_event(dialect.error_body(_incident()))
 

@@ -18,7 +18,6 @@ from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.protocols.openai.bodies import Base
 from frontend_svc.protocols.openai.call import Handler, body_of, caller_of, json_response, unless_disconnected
-from frontend_svc.protocols.openai.errors import fields_named
 from frontend_svc.protocols.openai.requests import set_field
 from frontend_svc.text.pooling import read_floats
 from triptych.api.v1 import embedding_pb2
@@ -86,8 +85,8 @@ class EmbeddingRoutes:
         set_field(api_request.pooling, "dimensions", body.dimensions)
         set_field(api_request.pooling, "normalize", body.normalize)
         names = {f"inputs[{index}]": field for index, field in enumerate(inputs)}
-        with fields_named(_names_of(names | {"inputs": "input"})):
-            answer = await unless_disconnected(request, self._pooling.embed(api_request, caller_of(request)))
+        request.state.name_of = _names_of(names | {"inputs": "input"})
+        answer = await unless_disconnected(request, self._pooling.embed(api_request, caller_of(request)))
         write = _base64_of if body.encoding_format == "base64" else _floats_of
         data = []
         for index, tensor in enumerate(answer.embeddings):
@@ -114,8 +113,8 @@ class EmbeddingRoutes:
         )
         set_field(api_request, "request_id", body.request_id)
         names = {"queries": query_field, "documents": document_field}
-        with fields_named(_names_of(names)):
-            answer = await unless_disconnected(request, self._pooling.score(api_request, caller_of(request)))
+        request.state.name_of = _names_of(names)
+        answer = await unless_disconnected(request, self._pooling.score(api_request, caller_of(request)))
         content = {
             "id": f"score-{answer.request_id}",
             "object": "list",
@@ -138,8 +137,8 @@ class EmbeddingRoutes:
         )
         set_field(api_request, "request_id", body.request_id)
         set_field(api_request, "top_n", body.top_n)
-        with fields_named(_names_of({"query[0]": "query"})):
-            answer = await unless_disconnected(request, self._pooling.rerank(api_request, caller_of(request)))
+        request.state.name_of = _names_of({"query[0]": "query"})
+        answer = await unless_disconnected(request, self._pooling.rerank(api_request, caller_of(request)))
         results = []
         for result in answer.results:
             shown: dict[str, Any] = {"index": result.document_index}

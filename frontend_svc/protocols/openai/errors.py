@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -65,26 +63,9 @@ def error_headers(error: ServiceError) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(error.retry_after_ms / 1000)))}
 
 
-@contextlib.contextmanager
-def fields_named(name_of: Callable[[str], str]) -> Iterator[None]:
-    """Errors of what runs in it name fields of the body. `name_of` has them for fields of the request."""
-    try:
-        yield
-    except InvalidArgument as error:
-        named = [
-            (name_of(field), description.replace(field, name_of(field), 1))
-            for field, description in error.violations
-        ]
-        message = "; ".join(description for _, description in named) or error.message
-        raise InvalidArgument(
-            message, violations=named, reason=error.reason, metadata=error.metadata
-        ) from error
-
-
 def _field_of(error: ServiceError) -> str | None:
-    """The field of the body; requests have some of them below `sampling`."""
     if isinstance(error, InvalidArgument) and error.violations:
-        return error.violations[0][0].removeprefix("sampling.")
+        return error.violations[0][0]
     if isinstance(error, NotFound) and error.resource_type == "model":
         return "model"
-    return error.metadata.get("field")
+    return error.metadata.get("field") or error.metadata.get("fields")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from frontend_svc.protocols.openai.bodies import (
     read_part,
     text_of,
 )
+from frontend_svc.protocols.openai.field_names import FieldNames
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
@@ -31,8 +31,11 @@ from triptych_kit.errors import InvalidArgument, Unimplemented
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_PROMPTS = 128
 _FUNCTION = "function"
-_TOOL = re.compile(r"tools\[(\d+)\]")
 _SEED_MASK = (1 << 64) - 1
+# Of structured outputs, beside the constraint.
+_STRUCTURED_OPTIONS = (
+    "any_whitespace", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"
+)  # fmt: skip
 
 _OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
 _MODES = {
@@ -40,16 +43,37 @@ _MODES = {
     "auto": chat_message_pb2.TOOL_CHOICE_MODE_AUTO,
     "required": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
+# Fields of a chat that its body has in other places.
+_CHAT_NAMES = {
+    "messages[].tool_calls[].name": "messages[].tool_calls[].function.name",
+    "messages[].tool_calls[].arguments_json": "messages[].tool_calls[].function.arguments",
+    "tools[]": "tools[].function",
+    "tools[].parameters_json_schema": "tools[].function.parameters",
+    "tool_choice.name": "tool_choice.function.name",
+    "template_options.arguments_json": "chat_template_kwargs",
+    "template_options.enable_thinking": "chat_template_kwargs.enable_thinking",
+}
+_CHAT_WHOLES = {"messages[].parts": "messages[].content", "tool_choice.mode": "tool_choice"}
 
 
-def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest]:
-    """A request for each prompt of the body."""
-    sampling = _sampling(body)
+def completion_names() -> FieldNames:
+    """Names of a completion's fields, before its translation adds its own."""
+    return FieldNames(wholes={"token_ids": "prompt"})
+
+
+def chat_names() -> FieldNames:
+    """Names of a chat's fields, before its translation adds its own."""
+    return FieldNames(_CHAT_NAMES, _CHAT_WHOLES)
+
+
+def generate_requests(body: CompletionBody, names: FieldNames) -> list[generate_pb2.GenerateRequest]:
+    """A request for each prompt of the body. The body's fields are added to `names`."""
+    sampling = _sampling(body, names)
     if body.max_tokens is None:
         sampling.max_tokens = _DEFAULT_COMPLETION_TOKENS
     set_field(sampling, "logprobs", body.logprobs)
     if body.echo:
-        _fill_echo(sampling, body)
+        _fill_echo(sampling, body, names)
     requests = []
     for field, prompt in _prompts(body.prompt):
         request = generate_pb2.GenerateRequest(sampling=sampling)
@@ -68,19 +92,22 @@ def generate_requests(body: CompletionBody) -> list[generate_pb2.GenerateRequest
     return requests
 
 
-def _fill_echo(sampling: sampling_pb2.SamplingParams, body: CompletionBody) -> None:
+def _fill_echo(sampling: sampling_pb2.SamplingParams, body: CompletionBody, names: FieldNames) -> None:
     """Log probabilities of the prompt have its tokens, too, which is the text of a prompt of ids."""
     if body.orphan_grace_ms:
         raise InvalidArgument("orphan_grace_ms does not go with echo", field="orphan_grace_ms")
     if body.prompt_logprobs is None:
-        set_field(sampling, "prompt_logprobs", body.logprobs or 0, "logprobs")
+        set_field(sampling, "prompt_logprobs", body.logprobs or 0, "logprobs", names)
     if body.max_tokens == 0:
         # An engine generates a token at least; it is left out of the answer.
         sampling.max_tokens = 1
 
 
-def chat_request(body: ChatBody, ignored: IgnoredFields) -> chat_message_pb2.ChatRequest:
-    """The request of a body. Names of tools that are left out are added to `ignored`."""
+def chat_request(body: ChatBody, ignored: IgnoredFields, names: FieldNames) -> chat_message_pb2.ChatRequest:
+    """The request of a body, whose fields are added to `names`.
+
+    Names of tools that are left out are added to `ignored`.
+    """
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidArgument(
             "give either max_tokens or max_completion_tokens, not both", field="max_completion_tokens"
@@ -88,14 +115,18 @@ def chat_request(body: ChatBody, ignored: IgnoredFields) -> chat_message_pb2.Cha
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
     request = chat_message_pb2.ChatRequest(
-        sampling=_sampling(body),
+        sampling=_sampling(body, names),
         messages=[message_of(message, f"messages[{index}]") for index, message in enumerate(body.messages)],
         tools=tools_of(body.tools, ignored),
     )
+    for index, (at, _) in enumerate(served_tools(body.tools)):
+        names.note(f"tools[{index}]", f"{at}.function")
+        names.note(f"tools[{index}].parameters_json_schema", f"{at}.function.parameters")
     _fill_request(request, body)
-    set_field(request.sampling, "max_tokens", body.max_completion_tokens, "max_completion_tokens")
+    limit, num_top = body.max_completion_tokens, body.top_logprobs
+    set_field(request.sampling, "max_tokens", limit, "max_completion_tokens", names)
     if body.logprobs:
-        set_field(request.sampling, "logprobs", body.top_logprobs or 0, "top_logprobs")
+        set_field(request.sampling, "logprobs", num_top or 0, "top_logprobs", names)
     if isinstance(body.tool_choice, dict):
         check_choice(body.tool_choice)
         named = read_part(body.tool_choice, NamedTool, ignored, "tool_choice")
@@ -111,6 +142,8 @@ def chat_request(body: ChatBody, ignored: IgnoredFields) -> chat_message_pb2.Cha
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
+        if len(arguments) == 1:
+            names.note("template_options.arguments_json", "reasoning_effort")
     if isinstance(thinks := arguments.pop("enable_thinking", None), bool):
         options.enable_thinking = thinks
     if arguments:
@@ -177,18 +210,6 @@ def check_demand(raw_tools: Sequence[Mapping[str, Any]] | None, choice: str) -> 
         )
 
 
-def tool_fields(raw_tools: Sequence[Mapping[str, Any]] | None) -> Callable[[str], str]:
-    """A function from a field of the request to that of the body, where some tools are left out."""
-    fields = [at for at, _ in served_tools(raw_tools)]
-
-    def name_of(field: str) -> str:
-        if (tool := _TOOL.match(field)) is not None:
-            return fields[int(tool[1])] + field[tool.end() :]
-        return field
-
-    return name_of
-
-
 def _tool_of(function: Function) -> chat_message_pb2.Tool:
     return chat_message_pb2.Tool(
         name=function.name,
@@ -204,7 +225,7 @@ def _call_of(call: CalledTool, index: int) -> chat_message_pb2.ToolCall:
     )
 
 
-def _sampling(body: SamplingBody) -> sampling_pb2.SamplingParams:
+def _sampling(body: SamplingBody, names: FieldNames) -> sampling_pb2.SamplingParams:
     if body.best_of not in (None, body.n or 1):
         raise Unimplemented(
             f"best_of is {body.best_of}, must be n: outputs are not chosen among more of them",
@@ -213,27 +234,27 @@ def _sampling(body: SamplingBody) -> sampling_pb2.SamplingParams:
     sampling = sampling_pb2.SamplingParams()
     for name in (*SAME_SAMPLING, "max_tokens", "n", "prompt_logprobs"):
         set_field(sampling, name, getattr(body, name))
-    set_field(
-        sampling, "include_stop_in_output", body.include_stop_str_in_output, "include_stop_str_in_output"
-    )
+    with_stop = body.include_stop_str_in_output
+    set_field(sampling, "include_stop_in_output", with_stop, "include_stop_str_in_output", names)
     if body.seed is not None:
         if not -(1 << 63) <= body.seed <= _SEED_MASK:
             raise InvalidArgument(f"seed is {body.seed}, must have 64 bits", field="seed")
         sampling.seed = body.seed & _SEED_MASK
     if body.stop is not None:
         set_field(sampling, "stop", [body.stop] if isinstance(body.stop, str) else body.stop)
-    for token, bias in (body.logit_bias or {}).items():
+    for index, (token, bias) in enumerate((body.logit_bias or {}).items()):
         field = f"logit_bias.{token}"
         if not token.isdecimal():
             raise InvalidArgument(f"{field} is no token id", field=field)
         entry = sampling.logit_bias.add()
         set_field(entry, "token_id", int(token), field)
         set_field(entry, "bias", bias, field)
-    _fill_structured(sampling, body)
+        names.note_whole(f"sampling.logit_bias[{index}]", field)
+    _fill_structured(sampling, body, names)
     return sampling
 
 
-def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody) -> None:
+def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody, names: FieldNames) -> None:
     """The one constraint of the body, by whichever of the names it has."""
     given = body.structured_outputs or StructuredOutputs()
     named: list[tuple[str, Any]] = [
@@ -265,10 +286,14 @@ def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody) 
         structured.choice.choices.extend(value)
     else:
         setattr(structured, kind, value)
-    structured.any_whitespace = given.any_whitespace
-    structured.disable_any_whitespace = given.disable_any_whitespace
-    structured.disable_additional_properties = given.disable_additional_properties
-    structured.whitespace_pattern = given.whitespace_pattern or ""
+    names.note_whole("sampling.structured_output", field)
+    if kind == "response_format" and value is not True:
+        path = "sampling.structured_output.json_schema"
+        names.note_whole(path, "response_format.json_schema.schema")
+    for option in _STRUCTURED_OPTIONS:
+        field = f"structured_outputs.{option}"
+        set_field(structured, option, getattr(given, option), field)
+        names.note(f"sampling.structured_output.{option}", field)
 
 
 def _response_format(body: SamplingBody) -> dict[str, Any] | bool | None:
@@ -306,10 +331,15 @@ def _prompts(given: str | list[Any]) -> list[tuple[str, str | list[int]]]:
     return [(f"prompt[{index}]", each) for index, each in enumerate(given)]
 
 
-def set_field(message: Any, name: str, value: Any, field: str = "") -> None:
-    """Set a field of a protobuf message if there is a value; `field` is its name in the body."""
+def set_field(message: Any, name: str, value: Any, field: str = "", names: FieldNames | None = None) -> None:
+    """Set a field of a protobuf message if there is a value; `field` is its name in the body.
+
+    A name of the body's own is added to `names`.
+    """
     if value is None:
         return
+    if names is not None:
+        names.note_set(message, name, field or name)
 
     def put(value: Any) -> None:
         if isinstance(value, list):

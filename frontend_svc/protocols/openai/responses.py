@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -40,7 +39,7 @@ from frontend_svc.protocols.openai.call import (
     streamed,
     unless_disconnected,
 )
-from frontend_svc.protocols.openai.errors import fields_named
+from frontend_svc.protocols.openai.field_names import FieldNames, NameOf, in_turn
 from frontend_svc.protocols.openai.fields import (
     IGNORED_IN_RESPONSES,
     IGNORED_IN_TOOLS,
@@ -49,11 +48,11 @@ from frontend_svc.protocols.openai.fields import (
     Refusal,
 )
 from frontend_svc.protocols.openai.requests import (
+    chat_names,
     chat_request,
     check_choice,
     check_demand,
     served_tools,
-    tool_fields,
 )
 from frontend_svc.protocols.openai.response_events import (
     LAST_EVENTS,
@@ -72,7 +71,6 @@ _CANCEL_LIMIT_S = 2.0
 # Items of a page, without and with a limit.
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
 _encode = msgspec.json.Encoder().encode
 
 # Fields that a chat has by the same name.
@@ -81,11 +79,15 @@ _SAME_IN_CHAT = (
     "include_stop_str_in_output", "structured_outputs", "priority", "cache_salt", "return_token_ids",
     "chat_template", "chat_template_kwargs",
 )  # fmt: skip
-_FIELDS = {
+# Fields of the chat's body that this one has elsewhere.
+_NAMES = {
     "messages": "input",
+    "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "sampling.max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
 }
 
 
@@ -177,7 +179,7 @@ class _Conversation:
     previous: StoredResponse | None
     added: list[Message]
     messages: list[Message]
-    name_of: Callable[[str], str]
+    name_of: NameOf
 
 
 class ResponseRoutes:
@@ -204,17 +206,16 @@ class ResponseRoutes:
         owner = current_identity().tenant
         conversation = self._conversation(owner, body, ignored)
         response_id = f"resp_{secrets.token_hex(24)}"
-        with fields_named(conversation.name_of):
-            chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored)
-            chat.request_id = response_id
-            with_ids = bool(body.return_token_ids)
-            response = GrowingResponse(response_id, _echo_of(body), with_ids=with_ids)
-            is_stored = body.store is not False
-            added, previous = conversation.added, conversation.previous
-            turn = _Turn((owner, response_id), response, added, previous, is_stored, asyncio.Event())
-            if body.stream:
-                return await streamed(request, self._stream(turn, chat, request), ignored)
-            answer = await unless_disconnected(request, self._chat.whole(chat, caller_of(request)))
+        chat = _request_of(request, body, conversation, ignored)
+        chat.request_id = response_id
+        with_ids = bool(body.return_token_ids)
+        response = GrowingResponse(response_id, _echo_of(body), with_ids=with_ids)
+        is_stored = body.store is not False
+        added, previous = conversation.added, conversation.previous
+        turn = _Turn((owner, response_id), response, added, previous, is_stored, asyncio.Event())
+        if body.stream:
+            return await streamed(request, self._stream(turn, chat, request), ignored)
+        answer = await unless_disconnected(request, self._chat.whole(chat, caller_of(request)))
         response.start(answer.started)
         (output,) = answer.outputs
         response.advance(delta_of(output))
@@ -243,9 +244,8 @@ class ResponseRoutes:
         body, ignored = await body_of(request, ResponseBody)
         ignored.extend(_refuse_values(body))
         conversation = self._conversation(current_identity().tenant, body, ignored)
-        with fields_named(conversation.name_of):
-            chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored)
-            num_tokens = await unless_disconnected(request, self._tokenizer.count(chat))
+        chat = _request_of(request, body, conversation, ignored)
+        num_tokens = await unless_disconnected(request, self._tokenizer.count(chat))
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens}, ignored)
 
     async def _input_items(self, request: Request) -> Response:
@@ -454,22 +454,23 @@ def _echo_of(body: ResponseBody) -> dict[str, Any]:
     }
 
 
-def _names_of(body: ResponseBody, fields: Sequence[str]) -> Callable[[str], str]:
-    """A function from a field of the chat to that of the body; `fields` has those of its messages."""
-    names = dict(_FIELDS)
-    if body.structured_outputs is None:
-        names["sampling.structured_output"] = "text.format"
+def _request_of(
+    request: Request, body: ResponseBody, conversation: _Conversation, ignored: IgnoredFields
+) -> chat_message_pb2.ChatRequest:
+    """The chat of a body. Errors from here on name fields of the body."""
+    request.state.name_of = conversation.name_of
+    names = chat_names()
+    chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored, names)
+    request.state.name_of = in_turn(names, conversation.name_of)
+    return chat
 
-    of_tool = tool_fields(body.tools)
 
-    def name_of(field: str) -> str:
-        if field.startswith("tools["):
-            return of_tool(field)
-        if (message := _MESSAGE.match(field)) is not None:
-            return fields[int(message[1])]
-        for name, ours in names.items():
-            if field == name or field.startswith(f"{name}."):
-                return ours + field.removeprefix(name).removeprefix(".json_schema")
-        return field
-
-    return name_of
+def _names_of(body: ResponseBody, fields: Sequence[str]) -> NameOf:
+    """Fields of a body by those of its chat's body; `fields` has those of its messages."""
+    names = FieldNames(_NAMES)
+    for index, field in enumerate(fields):
+        names.note_whole(f"messages[{index}]", field)
+    for index, (at, _) in enumerate(served_tools(body.tools)):
+        names.note(f"tools[{index}]", at)
+        names.note(f"tools[{index}].function", at)
+    return names

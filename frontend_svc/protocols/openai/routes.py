@@ -59,14 +59,14 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
-from frontend_svc.protocols.openai.errors import fields_named
 from frontend_svc.protocols.openai.page_routes import PageRoutes
 from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import (
+    chat_names,
     chat_request,
+    completion_names,
     generate_requests,
     message_of,
-    tool_fields,
     tools_of,
 )
 from frontend_svc.protocols.openai.response_store import ResponseStore
@@ -241,19 +241,22 @@ class OpenAIRoutes:
 
     async def _chat_completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, ChatBody)
-        api_request, caller = chat_request(body, ignored), caller_of(request)
-        with fields_named(tool_fields(body.tools)):
-            if body.stream:
-                chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
-                return await streamed(request, chunks, ignored)
-            answer = await unless_disconnected(request, self._chat.whole(api_request, caller))
+        names = chat_names()
+        api_request, caller = chat_request(body, ignored, names), caller_of(request)
+        request.state.name_of = names
+        if body.stream:
+            chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
+            return await streamed(request, chunks, ignored)
+        answer = await unless_disconnected(request, self._chat.whole(api_request, caller))
         return json_response(whole_chat(answer, with_ids=bool(body.return_token_ids)), ignored)
 
     async def _completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, CompletionBody)
         if body.stream and body.orphan_grace_ms and LAST_EVENT_ID in request.headers:
             return await self._resumed(request, StreamProgress.read(request.headers[LAST_EVENT_ID]))
-        api_requests, caller = generate_requests(body), caller_of(request)
+        names = completion_names()
+        api_requests, caller = generate_requests(body, names), caller_of(request)
+        request.state.name_of = names
         echo = None
         if body.echo:
             prompts = [one.prompt for one in api_requests]

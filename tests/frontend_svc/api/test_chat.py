@@ -276,7 +276,7 @@ async def test_a_schema_that_the_engine_refuses_is_the_status_of_the_call_with_t
             {"tool_parser": "pythonic"},
             "no grammar is known for the calls of tool parser 'pythonic'",
         ),
-        (["llguidance"], {"tool_parser": "none"}, "tool parser 'none'"),
+        (["llguidance"], {"tool_parser": "none"}, "start with --tool-parser"),
     ],
 )
 async def test_a_strict_tool_is_refused_by_name_where_no_grammar_is_known(backends, options, words):

@@ -28,7 +28,11 @@ def test_parameters_that_fit_each_other_are_taken(fields):
 @pytest.mark.parametrize(
     ("fields", "name", "words"),
     [
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "is 5, must be at most max_tokens, 4"),
+        (
+            {"min_tokens": 5, "max_tokens": 4},
+            "min_tokens",
+            "is 5, must be at most 4, the limit of the output",
+        ),
         ({"n": 2, "temperature": 0.0}, "n", "is 2, must be 1 where temperature is 0"),
         ({"n": 3, "temperature": 1e-6}, "n", "is 3, must be 1 where temperature is 1e-06"),
         (

@@ -199,7 +199,7 @@ def with_part(part: dict[str, Any]) -> dict[str, Any]:
         ({**CHAT, "tools": [{**TOOL, "type": "fuction"}]}, 400, "tools[0].type", "'fuction'"),
         ({**CHAT, "tool_choice": {"type": "custom"}}, 400, "tool_choice.type", "'custom'"),
         ({**CHAT, "tool_choice": {"function": {}}}, 400, "tool_choice.function.name", "is missing"),
-        ({**CHAT, "tools": [WEB, {"function": {"name": ""}}]}, 400, "tools[1].name", "tools[1].name"),
+        ({**CHAT, "tools": [WEB, {"function": {"name": ""}}]}, 400, "tools[1].function.name", "is ''"),
         ({**CHAT, "n": 2, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs"),
         ({**CHAT, "model": "other"}, 404, "model", "other"),
         (with_part({"type": "image_url", "image_url": {}}), 400, f"{PART}.type", "images are not served"),

@@ -636,7 +636,7 @@ def test_one_stop_string_needs_no_list() -> None:
         ({"top_p": 0.0}, "top_p is 0.0, must be above 0 and at most 1"),
         ({"n": 2, "temperature": 0}, "n is 2, must be 1 where temperature is 0"),
         ({"presence_penalty": 3}, "presence_penalty is 3.0, must be in -2..2"),
-        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens is 3, must be at most max_tokens, 2"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens is 3, must be at most 2, the limit of the output"),
         ({"bad_words": [""]}, "bad_words[0] has 0 characters"),
         ({"thinking_token_budget": -5}, "thinking_token_budget is -5"),
     ],
