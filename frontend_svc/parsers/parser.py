@@ -30,7 +30,8 @@ class ToolCallPiece:
     """A call, or more of its arguments: `id` and `name` are set in its first piece and empty afterwards.
 
     The `arguments_json` of all pieces of one `index`, joined, are the arguments as the model wrote them. The
-    last piece of a call that turned out to be malformed `is_incomplete`: its arguments are not whole.
+    last piece of a call that turned out to be malformed or was cut off `is_incomplete`: its arguments are not
+    whole.
     """
 
     index: int
@@ -53,12 +54,15 @@ class CallRules:
 
     With `streams_arguments` a call is emitted as soon as its arguments begin. If it turns out to be malformed
     later, the emitted part stays, marked as incomplete, and the rest is content. Without it, a call is
-    emitted once it is complete, and a malformed one is content from its first character.
+    emitted once it is complete, and a malformed one is content from its first character. Either way the call
+    in which an output was cut off is emitted with its arguments up to there, marked as incomplete.
 
     `is_continued`: the message began in the prompt, so that no call stands at its beginning.
 
     `opening`: text that every call begins with, as a grammar holds to their schemas only calls that do; what
     else looks like a call is text.
+
+    `is_demanded`: the message is calls, and no text.
     """
 
     tool_names: frozenset[str]
@@ -66,6 +70,7 @@ class CallRules:
     streams_arguments: bool = True
     is_continued: bool = False
     opening: str = ""
+    is_demanded: bool = False
     new_id: Callable[[], str] | None = None
 
 

@@ -19,6 +19,7 @@ _MAX_INT_BITS = 4096
 
 
 _CALL = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*\((.*)\)\s*", re.DOTALL)
+_CUT_CALL = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(\(\s*[^\s].*)", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=(.*)", re.DOTALL)
 # The syntax tree of a text takes about a hundred times its size.
 _MAX_CHARS = 64 * 1024
@@ -114,29 +115,53 @@ def read_python_calls(source: str) -> list[tuple[str, str]]:
         return []
 
 
-def _split(source: str, opening: str) -> list[str]:
-    """The elements between the brackets around `source`."""
+def read_cut_calls(source: str) -> tuple[list[tuple[str, str]], tuple[str, str] | None]:
+    """The whole calls of a list that was cut off, and the call in which it was.
+
+    That call has the JSON of its arguments before the cut, without the one in which it was and the closing
+    brace. None: it was cut before its arguments. Both are empty if the list is not of calls.
+    """
+    try:
+        *whole, last = _split(source, "[", is_cut=True)
+        calls = [_call(element) for element in whole]
+        if _CALL.fullmatch(last):
+            return [*calls, _call(last)], None
+        found = _CUT_CALL.fullmatch(last)
+        if found is None:
+            return calls, None
+        arguments = _split(found.group(2), "(", is_cut=True)[:-1]
+        return calls, (found.group(1), _json(_arguments(arguments)).removesuffix("}"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [], None
+
+
+def _split(source: str, opening: str, *, is_cut: bool = False) -> list[str]:
+    """The elements between the brackets around `source`; `is_cut`: the last of both are not whole."""
     scanner = BracketScanner(opening)
-    if not source.startswith(opening) or scanner.scan(source, 1) < len(source) or not scanner.is_whole:
+    num_scanned = scanner.scan(source, 1)
+    if not source.startswith(opening) or num_scanned < len(source) or scanner.is_whole == is_cut:
         raise _NotLiteral
     starts = [1, *(comma + 2 for comma in scanner.commas)]
-    elements = [
-        source[start : end - 1] for start, end in zip(starts, [*starts[1:], len(source)], strict=True)
-    ]
-    return elements if elements[-1].strip() else elements[:-1]
+    ends = [*starts[1:], len(source) + is_cut]
+    elements = [source[start : end - 1] for start, end in zip(starts, ends, strict=True)]
+    return elements if is_cut or elements[-1].strip() else elements[:-1]
 
 
 def _call(source: str) -> tuple[str, str]:
     found = _CALL.fullmatch(source)
     if found is None:
         raise _NotLiteral
+    return found.group(1), _json(_arguments(_split(f"({found.group(2)})", "(")))
+
+
+def _arguments(elements: list[str]) -> dict[str, _Literal]:
     arguments: dict[str, _Literal] = {}
-    for argument in _split(f"({found.group(2)})", "("):
-        name, value = _argument(argument)
+    for element in elements:
+        name, value = _argument(element)
         if name in arguments:
             raise _NotLiteral
         arguments[name] = value
-    return found.group(1), _json(arguments)
+    return arguments
 
 
 def _argument(source: str) -> tuple[str, _Literal]:

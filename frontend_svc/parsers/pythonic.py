@@ -6,7 +6,7 @@ import re
 
 from frontend_svc.parsers.grammar_parser import ToolGrammar, calls_behind
 from frontend_svc.parsers.json_scanner import read_scanned
-from frontend_svc.parsers.python_calls import BracketScanner, read_python_calls
+from frontend_svc.parsers.python_calls import BracketScanner, read_cut_calls, read_python_calls
 from frontend_svc.parsers.reader import Reader, Waits, read_one_of, read_run, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
@@ -30,8 +30,11 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Waits[None]:
         return
     source, scanner = [f"[{name}"], BracketScanner("[")
     is_whole = calls.knows(name) and (yield from read_scanned(reader, scanner, source.append))
-    found = read_python_calls("".join(source)) if is_whole else []
-    if not found or not all(calls.knows(name) for name, _ in found):
+    found, cut_call = read_python_calls("".join(source)) if is_whole else [], None
+    if calls.knows(name) and reader.is_cut:
+        found, cut_call = read_cut_calls("".join(source))
+    all_calls = [*found, *([] if cut_call is None else [cut_call])]
+    if not all_calls or not all(calls.knows(name) for name, _ in all_calls):
         calls.abandon()
         yield from read_scanned(reader, scanner, calls.content)
         return
@@ -39,6 +42,10 @@ def _read(reader: Reader, calls: CallWriter, marker: str) -> Waits[None]:
         calls.name(name)
         calls.whole_arguments(arguments_json)
         calls.commit()
+    if cut_call is not None:
+        calls.name(cut_call[0])
+        calls.whole_arguments(cut_call[1])
+        calls.abandon()
 
 
 PYTHONIC = ToolGrammar(

@@ -70,6 +70,9 @@ class PieceWriter:
 class CallWriter:
     """Writes content and calls. A call is a candidate until `commit`; `abandon` turns its text into content.
 
+    A candidate whose arguments were cut off by the end of an output is an incomplete call. At such an end,
+    text behind a call, or where a call is demanded, is the beginning of one, and dropped.
+
     If `trims_space`, white space before, between and after calls belongs to the format and is dropped;
     otherwise it is content like any other text.
 
@@ -114,8 +117,11 @@ class CallWriter:
 
     def content(self, text: str) -> None:
         """Add text that is no call; trailing white space is held back until more text follows."""
+        if self._is_cut_off():
+            return
         if not self._trims_space:
             self.pieces.content(text)
+            self.is_behind_call = self.is_behind_call and not text
             return
         kept = text.rstrip(SPACE)
         if kept:
@@ -167,12 +173,16 @@ class CallWriter:
 
     def abandon(self) -> None:
         """The candidate is no call: the part not emitted yet becomes content, unchanged."""
+        is_partial = self._reader.is_cut and self._name is not None and bool(self._arguments)
+        is_dropped = is_partial and self._is_dropped()
+        if is_partial and not is_dropped and not self._is_open:
+            self._open()
         recorded = self._reader.end_record()
         if self._is_open:
             self.pieces.arguments(self._num_opened - 1, "", is_incomplete=True)
-            self.is_behind_call = False
+            self.is_behind_call = self._reader.is_cut
         self._reset()
-        self.content(recorded)
+        self.content("" if is_dropped else recorded)
 
     def drop_space(self) -> None:
         """Drop the white space taken last: it is next to a marker."""
@@ -183,9 +193,13 @@ class CallWriter:
         self._reader.end_record()
 
     def finish(self) -> None:
-        if not self.is_behind_call:
+        if not self.is_behind_call and not self._is_cut_off():
             self.pieces.content("".join(self._space))
         self._space.clear()
+
+    def _is_cut_off(self) -> bool:
+        """Whether text that comes now was held back as the beginning of a call, and nothing follows it."""
+        return self._reader.is_cut and (self._rules.is_demanded or self.is_behind_call)
 
     def _is_dropped(self) -> bool:
         return not self._rules.is_parallel and self.num_calls > 0

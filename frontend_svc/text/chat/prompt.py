@@ -79,6 +79,7 @@ class ChatPrompt:
             streams_arguments=streams,
             is_continued=request.template_options.continue_final_message,
             opening=self._opening,
+            is_demanded=self._is_demanded,
         )
         return open_message(
             self._tools,

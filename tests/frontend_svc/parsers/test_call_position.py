@@ -122,6 +122,78 @@ def test_a_call_whose_arguments_were_cut_off_is_none(name, text):
     assert joined([*parser.feed(text), *parser.finish(is_cut=True)]) == Message(text)
 
 
+def read_cut(name: str, text: str, **changes: object) -> Message:
+    """The message of an output that was cut off, which is the same whether it is streamed or not."""
+    fields = {"tool_names": frozenset({"f", "g"}), "is_cut": True, **changes}
+    whole = parse(TOOL_PARSERS[name], text, streams_arguments=False, **fields)
+    assert parse(TOOL_PARSERS[name], text, **fields) == whole
+    return whole
+
+
+CUT_ARGUMENTS = '{"city": "Paris", "days": [1, '
+
+
+@pytest.mark.parametrize("num_chars", range(1, len(CUT_ARGUMENTS) + 1))
+@pytest.mark.parametrize("name", JSON_FORMATS)
+def test_a_call_in_which_an_output_was_cut_off_is_incomplete(name, num_chars):
+    begun = CUT_ARGUMENTS[:num_chars]
+    text = written(name, "@").split("@")[0] + begun
+    message = read_cut(name, text)
+    assert [each[2:] for each in message.calls] == [("f", begun)]
+    assert (message.content, message.incomplete) == ("", [0])
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "cut_off"),
+    [
+        ("[f(a", [], "{"),
+        ("[f(a=1, b='", [], '{"a": 1'),
+        ("[f(a=1, b=[1, 2], c={'x': ", [], '{"a": 1, "b": [1, 2]'),
+        ("[f(a=1)", [("f", '{"a": 1}')], None),
+        ("[f(a=1), ", [("f", '{"a": 1}')], None),
+        ("[f(a=1), g(", [("f", '{"a": 1}')], None),
+        ("[f(a='),('), g(b=true, c=2", [("f", '{"a": "),("}')], '{"b": true'),
+    ],
+)
+def test_a_list_that_was_cut_off_has_its_whole_calls_and_arguments(text, whole, cut_off):
+    message = read_cut("pythonic", text)
+    expected = [*whole, *([] if cut_off is None else [("g" if whole else "f", cut_off)])]
+    assert [each[2:] for each in message.calls] == expected
+    assert message.incomplete == ([] if cut_off is None else [len(whole)])
+    assert message.content == ""
+
+
+@pytest.mark.parametrize("text", ["[f(a=1), h(b=2, c=", "[f(a=x, b=1), g(", "[f(1, b=", "[f()(a=", "[h(a="])
+def test_a_list_of_anything_but_calls_is_content_where_it_was_cut_off(text):
+    assert read_cut("pythonic", text) == Message(text)
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, "pythonic"])
+def test_an_output_cut_off_anywhere_behind_a_call_has_nothing_else(name):
+    arguments = '{"a": "b"}'
+    two = "[f(a='b'), f(a='b')]" if name == "pythonic" else written(name, arguments) * 2
+    two = "; ".join([written(name, arguments)] * 2) if name == "llama3_json" else two
+    whole = read(name, two).calls
+    assert len(whole) == 2
+    first = two.index("f(a='b')" if name == "pythonic" else arguments) + len(arguments)
+    for end in range(first, len(two)):
+        message = read_cut(name, two[:end])
+        assert message.content == "" and message.calls[0] == whole[0]
+        alone = read_cut(name, two[:end], is_parallel=False)
+        assert (alone.content, alone.calls) == ("", whole[:1])
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, "pythonic"])
+def test_the_beginning_of_a_demanded_call_is_no_content(name):
+    text = "[f(a='b')]" if name == "pythonic" else written(name, '{"a": "b"}')
+    for end in range(1, len(text)):
+        message = read_cut(name, text[:end], is_demanded=True)
+        assert message.content == ""
+        assert [each[2] for each in message.calls] in ([], ["f"])
+    prose = read_cut(name, "No call: <")
+    assert prose == Message("No call: <")
+
+
 @pytest.mark.parametrize("tool", ["get-it", "a.b-c_d", "2d", "class", "-", "x" * 64])
 @pytest.mark.parametrize("name", [*JSON_FORMATS, "pythonic"])
 def test_every_name_that_a_request_may_declare_is_recognised(name, tool):

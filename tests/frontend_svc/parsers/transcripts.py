@@ -69,17 +69,19 @@ def rules(**changes: object) -> CallRules:
     return CallRules(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def run(parser: PieceParser, chunks: Iterable[str]) -> Message:
+def run(parser: PieceParser, chunks: Iterable[str], *, is_cut: bool = False) -> Message:
     pieces: list[Piece] = []
     for chunk in chunks:
         pieces += parser.feed(chunk)
-    return joined([*pieces, *parser.finish()])
+    return joined([*pieces, *parser.finish(is_cut=is_cut)])
 
 
-def parse(format_: ToolParserFormat, text: str, *, forced_prefix: str = "", **changes: object) -> Message:
+def parse(
+    format_: ToolParserFormat, text: str, *, forced_prefix: str = "", is_cut: bool = False, **changes: object
+) -> Message:
     """Take `text` apart in one go and character by character, which must be the same."""
-    whole = run(format_.open(rules(**changes), forced_prefix=forced_prefix), [text])
-    single = run(format_.open(rules(**changes), forced_prefix=forced_prefix), text)
+    whole = run(format_.open(rules(**changes), forced_prefix=forced_prefix), [text], is_cut=is_cut)
+    single = run(format_.open(rules(**changes), forced_prefix=forced_prefix), text, is_cut=is_cut)
     assert whole == single
     return whole
 

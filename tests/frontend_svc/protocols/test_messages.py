@@ -145,6 +145,42 @@ async def test_a_limit_ends_a_message():
     assert reply.body["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_limit_within_a_call_leaves_a_call_in_part_over_every_api(stream):
+    begun = CALL[: CALL.index("1}}")]
+
+    def cut(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.step({request: TOKENIZER.encode(f"Well. {begun}").ids}, finished={request: AT_LENGTH})
+
+    function = {"name": "add", "parameters": ADD["input_schema"]}
+    chat = {"messages": ASKED["messages"], "tools": [{"type": "function", "function": function}]}
+    responses = {"input": LONG, "tools": [{"type": "function", **function}]}
+    async with served(FakeEngine(cut, chat_template=TEMPLATE)) as client:
+        of_chat = await client.post("/v1/chat/completions", {**chat, "stream": stream})
+        of_responses = await client.post("/v1/responses", {**responses, "stream": stream})
+        of_messages = await client.post(URL, {**ASKED, "tools": [ADD], "stream": stream})
+    if stream:
+        choices = [event["choices"][0] for event in of_chat.events[:-1]]
+        deltas = [choice["delta"] for choice in choices]
+        calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or []]
+        content = "".join(delta.get("content") or "" for delta in deltas)
+        reason, arguments = choices[-1]["finish_reason"], "".join(call["arguments"] for call in calls)
+        response = events_of(of_responses)[-1]["response"]
+        parts = [event.get("delta", {}) for event in events_of(of_messages)]
+        partial = "".join(part.get("partial_json", "") for part in parts)
+    else:
+        [choice] = of_chat.body["choices"]
+        reason, content = choice["finish_reason"], choice["message"]["content"]
+        [call] = choice["message"]["tool_calls"]
+        arguments, response = call["function"]["arguments"], of_responses.body
+        partial = of_messages.body["content"][1]["input"]["INVALID_JSON"]
+        assert of_messages.body["stop_reason"] == "max_tokens"
+    assert (reason, content.strip(), arguments, partial) == ("length", "Well.", '{"a": ', '{"a": ')
+    message, call = response["output"]
+    assert (response["status"], message["content"][0]["text"].strip()) == ("incomplete", "Well.")
+    assert (call["status"], call["arguments"]) == ("incomplete", '{"a": ')
+
+
 async def test_a_conversation_with_tools_becomes_messages_of_the_chat():
     use = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "two"}]}
