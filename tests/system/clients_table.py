@@ -1,4 +1,4 @@
-"""docs/clients.md, from the requirements and the steps that scenarios of clients declare.
+"""docs/clients.md, from the packages and the steps that scenarios of clients declare.
 
 python -m tests.system.clients_table
 """
@@ -6,14 +6,19 @@ python -m tests.system.clients_table
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).with_name("clients")
+# A folder for each client that npm has; its package.json declares the steps of its scenario.
+NODE_FOLDER = Path(__file__).with_name("node_clients")
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 START = """# Clients that `make test-network` runs
 
 Each client is unmodified, in an environment of its own, against a frontend with the embedded model.
-The table is made by `python -m tests.system.clients_table`; the programs are in `tests/system/clients`.
+The table is made by `python -m tests.system.clients_table`; the programs are in `tests/system/clients` and,
+those of npm, in `tests/system/node_clients` and `tests/system/openai_node`.
 
 | client | packages | works |
 |---|---|---|
@@ -35,15 +40,28 @@ def steps_of(scenario: Path) -> list[str]:
     return [ast.get_docstring(functions[name]) or "" for name in names]
 
 
+def npm_package(folder: Path) -> dict[str, Any]:
+    package: dict[str, Any] = json.loads((folder / "package.json").read_text())
+    return package
+
+
 def page() -> str:
     rows = []
     for scenario in scenarios():
         text = scenario.read_text()
         packages = ast.literal_eval(text.partition("# dependencies = ")[2].partition("\n")[0])
-        title = (ast.get_docstring(ast.parse(text)) or "").rstrip(".")
-        names = "<br>".join(f"`{package}`" for package in packages)
-        rows.append(f"| {title} | {names} | {'<br>'.join(steps_of(scenario))} |\n")
-    return START + "".join(rows)
+        rows.append(_row(ast.get_docstring(ast.parse(text)) or "", packages, steps_of(scenario)))
+    for folder in (*NODE_FOLDER.iterdir(), NODE_FOLDER.with_name("openai_node")):
+        if folder.is_dir():
+            package = npm_package(folder)
+            packages = [f"{name}@{version}" for name, version in package["dependencies"].items()]
+            rows.append(_row(package["description"], packages, package["works"]))
+    return START + "".join(sorted(rows, key=str.lower))
+
+
+def _row(client: str, packages: list[str], steps: list[str]) -> str:
+    names = "<br>".join(f"`{package}`" for package in packages)
+    return f"| {client.rstrip('.')} | {names} | {'<br>'.join(steps)} |\n"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -25,7 +26,14 @@ RUNNERS = {".py": (str(Path(sys.executable).with_name("uv")), "run", "--quiet", 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def base(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
     """The base address of one stack for all scenarios."""
-    async with Fleet(tmp_path_factory.mktemp("clients")) as fleet:
+    async with serving_embedded_model(tmp_path_factory.mktemp("clients")) as address:
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def serving_embedded_model(folder: Path) -> AsyncIterator[str]:
+    """The base address of a stack with the embedded model, as `triptych serve` starts one."""
+    async with Fleet(folder) as fleet:
         model = (str(embedded_model()), "--served-model-name=triptych-tiny", "--num-threads=1")
         engine = fleet.add(ServicePlan("engine", 0, model))
         flags = (f"--engine={engine.address}", "--http-port=0", "--tool-parser=hermes")

@@ -1,0 +1,74 @@
+// Codex CLI, which reads a note, patches it and answers, as the model of the server says.
+//
+//     node scenario.mjs http://127.0.0.1:8000/v1
+
+import assert from 'node:assert/strict';
+import { spawn } from 'node:child_process';
+import { once } from 'node:events';
+import { mkdirSync, readFileSync, writeFileSync } from 'node:fs';
+import { createServer } from 'node:net';
+import { resolve } from 'node:path';
+import { run } from './steps.mjs';
+
+const CONFIG = (base) => `
+model = "tiny"
+model_provider = "triptych"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[features]
+plugins = false
+[model_providers.triptych]
+name = "triptych"
+base_url = "${base}"
+env_key = "TRIPTYCH_API_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+`;
+
+async function execute(base) {
+  mkdirSync('home');
+  mkdirSync('work');
+  writeFileSync('home/config.toml', CONFIG(base));
+  writeFileSync('work/note.txt', 'The colour is red.\n');
+  // Other hosts would be reached through this proxy, which nothing may ask.
+  const asked = [];
+  const proxy = createServer((socket) => {
+    socket.once('data', (head) => asked.push(String(head).split('\r\n')[0]));
+    socket.on('error', () => {});
+  }).listen(0, '127.0.0.1');
+  await once(proxy, 'listening');
+  const elsewhere = `http://127.0.0.1:${proxy.address().port}`;
+  const options = ['--json', '--skip-git-repo-check', '--sandbox', 'danger-full-access'];
+  const codex = spawn(resolve('node_modules/.bin/codex'), ['exec', ...options, 'Make the colour of note.txt blue.'], {
+    cwd: 'work',
+    env: {
+      PATH: process.env.PATH,
+      CODEX_HOME: resolve('home'),
+      TRIPTYCH_API_KEY: 'none',
+      HTTP_PROXY: elsewhere,
+      HTTPS_PROXY: elsewhere,
+      NO_PROXY: '127.0.0.1',
+    },
+    stdio: ['ignore', 'pipe', 'inherit'],
+  });
+  let printed = '';
+  codex.stdout.on('data', (bytes) => (printed += bytes));
+  const [status] = await once(codex, 'close');
+  proxy.close();
+  assert.equal(status, 0, printed);
+  assert.deepEqual(asked, []);
+
+  const events = printed.trim().split('\n').map((line) => JSON.parse(line));
+  const items = events.filter((event) => event.type === 'item.completed').map((event) => event.item);
+  const commands = items.filter((item) => item.type === 'command_execution');
+  assert.deepEqual(commands.map((item) => item.aggregated_output), ['The colour is red.\n', 'The colour is blue.\n']);
+  assert.deepEqual(items.filter((item) => item.type === 'file_change').map((item) => item.status), ['completed']);
+  assert.equal(items.at(-1).text, 'It is blue now.');
+  assert.equal(events.at(-1).type, 'turn.completed');
+  assert.ok(events.at(-1).usage.input_tokens > 16_000);
+  assert.equal(readFileSync('work/note.txt', 'utf8'), 'The colour is blue.\n');
+}
+
+await run({ '`codex exec`: commands, a patch and an answer, by a scripted model': execute });
