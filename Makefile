@@ -46,12 +46,14 @@ setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everythin
 
 $(SETUP_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), PyTorch among it: some minutes"
 	$(PIP_INSTALL) -e '.[dev]'
 	touch $(RUNTIME_STAMP) $@
 
 # The dependencies to run the stack, without those to develop it.
 $(RUNTIME_STAMP): pyproject.toml setup.py constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), PyTorch among it: some minutes"
 	$(PIP_INSTALL) -e '.[all]'
 	touch $@
 

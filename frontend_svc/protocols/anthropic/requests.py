@@ -68,6 +68,7 @@ class MessagesBody(SameSampling, kw_only=True):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "container": Refusal("there is no execution of code"),
         "mcp_servers": Refusal("call the tools of MCP servers in the client"),
+        "thread": Refusal("there are no stored threads; send all messages", ({"type": "create"},)),
     }
 
     messages: list[dict[str, Any]]

@@ -22,6 +22,7 @@ class TemplateFacts:
     takes_argument_text: it writes a tool call's arguments unchanged, so they must be JSON text; every other
     template gets an object, which it converts to JSON itself.
     reads_tools, reads_calls: it has a name for the tools, and for the calls of a message.
+    names_developer: it has the role "developer" in a text of its own.
     """
 
     loops_over_content: bool
@@ -29,6 +30,7 @@ class TemplateFacts:
     takes_argument_text: bool
     reads_tools: bool
     reads_calls: bool
+    names_developer: bool
 
 
 def facts_of(template: nodes.Template) -> TemplateFacts:
@@ -43,6 +45,10 @@ def facts_of(template: nodes.Template) -> TemplateFacts:
         takes_argument_text=_is_written_plainly(template, is_arguments),
         reads_tools=any(name.name == "tools" for name in template.find_all(nodes.Name)),
         reads_calls=any(map(_reader_of("tool_calls", template), template.find_all(nodes.Expr))),
+        names_developer=any(
+            isinstance(constant.value, str) and "developer" in constant.value
+            for constant in template.find_all(nodes.Const)
+        ),
     )
 
 

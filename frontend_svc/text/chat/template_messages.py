@@ -16,7 +16,8 @@ def shape_messages(messages: object, facts: TemplateFacts) -> list[dict[str, obj
     """Copies of `messages` in the form that the template with `facts` expects. Raises TextRefused.
 
     Members that are None are left out. Content of text parts becomes one string, joined by line breaks,
-    unless the template loops over parts. A tool call's arguments become an object or JSON text.
+    unless the template loops over parts. A tool call's arguments become an object or JSON text. A developer's
+    message is a system message where the template does not name that role: the model does not know it.
     """
     if not isinstance(messages, list) or not messages:
         raise TextRefused("the conversation has no message, it must have at least 1")
@@ -27,6 +28,8 @@ def _shaped(message: object, index: int, facts: TemplateFacts) -> dict[str, obje
     if not isinstance(message, dict):
         raise TextRefused(f"message {index} is not an object")
     shaped = {name: value for name, value in message.items() if value is not None}
+    if shaped.get("role") == "developer" and not facts.names_developer:
+        shaped["role"] = "system"
     reasoning = next((shaped[name] for name in _REASONING_NAMES if name in shaped), None)
     if reasoning is not None:
         shaped = {"thinking": reasoning, **shaped, "reasoning_content": reasoning}

@@ -243,6 +243,7 @@ async def test_what_has_no_effect_is_named():
         "max_tokens": 5,
         "messages": [{"role": "user", "content": [failed]}],
         "metadata": {"user_id": "u"},
+        "thread": {"type": "create"},
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "tools": tools,
     }
@@ -272,6 +273,7 @@ async def test_a_wrong_body_is_an_error_that_names_its_field():
         ({**ASKED, "tools": [{**ADD, "name": "a b"}]}, 400, "tools[0].name"),
         ({**ASKED, "tools": [{"name": "add"}]}, 400, "tools[0].input_schema is missing"),
         ({**ASKED, "container": "c"}, 400, "there is no execution of code"),
+        ({**ASKED, "thread": {"type": "resume", "id": "t"}}, 400, "there are no stored threads"),
         (asked_with({"type": "image"}), 400, "messages[0].content[0].type is 'image'"),
         (asked_with({}), 400, "messages[0].content[0].type is missing"),
         ({**ASKED, "messages": [{"role": "tool", "content": ""}]}, 400, "messages[0].role"),

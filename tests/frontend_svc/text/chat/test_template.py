@@ -243,6 +243,15 @@ def test_arguments_reach_the_template_but_do_not_change_the_conversation():
         render_message("{{ colour }}", arguments={"messages": []})
 
 
+@pytest.mark.parametrize(
+    ("condition", "role"),
+    [("", "system"), ("{% if messages[0].role == 'developer' %}{% endif %}", "developer")],
+)
+def test_a_developer_is_the_system_where_the_template_does_not_name_the_role(condition, role):
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert render("{{ messages[0].role }}" + condition, {"messages": messages}) == role
+
+
 def test_chatml_without_a_template():
     conversation = {"messages": LONGER[:2], "add_generation_prompt": True}
     assert render(CHATML_FALLBACK, conversation) == (
