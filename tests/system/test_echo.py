@@ -46,8 +46,11 @@ async def test_loglikelihoods_are_those_of_prompt_logprobs(tmp_path: Path) -> No
         }  # fmt: skip
         replies = [
             await client.post(URL, {**body, **more})
-            for more in ({}, {"prompt": TEXTS}, {"max_tokens": 0}, {"max_tokens": 0, "stream": True})
-        ]
+            for more in (
+                {}, {"prompt": TEXTS}, {"max_tokens": 0}, {"max_tokens": 0, "stream": True},
+                {"echo": False, "prompt_logprobs": 1, "return_token_ids": True},
+            )
+        ]  # fmt: skip
     by_ids, by_text, alone = [reply.body["choices"] for reply in replies[:3]]
     for choice, answer, text in zip(by_ids, answers, TEXTS, strict=True):
         expected = list(answer.started.prompt_logprobs.logprobs)
@@ -64,6 +67,11 @@ async def test_loglikelihoods_are_those_of_prompt_logprobs(tmp_path: Path) -> No
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
         assert len(choice["logprobs"]["token_logprobs"]) == len(prompt)
     assert replies[2].body["usage"]["completion_tokens"] == 0
+    for choice, answer, prompt in zip(replies[4].body["choices"], answers, prompts, strict=True):
+        first, *values = choice["prompt_logprobs"]
+        own = [each[str(token)]["logprob"] for each, token in zip(values, prompt[1:], strict=True)]
+        assert (first, choice["prompt_token_ids"]) == (None, prompt)
+        assert own == pytest.approx(list(answer.started.prompt_logprobs.logprobs)[1:], rel=1e-4)
     streamed = [event["choices"][0] for event in replies[3].events[:-1]]
     for whole in alone:
         parts = [part for part in streamed if part["index"] == whole["index"]]

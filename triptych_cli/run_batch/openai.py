@@ -10,6 +10,7 @@ from frontend_svc.protocols.openai.answers import (
     assistant_of,
     columns_of,
     fingerprint_of,
+    prompt_of,
     tokens_of,
     usage_of,
 )
@@ -63,14 +64,16 @@ def _refuse_sending(body: SamplingBody) -> None:
 def to_openai(answer: inference_pb2.GenerateUnaryResponse | chat_pb2.ChatUnaryResponse) -> dict[str, Any]:
     """The response of OpenAI's batch API for an answer."""
     is_chat = isinstance(answer, chat_pb2.ChatUnaryResponse)
+    of_prompt = prompt_of(answer.started)
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answer.started.request_id}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": answer.started.model,
         "system_fingerprint": fingerprint_of(answer.started),
-        "choices": [_choice(output) for output in answer.outputs],
+        "choices": [_choice(output) | ({} if is_chat else of_prompt) for output in answer.outputs],
         "usage": usage_of(answer.usage),
+        **(of_prompt if is_chat else {}),
     }
     return {"status_code": 200, "request_id": answer.started.request_id, "body": body}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ _REASONS = {
     output_pb2.FINISH_REASON_REPETITION: "stop",
 }
 _FINGERPRINT_CHARS = 16
+_LEAST_LOGPROB = -9999.0  # as in vLLM: JSON has no infinity
 
 
 class Answer:
@@ -85,12 +87,17 @@ class Echo:
 
 
 def whole_completion(
-    answers: Sequence[inference_pb2.GenerateUnaryResponse], *, with_ids: bool, echo: Echo | None = None
+    answers: Sequence[inference_pb2.GenerateUnaryResponse],
+    *,
+    with_ids: bool,
+    with_prompt_logprobs: bool,
+    echo: Echo | None = None,
 ) -> dict[str, Any]:
     """One body for the answers to all prompts, in their order."""
     started = answers[0].started
     choices: list[dict[str, Any]] = []
     for item, answer in enumerate(answers):
+        of_prompt = prompt_of(answer.started, with_logprobs=with_prompt_logprobs)
         for output in answer.outputs:
             reason, stop = reason_of(output.reason, output.error_message), stop_of(output.stop_match)
             text, token_ids = output.text, list(output.token_ids)
@@ -106,6 +113,7 @@ def whole_completion(
                 "logprobs": columns_of(*parts) if parts else None,
                 "finish_reason": reason,
                 "stop_reason": stop,
+                **of_prompt,
             }
             if with_ids:
                 choice["token_ids"] = token_ids
@@ -137,7 +145,17 @@ def whole_chat(answer: chat_pb2.ChatUnaryResponse, *, with_ids: bool) -> dict[st
         if with_ids:
             choice["token_ids"] = list(output.token_ids)
         choices.append(choice)
-    return common.body(choices, usage_of(answer.usage))
+    return common.body(choices, usage_of(answer.usage)) | prompt_of(answer.started)
+
+
+def prompt_of(started: generate_pb2.Started, *, with_logprobs: bool = True) -> dict[str, Any]:
+    """vLLM's fields about a prompt: those that were requested."""
+    shown: dict[str, Any] = {}
+    if started.prompt_token_ids:
+        shown["prompt_token_ids"] = list(started.prompt_token_ids)
+    if with_logprobs and started.HasField("prompt_logprobs"):
+        shown["prompt_logprobs"] = _positions_of(started.prompt_logprobs)
+    return shown
 
 
 def completion_choice(index: int, delta: generate_pb2.Delta, *, with_ids: bool) -> dict[str, Any]:
@@ -283,6 +301,28 @@ def _texts_of(texts: Sequence[str], count: int) -> Sequence[str]:
 def _token(text: str, logprob: float) -> dict[str, Any]:
     # The first token of a prompt has none.
     return {"token": text, "logprob": None if math.isnan(logprob) else logprob, "bytes": list(text.encode())}
+
+
+def _positions_of(logprobs: output_pb2.Logprobs) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: of each position the token and the most likely ones, by their ids."""
+    count = len(logprobs.token_ids)
+    texts, tops = _texts_of(logprobs.texts, count), logprobs.top or [output_pb2.TopLogprobs()] * count
+    positions: list[dict[str, Any] | None] = []
+    for own, top in zip(
+        zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, texts, strict=True), tops, strict=True
+    ):
+        if math.isnan(own[1]):
+            positions.append(None)
+            continue
+        likely = zip(
+            top.token_ids, top.logprobs, itertools.count(1), _texts_of(top.texts, len(top.token_ids))
+        )
+        tokens: dict[str, Any] = {}
+        for token_id, logprob, rank, text in (own, *likely):
+            shown = {"logprob": max(logprob, _LEAST_LOGPROB), "rank": rank, "decoded_token": text}
+            tokens.setdefault(str(token_id), shown)
+        positions.append(tokens)
+    return positions
 
 
 def model_card(model: model_pb2.Model, created: int) -> dict[str, Any]:

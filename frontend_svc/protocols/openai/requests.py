@@ -231,6 +231,8 @@ def _sampling(body: SamplingBody, names: FieldNames) -> sampling_pb2.SamplingPar
             f"best_of is {body.best_of}, must be n: outputs are not chosen among more of them",
             metadata={"field": "best_of"},
         )
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs is not served with stream", field="prompt_logprobs")
     sampling = sampling_pb2.SamplingParams()
     for name in (*SAME_SAMPLING, "max_tokens", "n", "prompt_logprobs"):
         set_field(sampling, name, getattr(body, name))

@@ -32,6 +32,7 @@ from frontend_svc.protocols.openai.answers import (
     completion_choice,
     last_choice,
     model_card,
+    prompt_of,
     usage_of,
     whole_chat,
     whole_completion,
@@ -274,9 +275,13 @@ class OpenAIRoutes:
             return [answer.result() for answer in answers]
 
         answers = await unless_disconnected(request, answer_all())
-        return json_response(
-            whole_completion(answers, with_ids=bool(body.return_token_ids), echo=echo), ignored
+        whole = whole_completion(
+            answers,
+            with_ids=bool(body.return_token_ids),
+            with_prompt_logprobs=body.prompt_logprobs is not None,
+            echo=echo,
         )
+        return json_response(whole, ignored)
 
     async def _rest_of_stream(self, request: Request) -> Response:
         progress = StreamProgress.read(request.headers.get(LAST_EVENT_ID, ""))
@@ -313,7 +318,8 @@ class OpenAIRoutes:
                     for index in range(body.n or 1):
                         first = {"role": "assistant", "content": ""}
                         choice = {"index": index, "delta": first, "logprobs": None, "finish_reason": None}
-                        yield event_of(usage.chunk(common, choice))
+                        of_prompt = {} if index else prompt_of(started)
+                        yield event_of(usage.chunk(common, choice) | of_prompt)
                     continue
                 assert common is not None, "the first response has the id"
                 if kind == "delta":
@@ -343,6 +349,7 @@ class OpenAIRoutes:
         with_ids, num_outputs = bool(body.return_token_ids), body.n or 1
         usage = _StreamUsage(body)
         common: Answer | None = None
+        of_prompts: dict[int, dict[str, Any]] = {}  # by the index of a choice without a chunk
         if progress is not None:
             common = progress.answer()
             usage.restore(progress)
@@ -356,9 +363,11 @@ class OpenAIRoutes:
                     usage.note_prompt(started)
                     if started.resume_token:
                         progress = StreamProgress.begin(started, body, common.created)
-                    if echo is not None:
-                        for index in range(item * num_outputs, (item + 1) * num_outputs):
-                            yield event_of(usage.chunk(common, echo.choice(index, item, started)))
+                    for index in range(item * num_outputs, (item + 1) * num_outputs):
+                        of_prompts[index] = prompt_of(started, with_logprobs=False)
+                        if echo is not None:
+                            choice = echo.choice(index, item, started) | of_prompts.pop(index)
+                            yield event_of(usage.chunk(common, choice))
                     continue
                 assert common is not None, "the first response has the id"
                 if kind == "delta":
@@ -379,6 +388,7 @@ class OpenAIRoutes:
                 if progress is not None:
                     progress.note(response)
                     event_id = usage.event_id(progress)
+                choice |= of_prompts.pop(index, {})
                 yield event_of(usage.chunk(common, choice), event_id)
         assert common is not None, "every stream begins with its id"
         if progress is None or not progress.is_over:

@@ -173,6 +173,23 @@ async def test_parameters_reach_the_engine_by_their_names():
     assert (entry.priority, bool(entry.cache_salt)) == (4, True)
 
 
+async def test_a_stream_has_the_ids_of_each_prompt_once():
+    asked = {"stream": True, "return_token_ids": True, "temperature": 1.0}
+    async with served() as client:
+        several = {**asked, "prompt": [[5, 6], [7]], "n": 2}
+        completion = (await client.post("/v1/completions", several)).events[:-1]
+        echoed = (await client.post("/v1/completions", {**asked, "prompt": [5, 6], "echo": True})).events[:-1]
+        chat = (await client.post("/v1/chat/completions", {**CHAT, **asked})).events[:-1]
+        whole = (await client.post("/v1/chat/completions", {**CHAT, "return_token_ids": True})).body
+    choices = [choice for chunk in completion for choice in chunk["choices"]]
+    for index, ids in enumerate([[5, 6], [5, 6], [7], [7]]):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [choice.get("prompt_token_ids") for choice in own] == [ids] + [None] * (len(own) - 1)
+    assert echoed[0]["choices"][0]["prompt_token_ids"] == [5, 6]
+    assert chat[0]["prompt_token_ids"] == whole["prompt_token_ids"] == TOKENIZER.encode("the cat").ids
+    assert not any("prompt_token_ids" in chunk for chunk in chat[1:])
+
+
 WEB = {"type": "web_search", "search_context_size": "low"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PART = "messages[0].content[0]"
@@ -210,6 +227,7 @@ def with_part(part: dict[str, Any]) -> dict[str, Any]:
         (with_part({"text": "x"}), 400, f"{PART}.type", "is missing"),
         ({**CHAT, "response_format": {"type": "json_schema"}}, 400, None, "is missing"),
         ({**CHAT, "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice", "one constraint"),
+        ({**CHAT, "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", "not served with stream"),
         ({**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias.x", "no token id"),
     ],
 )
