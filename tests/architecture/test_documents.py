@@ -54,6 +54,13 @@ FOREIGN_FLAGS = {
     "--model-server-metrics-port",
     "--entrypoint",
     "--rm",
+    # Of aider.
+    "--openai-api-base",
+    "--openai-api-key",
+    "--no-show-model-warnings",
+    "--map-tokens",
+    "--chat-mode",
+    "--message",
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
