@@ -12,9 +12,11 @@ from engine_svc.config import EngineConfig
 from triptych_cli.config import ServeConfig
 from triptych_cli.flags import RESERVED, split_flags
 from triptych_cli.services import SERVICES, config_of, embedded_model
+from triptych_cli.vllm_names import describe_unknown_keys
 from triptych_kit.config import (
     ConfigError,
     Loaded,
+    UnknownKeys,
     flag_names,
     help_text,
     load_config,
@@ -159,7 +161,11 @@ def _with_file(argv: Sequence[str]) -> list[str]:
     configs = {"serve": ServeConfig, **{service: config_of(service) for service in SERVICES}}
     own_flags = {argument.partition("=")[0] for argument in rest}
     flags = []
-    for name, words in read_file_flags(list(configs.values()), path).items():
+    try:
+        options = read_file_flags(list(configs.values()), path)
+    except UnknownKeys as error:
+        raise ConfigError(describe_unknown_keys(error)) from error
+    for name, words in options.items():
         in_environment = any(
             read_environment(f"TRIPTYCH_{service}_{name}".upper())
             for service, config in configs.items()

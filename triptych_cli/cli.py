@@ -363,7 +363,7 @@ def bench_serve(context: typer.Context) -> None:
     if asks_for_help(context.args):
         print(usage(BenchServeConfig, "triptych bench serve"))
         return
-    _explain_flags("bench serve", context.args, BenchServeConfig)
+    _refuse_unknown("bench serve", context.args, BenchServeConfig)
     try:
         config = load_config(BenchServeConfig, context.args, service="bench").config
     except ConfigError as error:
@@ -457,20 +457,36 @@ def top(
 def _run_service(service: str, arguments: list[str]) -> int:
     from triptych_cli.services import config_of, main_of
 
-    _explain_flags(service, arguments, config_of(service))
+    _refuse_unknown(service, arguments, config_of(service))
     return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
 
 
-def _explain_flags(verb: str, arguments: list[str], config: type) -> None:
-    """Refuse a flag of vLLM that is another here, or has no counterpart, with the reason."""
-    from triptych_cli.vllm_names import explained
-    from triptych_kit.config import flag_names
+def _refuse_unknown(verb: str, arguments: list[str], config: type) -> None:
+    """Refuse flags, and keys of the file of --config, that are no options, with the reason of each."""
+    from triptych_cli.vllm_names import describe_unknown_flags, describe_unknown_keys
+    from triptych_kit.config import (
+        ConfigError,
+        UnknownKeys,
+        flag_names,
+        read_file_flags,
+        switch_names,
+        unknown_flags,
+    )
 
-    known = flag_names(config)
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag not in known and (sentence := explained(flag, known)):
-            _refuse(verb, ValueError(f"unknown flag {flag}: {sentence}"))
+    # These are no options: they are read before them.
+    known = flag_names(config) | {"--config", "--help", "-h"}
+    if unknown := unknown_flags(arguments, known, switch_names(config) | {"--help", "-h"}):
+        _refuse(verb, ValueError(describe_unknown_flags(unknown, known)))
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    if "--config" not in words[:-1]:
+        return
+    try:
+        read_file_flags([config], words[words.index("--config") + 1])
+    except UnknownKeys as error:
+        _refuse(verb, ValueError(describe_unknown_keys(error)))
+    except ConfigError:
+        # Of a value. The configuration is loaded next, and says the same.
+        pass
 
 
 def _refuse(verb: str, error: Exception) -> NoReturn:

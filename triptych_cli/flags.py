@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from triptych_cli.vllm_names import explained, nearest
-from triptych_kit.config import ConfigError, flag_names, switch_names
+from triptych_cli.vllm_names import describe_unknown_flags
+from triptych_kit.config import ConfigError, flag_names, switch_names, unknown_flags
 
 # Flags that the launcher sets itself; a user's value would contradict it.
 RESERVED = frozenset(
@@ -28,7 +28,7 @@ RESERVED = frozenset(
 def split_flags(
     argv: Sequence[str], own: type, services: Mapping[str, type], *, reserved: Set[str] = RESERVED
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Split arguments into those of `own` and those of each service; ConfigError for an unknown flag.
+    """Split arguments into those of `own` and those of each service; ConfigError for unknown flags.
 
     A flag of `own` goes only there; any other goes to every service that has it. Positional arguments are
     `own`'s. Flags in `reserved` are refused.
@@ -36,6 +36,8 @@ def split_flags(
     owners = {service: flag_names(config) for service, config in services.items()}
     switches = switch_names(own).union(*(switch_names(config) for config in services.values()))
     known = flag_names(own).union(*owners.values())
+    if unknown := unknown_flags(argv, known | reserved, switches):
+        raise ConfigError(describe_unknown_flags(unknown, known - reserved))
     kept: list[str] = []
     routed: dict[str, list[str]] = {service: [] for service in services}
     arguments = iter(argv)
@@ -44,8 +46,12 @@ def split_flags(
             kept.append(argument)
             continue
         spelling = argument.partition("=")[0]
-        if spelling not in known or spelling in reserved:
-            raise ConfigError(_refusal(spelling, known - reserved))
+        if spelling in reserved:
+            raise ConfigError(
+                f"{spelling} is for a service that runs alone; serve connects its services itself"
+            )
+        if spelling not in known:
+            raise ConfigError(f"unexpected argument {argument!r}")
         words = [argument]
         if "=" not in argument and spelling not in switches:
             words += _value(spelling, next(arguments, None))
@@ -62,10 +68,3 @@ def _value(spelling: str, text: str | None) -> list[str]:
     if text is None:
         raise ConfigError(f"{spelling} needs a value")
     return [text]
-
-
-def _refusal(spelling: str, known: set[str]) -> str:
-    if spelling in RESERVED:
-        return f"{spelling} is for a service that runs alone; serve connects its services itself"
-    sentence = explained(spelling, known)
-    return f"unknown flag {spelling}" + (f": {sentence}" if sentence else nearest(spelling, known))

@@ -43,7 +43,12 @@ from triptych_cli.offline.results import (
     to_result,
     values_of,
 )
-from triptych_cli.vllm_names import check_arguments, checks_arguments
+from triptych_cli.vllm_names import (
+    LLM_ATTRIBUTES,
+    check_arguments,
+    checks_arguments,
+    with_attribute_hints,
+)
 from triptych_kit.config import typed_values
 from triptych_kit.errors import Cancelled, FailedPrecondition, InvalidArgument, Unavailable
 
@@ -64,6 +69,7 @@ EngineKind = Literal["in-process", "child", "remote"]
 _DEATH_REASON_WAIT_S = 1.0
 
 
+@with_attribute_hints(**LLM_ATTRIBUTES)
 class LLM:
     """Answers prompts in batches. Complete results are returned in the order of the prompts.
 

@@ -11,18 +11,21 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
+
+from triptych_kit.config import UnknownKeys, nearest, unknown_names
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
+# How an option is shown: by its name, and by its value if it is a switch.
+_Shown = Callable[[str, bool | None], str]
 
 _NO_LORA = "LoRA adapters are not served yet"
 _NO_MEDIA = "images, audio and video are not served yet"
-_GRAMMAR = "a request has `structured_output`, and names a backend itself"
+_GRAMMAR = "each request has its grammar, and may name a backend, in its field structured_output"
 _DRAFTS = "what proposes drafts is `speculative`, a checkpoint for it `speculative_model`"
 _NO_CODE = "an engine runs no code of a caller"
-_NO_HTTP = "the OpenAI HTTP server has no such option yet, see `http_port`"
 _TLS = "callers need certificates where a CA is given, and renewed files are always read again"
 _NO_OFFLOAD = "weights and KV cache stay on the device, nothing is offloaded"
 _NO_TRANSFER = "KV caches are not transferred between engines yet"
@@ -35,16 +38,24 @@ _TASK = "the task follows from the model"
 _DEFAULTS = "defaults of the model's generation_config.json always apply, unless a request sets the parameter"
 _TOKENIZER = "texts are tokenized as the model's tokenizer.json says"
 
+_STRUCTURED = "it is structured_output=StructuredOutput(...), with json_schema, regex, choice or grammar"
+_PROXY = "let a proxy before the HTTP port do it"
+_BROWSERS = "browsers get what the routes take, from pages of `http_allowed_origin`"
+_ACCESS_LOG = "each request has a log line of level info; `log_level` warning leaves it out"
+
+_OPTION = re.compile(r"`([a-z_]+)(=False)?`")
+_LEVEL = re.compile(r"-O\d?")
+
 # Likeness of a name to a known one from which on it is that one, misspelt.
 _MISSPELT = 0.88
 
-# A name in backticks is an option here, shown as a flag or as an argument.
+# A name in backticks is an option here, shown as a flag, as a key of a file or as an argument.
 SENTENCES: dict[str, str] = {
     # Called otherwise.
     "max_num_partial_prefills": "all requests share one budget of tokens, `max_num_batched_tokens`",
     "scheduler_cls": "it is `scheduler_class`, the name of an entry point of triptych.schedulers",
     "async_scheduling": "it is `steps_in_flight`, 2 by default",
-    "enforce_eager": "it is --no-cuda-graphs (cuda_graphs=False of LLM)",
+    "enforce_eager": "it is `cuda_graphs=False`",
     "num_gpu_blocks_override": "it is `num_kv_blocks`",
     "kv_cache_memory_bytes": "it is `kv_cache_memory`",
     "enable_expert_parallel": "it is `expert_parallel`",
@@ -52,8 +63,10 @@ SENTENCES: dict[str, str] = {
     "enable_auto_tool_choice": "calls are always read where the template has tools, see `tool_parser`",
     "shutdown_timeout": "it is `drain_deadline_s`",
     "uvicorn_log_level": "it is `log_level`",
-    "disable_log_requests": "it is `log_level`",
-    "enable_log_requests": "it is `log_level`",
+    "disable_log_requests": _ACCESS_LOG,
+    "enable_log_requests": _ACCESS_LOG,
+    "disable_uvicorn_access_log": _ACCESS_LOG,
+    "disable_access_log_for_endpoints": _ACCESS_LOG,
     "kv_events_config": "it is `enable_kv_events`",
     "hf_token": _HUB,
     "download_dir": _HUB,
@@ -111,8 +124,22 @@ SENTENCES: dict[str, str] = {
     "safetensors_load_strategy": _HUB,
     "pt_load_map_location": _HUB,
     "max_parallel_loading_workers": _HUB,
+    "root_path": "let the proxy remove its path: routes begin with /v1 here",
+    "middleware": f"a frontend runs no code of a caller: {_PROXY}",
+    "enable_server_load_tracking": "load is always counted: see triptych top and docs/metrics.md",
+    "disable_fastapi_docs": "no pages of documentation are served",
+    "enable_offline_docs": "no pages of documentation are served",
+    "enable_request_id_headers": "answers always have x-request-id",
+    "enable_force_include_usage": "a client asks with stream_options.include_usage",
+    "exclude_tools_when_tool_choice_none": "the template gets the tools that a request has: leave them out",
+    "response_role": "the role of an answer is assistant",
+    "tool_server": "tools are called by the client",
+    "allow_credentials": _BROWSERS,
+    "allowed_methods": _BROWSERS,
+    "allowed_headers": _BROWSERS,
     "allowed_origins": "it is `http_allowed_origin`, given once for each",
-    "api_key": "set TRIPTYCH_API_KEY, or name a file with --api-keys: flags are in the list of processes",
+    "api_key": "set TRIPTYCH_API_KEY, or name a file of keys with `api_keys`: a key is no option, "
+    "for flags are in the list of processes",
     "disable_custom_all_reduce": "collectives are those of torch.distributed",
     "swap_space": _NO_OFFLOAD,
     "trust_remote_code": "code of a checkpoint is never run",
@@ -168,10 +195,10 @@ _FAMILIES: Sequence[tuple[str, str]] = (
         r"(?<!kv_cache_)metrics|traces|nvtx|nsight",
         "see docs/metrics.md, and OTEL_EXPORTER_OTLP_ENDPOINT",
     ),
+    (r"^allowed_|origins", _BROWSERS),
     (
-        r"^allow_credentials|^allowed_|origins|middleware|root_path|fastapi|uvicorn|^h11_|response_role|tool_server|id_headers"
-        r"|include_usage|info_endpoint|load_tracking|when_tool_choice",
-        _NO_HTTP,
+        r"middleware|fastapi|uvicorn|^h11_|info_endpoint",
+        f"the HTTP listener has no such option: {_PROXY}",
     ),
 )
 # One-letter and similar spellings of vLLM.
@@ -192,10 +219,62 @@ _ARGUMENTS: dict[str, str] = {
     "best_of": "use n, and compare cumulative_logprob",
     "use_beam_search": "there is no beam search",
     "flat_logprobs": "logprobs have one form",
+    "structured_outputs": _STRUCTURED,
+    "guided_decoding": _STRUCTURED,
+    "response_format": _STRUCTURED,
+    "json": "it is json_schema, a schema as JSON text",
+    "disable_fallback": "the first backend that enforces all is chosen, unless backend names one",
     "extra_args": _NO_CODE,
     "output_kind": "LLM returns complete results; streams are of the server",
     "stream_interval": "LLM returns complete results; streams are of the server",
 }
+
+# Attributes of vLLM's LLM and of its results.
+LLM_ATTRIBUTES: dict[str, str] = {
+    "get_tokenizer": "texts and ids are converted by tokenize() and detokenize()",
+    "get_default_sampling_params": "it is default_sampling_params()",
+    "beam_search": "there is no beam search: use n, and compare cumulative_logprob",
+    "encode": "it is embed(), classify() or score()",
+    "reward": "it is classify()",
+    "llm_engine": "an engine has no interface in Python; model and max_model_len are attributes",
+    "model_config": "model and max_model_len are attributes",
+    "get_metrics": "numbers of a request are in outputs[0].stats and usage of its result",
+    "collective_rpc": _NO_CODE,
+    "apply_model": _NO_CODE,
+    "sleep": "close() gives the memory back; a served engine sleeps by triptych admin ADDRESS sleep",
+    "wake_up": "a served engine wakes by triptych admin ADDRESS wake",
+    "start_profile": "a served engine is profiled by triptych admin ADDRESS profile start",
+    "stop_profile": "a served engine is profiled by triptych admin ADDRESS profile start",
+}
+RESULT_ATTRIBUTES: dict[str, str] = {
+    "finished": "a result is always complete",
+    "metrics": "times are in outputs[0].stats",
+    "lora_request": _NO_LORA,
+    "multi_modal_placeholders": _NO_MEDIA,
+    "encoder_prompt": "there are no models with an encoder",
+    "token_ids": "it is outputs[0].token_ids",
+    "finish_reason": "it is outputs[0].finish_reason",
+}
+OUTPUT_ATTRIBUTES: dict[str, str] = {
+    "stop_reason": "it is stop, the string or the token id that matched",
+    "finished": "an output is always complete; finish_reason says why",
+    "lora_request": _NO_LORA,
+    "reasoning_content": "it is reasoning",
+}
+
+
+def describe_unknown_flags(flags: Sequence[str], known: Collection[str]) -> str:
+    """An error about flags that are none of `known`, each with its sentence or the nearest known one."""
+    return unknown_names("flag", flags, lambda flag: _hint(explained(flag, known), flag, known))
+
+
+def describe_unknown_keys(error: UnknownKeys) -> str:
+    """An error about keys of a file of options, with the same sentences."""
+
+    def hint(key: str) -> str:
+        return _hint(_sentence_about(key.replace("-", "_"), error.known, _in_file), key, error.known)
+
+    return unknown_names("option", error.keys, hint, f" in {error.path}")
 
 
 def explained(flag: str, known: Collection[str] = ()) -> str:
@@ -203,35 +282,56 @@ def explained(flag: str, known: Collection[str] = ()) -> str:
 
     A misspelling of a `known` flag is none of a family of vLLM's flags.
     """
-    name = _SHORT.get(flag, flag[2:].replace("-", "_") if flag.startswith("--") else "")
-    sentence = _sentence_about(name, is_misspelt=_is_misspelt(flag, known))
-    return re.sub("`([a-z_]+)`", lambda match: "--" + match[1].replace("_", "-"), sentence)
+    # Of a flag such as --compilation-config.level, the name is before the dot; -O3 is -O with a level.
+    short = "-O" if _LEVEL.fullmatch(flag) else flag
+    long = flag[2:].partition(".")[0].replace("-", "_") if flag.startswith("--") else ""
+    names = [one[2:].replace("-", "_") for one in known if one.startswith("--")]
+    return _sentence_about(_SHORT.get(short, long), names, _in_flags)
 
 
-def _sentence_about(name: str, *, is_misspelt: bool) -> str:
-    families = () if is_misspelt else _FAMILIES
-    family = next((sentence for pattern, sentence in families if re.search(pattern, name)), "")
-    return SENTENCES.get(name, family)
+def _hint(sentence: str, name: str, known: Collection[str]) -> str:
+    return f": {sentence}" if sentence else nearest(name, known)
 
 
-def _is_misspelt(name: str, known: Collection[str]) -> bool:
-    return bool(difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT))
+def _sentence_about(name: str, known: Collection[str], shown: _Shown) -> str:
+    """The sentence about a name of vLLM, its negation, or a misspelling of it; empty if there is none."""
+    positive = name.removeprefix("no_")
+    near = [] if name in SENTENCES else difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+    if near:
+        return ""
+    vllms = next(iter(difflib.get_close_matches(positive, SENTENCES, n=1, cutoff=_MISSPELT)), positive)
+    family = next((sentence for pattern, sentence in _FAMILIES if re.search(pattern, positive)), "")
+    sentence = SENTENCES.get(positive) or family or SENTENCES.get(vllms, "")
+    is_negated = name != positive
+    return _OPTION.sub(lambda match: shown(match[1], is_negated if match[2] else None), sentence)
 
 
-def nearest(name: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown name: the known name that is like it, if there is one."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _in_flags(name: str, value: bool | None) -> str:
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
+def _in_file(name: str, value: bool | None) -> str:
+    return name if value is None else f"{name}: {str(value).lower()}"
 
 
 def check_arguments(function: str, names: Collection[str], known: Collection[str]) -> None:
-    """Raise TypeError, with the reason or the nearest name, for arguments that `function` does not take."""
-    for name in names:
-        if name not in known:
-            about = _sentence_about(name, is_misspelt=_is_misspelt(name, known))
-            sentence = (_ARGUMENTS.get(name) or about).replace("`", "")
-            why = f": {sentence}" if sentence else nearest(name, known)
-            raise TypeError(f"{function} takes no argument {name}{why}")
+    """Raise TypeError, with the reason or the nearest name of each, for what `function` does not take."""
+
+    def shown(name: str, value: bool | None) -> str:
+        if name in known:
+            return name if value is None else f"{name}={value}"
+        return f"{_in_flags(name, value)} of triptych serve"
+
+    def hint(name: str) -> str:
+        sentence = _ARGUMENTS.get(name) or _sentence_about(name, known, shown)
+        return _hint(sentence, name, known)
+
+    unknown = [name for name in names if name not in known]
+    if len(unknown) == 1:
+        raise TypeError(f"{function} takes no argument {unknown[0]}{hint(unknown[0])}")
+    if unknown:
+        lines = [f"  {name}{hint(name)}" for name in unknown]
+        raise TypeError("\n".join([f"{function} takes none of these arguments:", *lines]))
 
 
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -251,3 +351,23 @@ def with_checked_arguments(cls: type[_T]) -> type[_T]:
     """A class whose constructor explains unknown arguments."""
     setattr(cls, "__init__", checks_arguments(cls.__init__))  # noqa: B010  mypy refuses the assignment.
     return cls
+
+
+def with_attribute_hints(**hints: str) -> Callable[[type[_T]], type[_T]]:
+    """A class whose AttributeErrors explain names of vLLM, by the end of the error, or name the nearest."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        public = [name for name in dir(cls) if _is_public(name)]
+
+        def refuse(self: _T, name: str) -> NoReturn:
+            hint = _hint(hints.get(name, ""), name, public) if _is_public(name) else ""
+            raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}{hint}", name=name, obj=self)
+
+        setattr(cls, "__getattr__", refuse)  # noqa: B010  mypy would take every attribute for one of the class.
+        return cls
+
+    return decorate
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")

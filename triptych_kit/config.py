@@ -12,7 +12,7 @@ import os
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,12 +25,21 @@ T = TypeVar("T")
 
 _CONFIG_FLAG = "--config"
 _CONFIG_HELP = "YAML file of options, below flags and environment"
+_NUMBER = re.compile(r"-\.?\d")
 _HELP_COLUMN = 32
 _HELP_WIDTH = 80
 
 
 class ConfigError(ValueError):
     """An invalid configuration: unknown name, wrong value, missing option."""
+
+
+class UnknownKeys(ConfigError):
+    """Keys of a file that are no options."""
+
+    def __init__(self, keys: Sequence[str], known: Collection[str], path: str) -> None:
+        super().__init__(unknown_names("option", keys, lambda key: nearest(key, known), f" in {path}"))
+        self.keys, self.known, self.path = keys, known, path
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +183,34 @@ def switch_names(cls: type[Any]) -> set[str]:
     return {spelling for one in switches for spelling in one.spellings()}
 
 
+def unknown_flags(argv: Sequence[str], known: Collection[str], switches: Collection[str]) -> list[str]:
+    """The flags in `argv` that are not `known`. The word after one that takes a value is its value."""
+    unknown, has_value = [], False
+    for argument in argv:
+        spelling, equals, _ = argument.partition("=")
+        is_value, has_value = has_value and not argument.startswith("--"), False
+        if is_value or not _is_flag(argument) or _NUMBER.match(argument):
+            continue
+        if spelling in known:
+            has_value = not equals and spelling not in switches
+        elif spelling not in unknown:
+            unknown.append(spelling)
+    return unknown
+
+
+def unknown_names(what: str, names: Sequence[str], hint_of: Callable[[str], str], where: str = "") -> str:
+    """An error about all unknown names, each with its hint."""
+    if len(names) == 1:
+        return f"unknown {what} {names[0]}{where}{hint_of(names[0])}"
+    return "\n".join([f"unknown {what}s{where}:", *(f"  {name}{hint_of(name)}" for name in names)])
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown name: the known name that is like it, if there is one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def usage(cls: type[Any], program: str) -> str:
     """The help text: how to call the program, then each option with its meaning and default."""
     options = _options_of(cls).values()
@@ -262,6 +299,10 @@ def _read_flags(options: dict[str, _Option], argv: Sequence[str]) -> dict[str, A
     by_spelling = {spelling: one for one in options.values() for spelling in one.spellings()}
     positional = next((one for one in options.values() if one.is_positional), None)
     values: dict[str, Any] = {}
+    known = {*by_spelling, _CONFIG_FLAG}
+    switches = {spelling for spelling, one in by_spelling.items() if one.kind.is_switch}
+    if unknown := unknown_flags(argv, known, switches):
+        raise ConfigError(unknown_names("flag", unknown, lambda flag: nearest(flag, known)))
     arguments = iter(argv)
     for argument in arguments:
         if not _is_flag(argument):
@@ -271,7 +312,7 @@ def _read_flags(options: dict[str, _Option], argv: Sequence[str]) -> dict[str, A
             continue
         spelling, equals, attached = argument.partition("=")
         if spelling != _CONFIG_FLAG and spelling not in by_spelling:
-            raise ConfigError(_unknown("flag", spelling, [*by_spelling, _CONFIG_FLAG]))
+            raise ConfigError(f"unexpected argument {argument!r}")
         one = by_spelling.get(spelling)
         if one is not None and one.kind.is_switch and not equals:
             values[one.name] = not spelling.startswith("--no-") or spelling == one.flag
@@ -299,17 +340,13 @@ def _read_env(
 ) -> tuple[dict[str, Any], str | None]:
     prefix = _variable(service, "")
     by_variable = {_variable(service, name): one for name, one in options.items()}
-    values: dict[str, Any] = {}
-    path: str | None = None
-    for name, text in variables.items():
-        if not name.startswith(prefix):
-            continue
-        if name == prefix + "CONFIG":
-            path = text
-        elif name not in by_variable:
-            raise ConfigError(_unknown("environment variable", name, [*by_variable, prefix + "CONFIG"]))
-        else:
-            values[by_variable[name].name] = _parsed(by_variable[name], text, name)
+    path_variable = prefix + "CONFIG"
+    own = {name: text for name, text in variables.items() if name.startswith(prefix)}
+    known = [*by_variable, path_variable]
+    if unknown := [name for name in own if name not in known]:
+        raise ConfigError(unknown_names("environment variable", unknown, lambda name: nearest(name, known)))
+    path = own.pop(path_variable, None)
+    values = {by_variable[name].name: _parsed(by_variable[name], text, name) for name, text in own.items()}
     return values, path
 
 
@@ -323,10 +360,10 @@ def _read_file(options: dict[str, _Option], path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold one mapping of options")
     values: dict[str, Any] = {}
+    if unknown := [str(key) for key in content if str(key).replace("-", "_") not in options]:
+        raise UnknownKeys(unknown, list(options), path)
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in options:
-            raise ConfigError(_unknown("option", str(key), list(options)) + f" in {path}")
         if name in values:
             raise ConfigError(f"option {key} is given twice in {path}")
         try:
@@ -345,12 +382,6 @@ def _parsed(one: _Option, text: str, source: str) -> Any:
 
 def _variable(service: str, name: str) -> str:
     return f"TRIPTYCH_{service}_{name}".upper()
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"unknown {what} {name}{hint}"
 
 
 def _shown(one: _Option) -> str:

@@ -179,7 +179,7 @@ def test_a_file_has_options_of_all_services_below_flags_and_environment(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("prot: 1", "unknown option prot; did you mean port? in FILE"),
+        ("prot: 1", "unknown option prot in FILE; did you mean port?"),
         ("coordinator: a:1", "--coordinator is for a service that runs alone"),
         ("port: many", "port in FILE: 'many' is not a whole number"),
         ("[]", "FILE must hold one mapping of options"),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,7 +111,7 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         ),
         (
             ("serve", "--api-key", "x"),
-            "unknown flag --api-key: set TRIPTYCH_API_KEY, or name a file with --api-keys",
+            "unknown flag --api-key: set TRIPTYCH_API_KEY, or name a file of keys with --api-keys",
         ),
         (("engine", "--enforce-eager"), "unknown flag --enforce-eager: it is --no-cuda-graphs"),
         (("serve", "--ssl-keyfil", "x"), "unknown flag --ssl-keyfil; did you mean --ssl-keyfile?\n"),
@@ -132,6 +133,49 @@ async def test_a_mistake_exits_2_and_names_the_way_out(arguments: tuple[str, ...
     assert message in outcome.err
 
 
+async def test_all_unknown_flags_are_in_one_message_each_with_its_hint() -> None:
+    hints = {
+        "--api-key": ": set TRIPTYCH_API_KEY, or name a file of keys with --api-keys: ",
+        "--enforce-eager": ": it is --no-cuda-graphs",
+        "--no-enforce-eager": ": it is --cuda-graphs",
+        "-O3": ": nothing is compiled by torch",
+        "--no-enable-log-requests": ": each request has a log line of level info; --log-level warning",
+        "--disable-log-request": ": each request has a log line",
+        "--disable-uvicorn-access-log": ": each request has a log line",
+        "--root-path": ": let the proxy remove its path",
+        "--enable-server-load-tracking": ": load is always counted",
+        "--guided-decoding-backend": ": each request has its grammar",
+        "--tool_call_parser": ": it is --tool-parser",
+        "--compilation-config.level": ": nothing is compiled",
+        "--max-num-seq": "; did you mean --max-num-seqs?",
+        "--zzz": "",
+    }
+    values = {"--api-key": "x", "--root-path": "/x", "--max-num-seq": "-1"}
+    words = [word for flag in hints for word in (flag, values.get(flag)) if word is not None]
+    outcome = await triptych("serve", "model", "--zz", "--port", "-1", *words)
+    assert outcome.exit_code == 2
+    first, *lines = outcome.err.splitlines()
+    assert (first, len(lines)) == ("triptych serve: unknown flags:", len(hints) + 1)
+    for line, (flag, hint) in zip(lines[1:], hints.items(), strict=True):
+        assert line.startswith(f"  {flag}{hint}")
+
+
+@pytest.mark.parametrize("verb", ["serve", "frontend"])
+async def test_keys_of_vllm_in_a_file_are_explained_with_keys(tmp_path: Path, verb: str) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("tool-call-parser: hermes\napi-key: secret123\nenforce_eager: true\nui_: 1\n")
+    outcome = await triptych(verb, "--config", str(file))
+    assert outcome.exit_code == 2
+    assert outcome.err.splitlines() == [
+        f"triptych {verb}: unknown options in {file}:",
+        "  tool-call-parser: it is tool_parser, chosen by the model's template unless given",
+        "  api-key: set TRIPTYCH_API_KEY, or name a file of keys with api_keys: a key is no option, for flags"
+        " are in the list of processes",
+        "  enforce_eager: it is cuda_graphs: false",
+        "  ui_; did you mean ui?",
+    ]
+
+
 def test_serve_takes_the_short_flags() -> None:
     shorts = {"data_parallel_size": "-dp"}
     assert {name: ServeConfig.__dataclass_fields__[name].metadata["short"] for name in shorts} == shorts
@@ -144,7 +188,7 @@ def test_every_sentence_about_a_flag_of_vllm_is_about_an_unknown_flag() -> None:
     known = of_serve | flag_names(BenchServeConfig)
     flags = {"--" + name.replace("_", "-") for name in SENTENCES}
     assert flags & of_serve == set()
-    assert [flag for flag in known - flags if explained(flag)] == []
+    assert [flag for flag in known - flags if explained(flag, known)] == []
     for flag in flags:
         named = set(re.findall("--[a-z-]+", explained(flag)))
         assert named <= known | {"--workers", "--engine-label"}, flag

@@ -123,6 +123,7 @@ def test_a_positional_argument_may_stand_anywhere() -> None:
     [
         (["--max-num-sequences", "1"], {}, "unknown flag --max-num-sequences; did you mean --max-num-seqs?"),
         (["--zzz"], {}, "unknown flag --zzz"),
+        (["--zzz", "1", "--yyy=2"], {}, "unknown flags:\n  --zzz\n  --yyy"),
         ([], {"TRIPTYCH_ENGINE_MAX_NUM_SEQ": "1"}, "did you mean TRIPTYCH_ENGINE_MAX_NUM_SEQS?"),
         (["--max-num-seqs"], {}, "--max-num-seqs needs a value"),
         (["--max-num-seqs", "--reflection"], {}, "--max-num-seqs needs a value"),
@@ -151,7 +152,8 @@ def test_what_is_wrong_is_said(argv: list[str], env: dict[str, str], message: st
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("max_num_sqs: 1", "unknown option max_num_sqs; did you mean max_num_seqs? in "),
+        ("max_num_sqs: 1", "/engine.yaml; did you mean max_num_seqs?"),
+        ("zzz: 1\nmax_num_sqs: 1", "engine.yaml:\n  zzz\n  max_num_sqs; did you mean max_num_seqs?"),
         ("max_num_seqs: true", "max_num_seqs in "),
         ("max_num_seqs: 1.5", "1.5 is not a whole number"),
         ("share: true", "True is not a number"),

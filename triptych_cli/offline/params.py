@@ -42,6 +42,7 @@ _NOT_PLAIN = frozenset({"stop", "stream_interval"})
 _WITH_TRUTH_VALUES = frozenset({"structured_output"})
 
 
+@with_checked_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetection:
     """Ends an output whose tail repeats one token pattern."""
@@ -51,6 +52,7 @@ class RepetitionDetection:
     min_count: int = 0
 
 
+@with_checked_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
     """Constrains an output to a grammar; exactly one of the first six fields must be set."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from frontend_svc.text.pooling import check_result, read_floats
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 from triptych.common.v1 import output_pb2, tensor_pb2
+from triptych_cli.vllm_names import OUTPUT_ATTRIBUTES, RESULT_ATTRIBUTES, with_attribute_hints
 
 Values = list[float] | list[list[float]]
 
@@ -58,6 +59,7 @@ class OutputStats:
     num_migrations: int = 0
 
 
+@with_attribute_hints(**OUTPUT_ATTRIBUTES)
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One complete output. `stop` is the matched string or token id if `finish_reason` is stop.
@@ -80,6 +82,7 @@ class Completion:
     stats: OutputStats = field(default=OutputStats(), compare=False)
 
 
+@with_attribute_hints(**RESULT_ATTRIBUTES)
 @dataclass(frozen=True, slots=True)
 class RequestResult:
     """The result of one prompt. `prompt` is None if it was given as token ids or as a conversation."""

@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 from triptych_cli.run_batch.openai import OPENAI_URLS, from_openai, to_openai
-from triptych_cli.vllm_names import nearest
+from triptych_kit.config import nearest
 from triptych_kit.errors import InvalidArgument, ServiceError
 
 Request = generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -22,6 +24,7 @@ from tests.triptych_cli.offline.llm_rig import VOCAB_SIZE, fake_frontend, fronte
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.llm import LLM, Bar, EngineDead, SamplingParams
 from triptych_cli.offline.params import RepetitionDetection, StructuredOutput, from_proto
+from triptych_cli.offline.results import Completion, RequestResult, Usage
 from triptych_cli.services import embedded_model
 from triptych_kit.errors import (
     DeadlineExceeded,
@@ -371,6 +374,48 @@ def test_a_misspelt_argument_is_refused_with_the_nearest_name() -> None:
         LLM("folder", max_num_seq=3)
     with pytest.raises(TypeError, match="argument temprature; did you mean temperature"):
         SamplingParams(**{"temprature": 1})
+
+
+def test_all_unknown_arguments_are_in_one_error_in_words_of_python() -> None:
+    arguments = {
+        "enforce_eager": True,
+        "swap_space": 4,
+        "disable_log_stats": True,
+        "api_server_count": 2,
+        "max_num_seq": 3,
+    }
+    with pytest.raises(TypeError) as caught:
+        LLM("folder", **arguments)
+    assert str(caught.value).splitlines() == [
+        "LLM takes none of these arguments:",
+        "  enforce_eager: it is cuda_graphs=False",
+        "  swap_space: weights and KV cache stay on the device, nothing is offloaded",
+        "  disable_log_stats: statistics are not logged: triptych admin ADDRESS status",
+        "  api_server_count: it is --workers of `triptych frontend`",
+        "  max_num_seq; did you mean max_num_seqs?",
+    ]
+    with pytest.raises(TypeError, match="argument json: it is json_schema"):
+        StructuredOutput(**{"json": "{}"})
+    with pytest.raises(TypeError, match=r"argument structured_outputs: it is structured_output=Struc"):
+        SamplingParams(**{"structured_outputs": None})
+
+
+def test_attributes_of_vllm_are_explained() -> None:
+    llm = LLM.__new__(LLM)
+    output = Completion(0, "", (), None, None, "stop", None)
+    result = RequestResult("", None, (), (output,), 0, None, Usage(0, 0, 0))
+    for one, name, hint in (
+        (llm, "get_tokenizer", ": texts and ids are converted by tokenize"),
+        (llm, "beam_search", ": there is no beam search"),
+        (llm, "get_default_sampling_params", r": it is default_sampling_params\(\)"),
+        (llm, "max_model_length", r"; did you mean max_model_len\?"),
+        (result, "finished", ": a result is always complete"),
+        (output, "stop_reason", ": it is stop, "),
+        (output, "_private", "$"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'{hint}"):
+            getattr(one, name)
+    assert copy.deepcopy(result) == pickle.loads(pickle.dumps(result)) == result
 
 
 def test_options_are_those_of_the_engine_and_checked_at_once() -> None:
