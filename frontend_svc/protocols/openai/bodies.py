@@ -48,9 +48,10 @@ class Base(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class StreamOptions(Base):
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None
 
 
 class JSONSchema(Base):
@@ -141,8 +142,6 @@ class Message(Base):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
@@ -189,6 +188,7 @@ class SamplingBody(SameSampling, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None

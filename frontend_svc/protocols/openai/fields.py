@@ -11,13 +11,19 @@ from typing import Any, NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why a field is refused, and its values that ask for nothing beside false, zero and empty ones."""
+    """Why a field is refused, and its values that ask for nothing beside zero and empty ones.
+
+    default: the truth value that asks for nothing.
+    """
 
     reason: str
     idle: tuple[Any, ...] = ()
+    default: bool = False
 
     def is_idle(self, value: Any) -> bool:
         """An empty object may ask for something by its presence."""
+        if isinstance(value, bool):
+            return value is self.default
         return value in self.idle or (not value and not isinstance(value, dict))
 
 
@@ -28,22 +34,43 @@ _OF_SERVICE = frozenset(
         "safety_identifier", "service_tier", "user",
     }
 )  # fmt: skip
-IGNORED_IN_CHATS = _OF_SERVICE | {"metadata", "prediction", "store", "verbosity"}
+IGNORED_IN_CHATS = _OF_SERVICE | {"guided_decoding_backend", "metadata", "prediction", "store", "verbosity"}
 IGNORED_IN_RESPONSES = _OF_SERVICE | {"max_tool_calls"}
 # Of messages and tools, as clients of several services write them.
 IGNORED_IN_MESSAGES = frozenset(
-    {"cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"}
+    {
+        "annotations",
+        "cache_control",
+        "provider_specific_fields",
+        "reasoning_details",
+        "refusal",
+        "thinking_blocks",
+    }
 )
 IGNORED_IN_TOOLS = frozenset({"cache_control", "defer_loading", "allowed_callers", "input_examples"})
 IGNORED_IN_CALLS = frozenset({"extra_content", "provider_specific_fields"})
 
+# vLLM's, and those of gRPC alone.
 _OF_OUTPUTS = {
+    "detokenize": Refusal("an answer has its text; return_token_ids adds the ids", default=True),
+    "include_reasoning": Refusal("an answer has its reasoning, in a field of its own", default=True),
+    "kv_transfer_params": Refusal("KV caches are not transferred between engines", ({},)),
     "length_penalty": Refusal("there is no beam search", (1,)),
+    "logits_processors": Refusal("an engine runs no code of a caller"),
+    "logprob_token_ids": Refusal("use gRPC"),
+    "media_io_kwargs": Refusal("models here read text", ({},)),
+    "mm_processor_kwargs": Refusal("models here read text", ({},)),
+    "return_tokens_as_token_ids": Refusal("use return_token_ids"),
+    "skip_reading_prefix_cache": Refusal("use gRPC"),
+    "stream_interval": Refusal("use gRPC", (1,)),
     "use_beam_search": Refusal("there is no beam search"),
+    "vllm_xargs": Refusal("engines read the fields that are documented alone", ({},)),
 }
 REFUSED_IN_CHATS: Mapping[str, Refusal] = {
     **_OF_OUTPUTS,
+    "add_special_tokens": Refusal("the chat template writes them"),
     "audio": Refusal("there is no audio"),
+    "documents": Refusal("use chat_template_kwargs"),
     "echo": Refusal("use completions"),
     "function_call": Refusal("use tool_choice", ("auto", "none")),
     "functions": Refusal("use tools"),
@@ -54,6 +81,7 @@ REFUSED_IN_CHATS: Mapping[str, Refusal] = {
 REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
     **_OF_OUTPUTS,
     "modalities": REFUSED_IN_CHATS["modalities"],
+    "prompt_embeds": Refusal("embeddings are sent over gRPC"),
     "suffix": Refusal("the model continues a prompt; it does not fill in text between two"),
 }
 REFUSED_IN_RESPONSES: Mapping[str, Refusal] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from frontend_svc.protocols.openai.bodies import (
     SAME_SAMPLING,
@@ -16,6 +16,7 @@ from frontend_svc.protocols.openai.bodies import (
     Message,
     NamedTool,
     SamplingBody,
+    StreamOptions,
     StructuredOutputs,
     Tool,
     is_misspelt,
@@ -54,6 +55,14 @@ _CHAT_NAMES = {
     "template_options.enable_thinking": "chat_template_kwargs.enable_thinking",
 }
 _CHAT_WHOLES = {"messages[].parts": "messages[].content", "tool_choice.mode": "tool_choice"}
+
+
+class Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def stream_options(self) -> StreamOptions | None: ...
 
 
 def completion_names() -> FieldNames:
@@ -108,11 +117,9 @@ def chat_request(body: ChatBody, ignored: IgnoredFields, names: FieldNames) -> c
 
     Names of tools that are left out are added to `ignored`.
     """
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise InvalidArgument(
-            "give either max_tokens or max_completion_tokens, not both", field="max_completion_tokens"
-        )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        ignored.append("max_tokens")
+    if body.top_logprobs and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs to be true", field="top_logprobs")
     request = chat_message_pb2.ChatRequest(
         sampling=_sampling(body, names),
@@ -149,6 +156,12 @@ def chat_request(body: ChatBody, ignored: IgnoredFields, names: FieldNames) -> c
     if arguments:
         options.arguments_json = json.dumps(arguments)
     return request
+
+
+def note_unstreamed(body: Streamable, ignored: list[str]) -> None:
+    """Add the options of a stream to `ignored` for an answer that is none."""
+    if not body.stream and body.stream_options is not None:
+        ignored.append("stream_options")
 
 
 def message_of(message: Message, field: str) -> chat_message_pb2.ChatMessage:
@@ -296,6 +309,9 @@ def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody, 
         field = f"structured_outputs.{option}"
         set_field(structured, option, getattr(given, option), field)
         names.note(f"sampling.structured_output.{option}", field)
+    if body.guided_whitespace_pattern is not None:
+        structured.whitespace_pattern = body.guided_whitespace_pattern
+        names.note("sampling.structured_output.whitespace_pattern", "guided_whitespace_pattern")
 
 
 def _response_format(body: SamplingBody) -> dict[str, Any] | bool | None:

@@ -52,6 +52,7 @@ from frontend_svc.protocols.openai.requests import (
     chat_request,
     check_choice,
     check_demand,
+    note_unstreamed,
     served_tools,
 )
 from frontend_svc.protocols.openai.response_events import (
@@ -393,6 +394,7 @@ def _refuse_values(body: ResponseBody) -> list[str]:
             f"include has {min(not_served)!r:.60}, which is not served", metadata={"field": "include"}
         )
     ignored = ["include"] if body.include else []
+    note_unstreamed(body, ignored)
     if body.text is not None and body.text.verbosity is not None:
         ignored.append("text.verbosity")
     if body.reasoning is not None and (body.reasoning.summary or body.reasoning.generate_summary):

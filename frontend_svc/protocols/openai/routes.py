@@ -68,6 +68,7 @@ from frontend_svc.protocols.openai.requests import (
     completion_names,
     generate_requests,
     message_of,
+    note_unstreamed,
     tools_of,
 )
 from frontend_svc.protocols.openai.response_store import ResponseStore
@@ -242,6 +243,7 @@ class OpenAIRoutes:
 
     async def _chat_completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, ChatBody)
+        note_unstreamed(body, ignored)
         names = chat_names()
         api_request, caller = chat_request(body, ignored, names), caller_of(request)
         request.state.name_of = names
@@ -253,6 +255,7 @@ class OpenAIRoutes:
 
     async def _completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, CompletionBody)
+        note_unstreamed(body, ignored)
         if body.stream and body.orphan_grace_ms and LAST_EVENT_ID in request.headers:
             return await self._resumed(request, StreamProgress.read(request.headers[LAST_EVENT_ID]))
         names = completion_names()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from frontend_svc.protocols.openai.bodies import Base, ChatBody, CompletionBody, read_object
 from frontend_svc.protocols.openai.fields import Refusal
+from frontend_svc.protocols.openai.requests import (
+    chat_names,
+    chat_request,
+    completion_names,
+    generate_requests,
+)
 from frontend_svc.protocols.openai.responses import ResponseBody
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
@@ -29,9 +37,12 @@ def test_fields_without_an_effect_are_named(kind: type[Base]) -> None:
 def test_a_field_is_refused_unless_its_value_asks_for_nothing(
     kind: type[Base], name: str, refusal: Refusal
 ) -> None:
-    for value in (*refusal.idle, False, [], ""):
+    for value in (*refusal.idle, refusal.default, [], ""):
         assert read_object({**BODIES[kind], name: value}, kind)[1] == []
-    for value in ({}, ["audio"], "x", True if 1 not in refusal.idle else 2):
+    wrong: list[Any] = [{}, ["audio"], "x", 2]
+    for value in wrong:
+        if value in refusal.idle:
+            continue
         with pytest.raises(Unimplemented, match=f"{name} is not served: "):
             read_object({**BODIES[kind], name: value}, kind)
 
@@ -61,3 +72,79 @@ def test_unknown_fields_are_taken_up_to_a_number() -> None:
     body = {**BODIES[ChatBody], **{f"field{index}": 1 for index in range(1000)}}
     with pytest.raises(InvalidArgument, match="field64 is not served"):
         read_object(body, ChatBody, takes_unknown=True)
+
+
+def test_vllms_fields_pass_with_the_values_that_they_have_there_unset() -> None:
+    unset = {
+        "include_reasoning": True, "vllm_xargs": {}, "kv_transfer_params": {}, "documents": [],
+        "detokenize": True, "return_tokens_as_token_ids": False, "logits_processors": [],
+        "add_special_tokens": False, "mm_processor_kwargs": {}, "length_penalty": 1.0, "top_logprobs": 0,
+    }  # fmt: skip
+    body, ignored = read_object({**BODIES[ChatBody], **unset}, ChatBody)
+    chat_request(body, ignored, chat_names())
+    assert ignored == []
+
+
+def test_of_two_limits_the_newer_one_counts() -> None:
+    for older, named in ((3, ["max_tokens"]), (5, [])):
+        limits = {"max_tokens": older, "max_completion_tokens": 5}
+        body, ignored = read_object({**BODIES[ChatBody], **limits}, ChatBody)
+        assert chat_request(body, ignored, chat_names()).sampling.max_tokens == 5
+        assert ignored == named
+
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+# Values of fields whose type does not tell one, and what else they need.
+VALUES: dict[str, Any] = {
+    "chat_template_kwargs": {"a": 1},
+    "guided_json": {"type": "object"},
+    "logit_bias": {"5": 1.0},
+    "messages": [{"role": "user", "content": "y"}],
+    "prompt": "y",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "tool_choice": "required",
+    **TOOLS,
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "guided_whitespace_pattern": {"guided_regex": "a"},
+    "tool_choice": TOOLS,
+    "top_logprobs": {"logprobs": True},
+}
+# Of the answer's form, and the one that must be n.
+OF_ANSWER = {"stream", "stream_options", "best_of"}
+
+
+def request_of(kind: type[Base], fields: dict[str, Any]) -> bytes:
+    body, ignored = read_object({**BODIES[kind], **fields}, kind)
+    if isinstance(body, ChatBody):
+        return chat_request(body, ignored, chat_names()).SerializeToString(deterministic=True)
+    assert isinstance(body, CompletionBody)
+    (request,) = generate_requests(body, completion_names())
+    return request.SerializeToString(deterministic=True)
+
+
+def values_of(field: Any) -> Iterator[Any]:
+    if field.name in VALUES:
+        yield VALUES[field.name]
+        return
+    kinds: list[Any] = list(getattr(field.type, "types", [field.type]))
+    by_kind: dict[str, list[Any]] = {"int": [3], "float": [0.5], "str": ["x"], "bool": [True, False]}
+    for each in kinds:
+        name = type(each).__name__.removesuffix("Type").lower()
+        if name == "list":
+            item = type(each.item_type).__name__.removesuffix("Type").lower()
+            yield by_kind[item]
+        else:
+            yield from by_kind.get(name, [])
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_each_served_field_changes_the_request(kind: type[Base]) -> None:
+    body = msgspec.inspect.type_info(kind)
+    assert isinstance(body, msgspec.inspect.StructType)
+    for field in body.fields:
+        needed = NEEDED.get(field.name, {})
+        values = [] if field.name in OF_ANSWER else list(values_of(field))
+        requests = {request_of(kind, {**needed, field.name: value}) for value in values}
+        assert field.name in OF_ANSWER or requests - {request_of(kind, needed)}, field.name

@@ -650,7 +650,6 @@ def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprob
         (CHAT, {"messages": [USER], "return_token_ids": True}, "return_token_ids"),
         (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
-        (CHAT, {"messages": [USER], "max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
         (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": ["hi"]}, "messages[0]"),
