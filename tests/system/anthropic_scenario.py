@@ -14,6 +14,11 @@ import sys
 import anthropic
 from openai_scenario_requests import MESSAGE
 
+WORKS = [
+    "messages: whole and streamed, several at once",
+    "demanded calls, whole and streamed, and their results",
+    "`count_tokens`, models, stop sequences, errors",
+]
 MESSAGES = [{"role": "user", "content": MESSAGE}]
 LENGTH = 24
 GREEDY = {"messages": MESSAGES, "max_tokens": LENGTH, "extra_body": {"temperature": 0}}
@@ -80,14 +85,16 @@ def error_of(client: anthropic.Anthropic, wrong: dict[str, object]) -> str:
     return "none"
 
 
-async def text_of(client: anthropic.AsyncAnthropic, model: str) -> str:
-    async with client.messages.stream(**GREEDY, model=model) as stream:
+async def text_of(client: anthropic.AsyncAnthropic, model: str, temperature: float) -> str:
+    options = {**GREEDY, "model": model, "extra_body": {"temperature": temperature}}
+    async with client.messages.stream(**options) as stream:
         return "".join([text async for text in stream.text_stream])
 
 
 async def run_at_once(base: str, model: str) -> list[str]:
+    """Four greedy texts and four that are drawn."""
     async with anthropic.AsyncAnthropic(base_url=base, api_key="none") as client:
-        return await asyncio.gather(*(text_of(client, model) for _ in range(4)))
+        return await asyncio.gather(*(text_of(client, model, at // 4) for at in range(8)))
 
 
 if __name__ == "__main__":

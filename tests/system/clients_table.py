@@ -6,6 +6,7 @@ python -m tests.system.clients_table
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 FOLDER = Path(__file__).with_name("clients")
 # A folder for each client that npm has; its package.json declares the steps of its scenario.
 NODE_FOLDER = Path(__file__).with_name("node_clients")
+# Packages with tests of their own, by the newest release; `WORKS` of their scenarios are their steps.
+PACKAGES = ("anthropic", "openai")
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 START = """# Clients that `make test-network` runs
 
 Each client is unmodified, in an environment of its own, against a frontend with the embedded model.
-The table is made by `python -m tests.system.clients_table`; the programs are in `tests/system/clients` and,
-those of npm, in `tests/system/node_clients` and `tests/system/openai_node`.
+The table is made by `python -m tests.system.clients_table`; the programs are in `tests/system`, in
+`clients`, `node_clients` and `openai_node`, and `anthropic_scenario.py` and `openai_scenario.py` there.
 
 | client | packages | works |
 |---|---|---|
@@ -40,6 +43,14 @@ def steps_of(scenario: Path) -> list[str]:
     return [ast.get_docstring(functions[name]) or "" for name in names]
 
 
+def _works(scenario: Path) -> list[str]:
+    for node in ast.parse(scenario.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "WORKS":
+            works: list[str] = ast.literal_eval(node.value)
+            return works
+    raise LookupError(f"{scenario.name} has no WORKS")
+
+
 def npm_package(folder: Path) -> dict[str, Any]:
     package: dict[str, Any] = json.loads((folder / "package.json").read_text())
     return package
@@ -50,18 +61,24 @@ def page() -> str:
     for scenario in scenarios():
         text = scenario.read_text()
         packages = ast.literal_eval(text.partition("# dependencies = ")[2].partition("\n")[0])
-        rows.append(_row(ast.get_docstring(ast.parse(text)) or "", packages, steps_of(scenario)))
+        rows.append(_rows(ast.get_docstring(ast.parse(text)) or "", packages, steps_of(scenario)))
+    for package_name in PACKAGES:
+        scenario = FOLDER.with_name(f"{package_name}_scenario.py")
+        rows.append(_rows(f"{package_name} (PyPI)", [package_name], _works(scenario)))
     for folder in (*NODE_FOLDER.iterdir(), NODE_FOLDER.with_name("openai_node")):
         if folder.is_dir():
             package = npm_package(folder)
             packages = [f"{name}@{version}" for name, version in package["dependencies"].items()]
-            rows.append(_row(package["description"], packages, package["works"]))
+            rows.append(_rows(package["description"], packages, package["works"]))
     return START + "".join(sorted(rows, key=str.lower))
 
 
-def _row(client: str, packages: list[str], steps: list[str]) -> str:
-    names = "<br>".join(f"`{package}`" for package in packages)
-    return f"| {client.rstrip('.')} | {names} | {'<br>'.join(steps)} |\n"
+def _rows(client: str, packages: list[str], steps: list[str]) -> str:
+    """Lines with a package and a step each; the client is in the first one."""
+    lines = itertools.zip_longest(
+        [client.rstrip(".")], [f"`{package}`" for package in packages], steps, fillvalue=""
+    )
+    return "".join(f"| {name} | {package} | {step} |\n" for name, package, step in lines)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ import openai
 import pydantic
 from openai_scenario_requests import EMBEDDED, FOLLOWING, MESSAGE, PROMPT, SAMPLED
 
+WORKS = [
+    "completions, chat, responses: whole, streamed and asynchronous",
+    "chat and responses: `parse` of a model, demanded calls",
+    "embeddings, models, errors",
+]
 MESSAGES = [{"role": "user", "content": MESSAGE}]
 FUNCTION = {
     "name": "find_tower",
