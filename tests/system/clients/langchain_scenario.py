@@ -9,7 +9,8 @@ from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy
 from langchain.tools import tool
 from langchain_openai import ChatOpenAI
-from steps import LONG, MODEL, PROMPT, Arguments, Tower, find_tower, run
+from steps import LONG, MODEL, PROMPT, find_tower, run
+from tower import Arguments, Tower
 
 MESSAGES = {"messages": [{"role": "user", "content": PROMPT}]}
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import agents
 import openai
-from steps import LONG, MODEL, PROMPT, Tower, find_tower, run
+from steps import LONG, MODEL, PROMPT, find_tower, run
+from tower import Tower
 
 agents.set_tracing_disabled(True)
 

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic_ai import Agent, NativeOutput, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from steps import LONG, MODEL, PROMPT, Tower, find_tower, run
+from steps import LONG, MODEL, PROMPT, find_tower, run
+from tower import Tower
 
 
 def typed(base: str, kind: Any) -> None:

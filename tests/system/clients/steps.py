@@ -7,24 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Literal
 
-import pydantic
-
 MODEL = "triptych-tiny"
 PROMPT = "Where is the tower?"
 LONG = 400  # Tokens enough for each schema and call here.
-
-
-class Tower(pydantic.BaseModel, extra="forbid"):
-    """The answer of a schema, closed: in an open one the tiny model adds members up to its limit."""
-
-    city: Literal["Paris", "Pisa"]
-    is_tall: bool
-
-
-class Arguments(pydantic.BaseModel, extra="forbid"):
-    """The arguments of the tool, closed as the answer is."""
-
-    city: Literal["Paris", "Pisa"]
 
 
 def find_tower(city: Literal["Paris", "Pisa"]) -> str:
@@ -42,4 +27,6 @@ def run(*steps: Callable[[str], None]) -> None:
     (base,) = sys.argv[1:]
     for step in steps:
         step(base)
+    # On a line of its own: some clients leave an unfinished one.
+    print()
     print(json.dumps([step.__doc__ for step in steps]))
