@@ -34,8 +34,8 @@ class GrammarEnds(SchedulerFeature):
         )
         self._failures = metrics.counts(
             "triptych_engine_structured_output_failures_total",
-            "Requests with a constraint that ended with an error: prepare, before they ran; conflict, where "
-            "their rules left no token; run, for another reason.",
+            "Constrained requests that ended with an error: prepare, before they ran; conflict, no token "
+            "left; run, else.",
             labels=("cause",),
             zeros=[(cause,) for cause in _CAUSES],
         )

@@ -64,7 +64,14 @@ from frontend_svc.protocols.openai.response_events import (
 from frontend_svc.protocols.openai.response_items import items_of, messages_of
 from frontend_svc.protocols.openai.response_store import ResponseStore, StoredResponse
 from triptych.api.v1 import chat_message_pb2
-from triptych_kit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError, Unimplemented
+from triptych_kit.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+    Unimplemented,
+    with_fields,
+)
 from triptych_kit.security.identity import current_identity
 
 # How long a call that cancels a response waits for its stream to end.
@@ -231,7 +238,7 @@ class ResponseRoutes:
         self._streaming[turn.key] = turn
         try:
             async with contextlib.aclosing(self._chat.stream(chat, caller_of(request))) as responses:
-                async for event in _events_of(response, responses):
+                async for event in _events_of(response, responses, request.state.name_of):
                     if event["type"] in LAST_EVENTS:
                         # Before the client knows of the end: its next call may continue it.
                         del self._streaming[turn.key]
@@ -327,9 +334,11 @@ class ResponseRoutes:
 
 
 async def _events_of(
-    response: GrowingResponse, responses: AsyncGenerator[chat_message_pb2.ChatResponse, None]
+    response: GrowingResponse,
+    responses: AsyncGenerator[chat_message_pb2.ChatResponse, None],
+    name_of: NameOf,
 ) -> AsyncGenerator[Event, None]:
-    """The events of a response; an error after the first one is the last one."""
+    """The events of a response; an error after the first one is the last one, with fields of the body."""
     has_started = False
     try:
         async for each in responses:
@@ -347,7 +356,7 @@ async def _events_of(
     except ServiceError as error:
         if not has_started:
             raise
-        for event in response.fail(error):
+        for event in response.fail(with_fields(error, name_of)):
             yield event
 
 
