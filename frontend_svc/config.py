@@ -149,6 +149,11 @@ class FrontendConfig(SecurityOptions):
         identity = Identity("TRIPTYCH_API_KEY", frozenset((Role.CLIENT,)))
         return (Entry(identity, digest=digest_of(key, "TRIPTYCH_API_KEY")),)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key, or a certificate with an entry."""
+        return self.api_keys is not None or bool(self.client_keys)
+
     def __post_init__(self) -> None:
         self.check_security(self.host, self.admin_http_host, has_key=bool(self.client_keys))
         check_service_ports(self)

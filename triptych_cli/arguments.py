@@ -26,6 +26,7 @@ from triptych_kit.config import (
     switch_names,
 )
 from triptych_kit.listeners import Listener, check_listeners
+from triptych_kit.security.options import SecurityOptions
 
 EMBEDDED_NAME = "triptych-tiny"
 _NAME_FLAG = "--served-model-name"
@@ -72,7 +73,13 @@ class Serving:
     tokenizer: str | None = None  # of the frontends, in place of the model's
     has_tls: bool = False  # whether clients use TLS
     has_keys: bool = False  # whether clients need a key
+    security: Sequence[SecurityOptions] = ()  # of the services
     listeners: Sequence[Listener] = ()
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether clients need a key or a certificate."""
+        return self.has_keys or any(one.ssl_ca_certs is not None for one in self.security)
 
     @property
     def model(self) -> str:
@@ -118,7 +125,8 @@ def parse_serve(argv: Sequence[str]) -> Serving:
         engine.config,
         frontend.config.tokenizer,
         frontend.config.ssl_certfile is not None,
-        frontend.config.api_keys is not None or bool(frontend.config.client_keys),
+        frontend.config.has_keys,
+        (coordinator.config, engine.config, frontend.config),
         listeners,
     )
 

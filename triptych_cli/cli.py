@@ -132,6 +132,7 @@ def serve(context: typer.Context) -> None:
         serving = parse_serve(context.args)
     except ConfigError as error:
         _refuse("serve", error)
+    _check_variables("serve", has_credentials=serving.has_credentials)
     from triptych_cli.serve.serve import run_serve
 
     raise typer.Exit(run_serve(serving, _ENVIRONMENT))
@@ -457,7 +458,9 @@ def top(
 def _run_service(service: str, arguments: list[str]) -> int:
     from triptych_cli.services import config_of, main_of
 
-    _refuse_unknown(service, arguments, config_of(service))
+    config = config_of(service)
+    _refuse_unknown(service, arguments, config)
+    _check_variables(service, has_credentials=_has_credentials(config, service, arguments))
     return main_of(service)(["--help" if argument == "-h" else argument for argument in arguments])
 
 
@@ -487,6 +490,33 @@ def _refuse_unknown(verb: str, arguments: list[str], config: type) -> None:
     except ConfigError:
         # Of a value. The configuration is loaded next, and says the same.
         pass
+
+
+def _check_variables(verb: str, *, has_credentials: bool | None) -> None:
+    """Warn of variables of vLLM, and refuse a key of it where clients need none."""
+    from triptych_cli.vllm_environment import warning_of
+    from triptych_kit.telemetry.logs import write_log_line
+
+    try:
+        warning = warning_of(_ENVIRONMENT, has_credentials=has_credentials)
+    except ValueError as error:
+        _refuse(verb, error)
+    if warning:
+        write_log_line(f"triptych {verb}: {warning}")
+
+
+def _has_credentials(config: type, service: str, arguments: list[str]) -> bool | None:
+    """Whether clients of a service need credentials; None if it is none for clients, or does not start."""
+    from triptych_kit.config import ConfigError, load_config
+
+    if service != "frontend":
+        return None
+    try:
+        options: Any = load_config(config, arguments, service=service).config
+    except ConfigError:
+        # The service itself says so.
+        return None
+    return bool(options.has_keys or options.ssl_ca_certs)
 
 
 def _refuse(verb: str, error: Exception) -> NoReturn:

@@ -36,6 +36,7 @@ from triptych_kit.listeners import Listener
 from triptych_kit.process.child import ChildDied
 from triptych_kit.process.setup import leave_process
 from triptych_kit.process.supervision import SupervisorLimits, run_until_signal
+from triptych_kit.security.setup import check_files
 from triptych_kit.telemetry.logs import LogStream, setup_logs, write_log_line
 
 _USAGE_ERROR = 2
@@ -53,6 +54,8 @@ def run_serve(serving: Serving, environment: Mapping[str, str]) -> int:
     config = serving.config
     try:
         _check_ports(serving.listeners)
+        for options in serving.security:
+            check_files(options)
         _check_model(serving)
     except (ValueError, OSError) as error:
         write_log_line(f"triptych serve: {error}")

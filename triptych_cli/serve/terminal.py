@@ -115,10 +115,10 @@ def banner(
                 for name, one in admin_https.items()
                 if name.startswith("frontend") and is_loopback(one.rpartition(":")[0])
             ),
+            *([f"  with    {'; '.join(notes)}"] if notes else []),
             *([f"  try     {_curl(http, has_tls=has_tls, has_keys=has_keys)}"] if http else []),
             f"  {'or' if http else 'try':<7} triptych chat {verb}",
             f"  or      triptych complete {verb} 'Once upon a time'",
-            *([f"  where   {'; '.join(notes)}"] if notes else []),
         )
     )
 

@@ -172,7 +172,11 @@ def _entry(fields: Any, what: str) -> Entry:
 def digest_of(key: str, what: str) -> bytes:
     """The digest of a key in clear. Raises ConfigError for one that could be guessed, or cannot be sent."""
     if len(key) < MIN_KEY_CHARACTERS:
-        raise ConfigError(f"{what}: key has {len(key)} characters, the least is {MIN_KEY_CHARACTERS}")
+        raise ConfigError(
+            f"{what}: key has {len(key)} characters, the least is {MIN_KEY_CHARACTERS}: `triptych key new` "
+            "makes one; a short one that clients have already takes an entry with its sha256 in the file of "
+            "--api-keys"
+        )
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{what}: key has characters that a header cannot have")
     return hashlib.sha256(key.encode()).digest()

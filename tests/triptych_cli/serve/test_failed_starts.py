@@ -22,6 +22,7 @@ from engine_svc.build.start_check import check_start
 from engine_svc.config import EngineConfig
 from engine_svc.model.errors import CheckpointError
 from tests.triptych_cli.fakes import triptych
+from triptych_cli import cli as cli_module
 from triptych_cli.cli import app
 from triptych_cli.serve import serve as serve_module
 from triptych_cli.services import embedded_model
@@ -149,6 +150,14 @@ def another_tokenizer(content: str | None) -> Arrange:
     return arrange
 
 
+def broken_keys(content: str) -> Arrange:
+    def arrange(folder: Path) -> list[str]:
+        (folder / "keys.yaml").write_text(content)
+        return [f"--api-keys={folder / 'keys.yaml'}"]
+
+    return arrange
+
+
 def a_broken_template(folder: Path) -> list[str]:
     (folder / "chat.jinja").write_text("{% for %}")
     return [f"--chat-template={folder / 'chat.jinja'}"]
@@ -229,6 +238,16 @@ FAILED_STARTS: dict[str, tuple[Arrange, tuple[str, ...]]] = {
         ("--sched-trace-path is /nowhere/a.jsonl", "a file in a folder that exists"),
     ),
     "former flag": (flags("--record-decisions=a.json.gz"), ("it is --sched-trace-path, whose file",)),
+    "short key": (
+        broken_keys("- {name: a, role: client, key: short}"),
+        ("keys.yaml: entry 1 (a): key has 5 characters", "an entry with its sha256"),
+    ),
+    "no keys": (flags("--api-keys=/nowhere"), ("api_keys /nowhere cannot be read",)),
+    "certificate": (
+        flags("--ssl-certfile=/nowhere", "--ssl-keyfile=/nowhere"),
+        ("/nowhere",),
+    ),
+    "peer key": (flags("--peer-api-key-file=/nowhere"), ("/nowhere",)),
     "revision": (flags("--revision=main"), ("revision is main, but",)),
 }
 
@@ -253,6 +272,32 @@ def test_a_failed_start_is_its_cause_in_one_line_and_no_process(
     [line] = err.splitlines()
     assert line.startswith("triptych serve: ")
     assert all(word in line for word in words), line
+
+
+@pytest.mark.usefixtures("no_process_starts")
+@pytest.mark.parametrize("arguments", [("serve", "--port=0"), ("frontend", "--engine=127.0.0.1:1")])
+def test_a_key_of_vllm_without_credentials_is_no_open_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(cli_module, "_ENVIRONMENT", {"VLLM_API_KEY": "secret", "VLLM_LOGGING_LEVEL": "INFO"})
+    assert app(arguments, standalone_mode=False) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"triptych {arguments[0]}: VLLM_API_KEY is set, which is not read here")
+    assert "Set TRIPTYCH_API_KEY, or a file of keys with --api-keys" in line
+
+
+@pytest.mark.usefixtures("no_process_starts")
+def test_variables_of_vllm_are_a_warning_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"VLLM_API_KEY": "secret", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NEW": "1", "VLLM_EMPTY": ""}
+    monkeypatch.setattr(cli_module, "_ENVIRONMENT", variables)
+    monkeypatch.setenv("TRIPTYCH_API_KEY", "triptych-0123456789abcdef")
+    assert app(["serve", "--port=0", "./no-such-folder"], standalone_mode=False) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "triptych serve: variables of vLLM have no effect here: VLLM_API_KEY (TRIPTYCH_API_KEY),"
+        " VLLM_LOGGING_LEVEL (--log-level), VLLM_NEW"
+    )
 
 
 @pytest.mark.usefixtures("no_process_starts")
