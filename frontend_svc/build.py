@@ -46,6 +46,7 @@ from frontend_svc.output.collector import ReaderLimit
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.parts import Answers, EngineParts, PublicAPI, RequestParts, Servers
 from frontend_svc.process.frontend import Frontend
+from frontend_svc.process.stack_metrics import StackMetrics
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.browsers import for_browsers
 from frontend_svc.protocols.openai.call import PROBES
@@ -72,7 +73,7 @@ from triptych_kit.admin import AdminServicer
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.clock import Clock, MonotonicClock
 from triptych_kit.http.admin_http import AdminHTTP
-from triptych_kit.http.pages import MakePage, Pages, TakeBody, metrics_page
+from triptych_kit.http.pages import METRICS_PATH, TARGETS_PATH, MakePage, Pages, TakeBody, metrics_page
 from triptych_kit.http.trace_page import traces_page
 from triptych_kit.process.setup import runtime_folder
 from triptych_kit.security.listeners import ListenerSecurity
@@ -388,7 +389,7 @@ def _admin_pages(
     about: Callable[[], About],
 ) -> AdminPages:
     return AdminPages(
-        {"/metrics": metrics_page(metrics.collect), "/traces/last": traces_page},
+        {METRICS_PATH: metrics_page(metrics.collect), "/traces/last": traces_page},
         {"/ui/state": state_page.make, "/ui/history": history.make, **ui_pages(about)},
         ui_posts(answers.generate, answers.chat),
     )
@@ -408,8 +409,18 @@ def _http_listener(
     pages = None
     # Of several workers behind one port, each has metrics of its own: the admin HTTP listener adds them up.
     if is_loopback(config.host) and not config.share_port:
+        facts = admin_pages.facts
+        if config.metrics_sockets is not None:
+            stack = StackMetrics(
+                Path(config.metrics_sockets),
+                f"frontend-{config.index}",
+                facts[METRICS_PATH],
+                address=lambda: listener.address,
+                has_tls=security.tls is not None,
+            )
+            facts = {**facts, METRICS_PATH: stack.metrics, TARGETS_PATH: stack.targets}
         pages = Pages(
-            {**admin_pages.facts, **admin_pages.ui},
+            {**facts, **admin_pages.ui},
             admin_pages.posts,
             security.authenticator,
             on_loopback=True,
@@ -431,7 +442,7 @@ def _http_listener(
         rates_of=requests.tenants.rates,
         pages=pages,
     )
-    return HTTPListener(
+    listener = HTTPListener(
         f"{config.host}:{config.http_port}",
         for_browsers(routes.app, allowed_origins=config.http_allowed_origin, host=config.host),
         shares_port=config.share_port,
@@ -442,6 +453,7 @@ def _http_listener(
         forwarded_allow_ips=config.forwarded_allow_ips,
         security=security,
     )
+    return listener
 
 
 def _show_readiness(directory: Directory, servers: Servers) -> None:

@@ -58,6 +58,9 @@ class FrontendConfig(SecurityOptions):
     admin_port: int = option(0, help="port of the admin listener, on loopback; 0 lets the kernel choose")
     admin_http_host: str = option("127.0.0.1", help="address of the admin HTTP listener, with /metrics")
     admin_http_port: int = option(0, help="port of the admin HTTP listener; 0 lets the kernel choose")
+    metrics_sockets: str | None = option(
+        None, help="folder with the admin HTTP sockets of the stack, for /metrics; set by `triptych serve`"
+    )
     ui: bool = option(False, help="serve the page /ui at an admin HTTP listener that is not on loopback, too")
     engine: tuple[str, ...] = option((), help="engine to use, host:port; needs no coordinator")
     coordinator: str | None = option(None, help="coordinator that lists the engines, host:port")

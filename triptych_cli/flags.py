@@ -21,6 +21,7 @@ RESERVED = frozenset(
         "--uds",
         "--admin-uds",
         "--admin-http-uds",
+        "--metrics-sockets",
     }
 )
 

@@ -199,8 +199,8 @@ def _socket_flags(plan: ProcessPlan, serving: Serving, sockets: Path) -> list[st
 
     flags = [f"--admin-uds={at('.admin')}"]
     if plan.service == "frontend":
-        # Its page is for a browser of this machine.
-        return flags
+        # Its page is for a browser of this machine, and a scraper finds the metrics of all processes there.
+        return [*flags, f"--metrics-sockets={sockets}"]
     flags.append(f"--uds={at('')}")
     own_flags = {flag.partition("=")[0] for flag in serving.flags.get(plan.service, ())}
     if not serving.config.admin_http_port and "--admin-http-host" not in own_flags:

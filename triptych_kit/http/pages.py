@@ -1,6 +1,6 @@
 """Pages by path, as a service shows them to its operators, and who may see them. Knows no connection.
 
-Where callers need credentials, /metrics is for every role and all else for admins. Other sites in a browser
+Where callers need credentials, metrics are for every role and all else for admins. Other sites in a browser
 on this host are kept out: on loopback, pages are for names of loopback alone, and a POST must come from a
 page of the same host.
 """
@@ -24,6 +24,8 @@ from triptych_kit.telemetry.metrics import TEXT_FORMAT, to_text
 logger = logging.getLogger(__name__)
 
 METRICS_PATH = "/metrics"
+TARGETS_PATH = "/metrics/targets"
+_PATHS_OF_EVERY_ROLE = frozenset((METRICS_PATH, TARGETS_PATH))
 MAX_BODY_BYTES = 256 * 1024  # of a POST
 _HEADERS = (
     ("cache-control", "no-store"),
@@ -126,7 +128,7 @@ class Pages:
             return None
         try:
             identity = self._authenticator.identify(headers.get("authorization", ""), certificate_names)
-            check_role(identity, ANY_ROLE if path == METRICS_PATH else frozenset((Role.ADMIN,)), path)
+            check_role(identity, ANY_ROLE if path in _PATHS_OF_EVERY_ROLE else frozenset((Role.ADMIN,)), path)
         except Unauthenticated as error:
             return refused(401, error.message)
         except PermissionDenied as error:

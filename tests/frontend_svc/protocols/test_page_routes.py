@@ -9,6 +9,9 @@ import pytest
 
 from tests.frontend_svc.fakes import FakeEngine, answer
 from tests.frontend_svc.protocols.test_openai import CHAT, TEMPLATE, TEXT, served
+from triptych_kit.http.admin_http import AdminHTTP
+from triptych_kit.http.pages import metrics_page
+from triptych_kit.telemetry.metrics import Metrics
 
 HTML = {"accept": "text/html,*/*"}
 
@@ -29,6 +32,34 @@ async def test_metrics_and_the_page_are_served_on_loopback():
     assert [engine["state"] for engine in state.body["engines"]] == ["ready"]
     assert [trace["name"] for trace in traces.body["traces"]] == ["chat tiny"]
     assert wrong.status == 400
+
+
+async def test_metrics_of_the_other_processes_are_found_and_served(tmp_path: Path):
+    metrics = Metrics("engine")
+    other = AdminHTTP(f"unix:{tmp_path}/engine-0.http.sock", {"/metrics": metrics_page(metrics.collect)})
+    await other.start()
+    async with served(metrics_sockets=str(tmp_path)) as client:
+        targets = await client.call("GET", "/metrics/targets")
+        by_name = {}
+        for group in targets.body:
+            assert group["targets"] == [client.address]
+            labels = group["labels"]
+            assert labels["__scheme__"] == "http"
+            query = f"process={labels['__param_process']}"
+            by_name[labels["instance"]] = (await client.call("GET", f"/metrics?{query}")).content
+        unknown = await client.call("GET", "/metrics?process=../engine-0")
+        await other.stop(0)
+        (tmp_path / "engine-0.http.sock").touch()
+        gone = await client.call("GET", "/metrics?process=engine-0")
+        own = await client.call("GET", "/metrics")
+    assert targets.headers["content-type"] == "application/json"
+    assert {name: b'service="engine"' in text for name, text in by_name.items()} == {
+        "engine-0": True,
+        "frontend-0": False,
+    }
+    assert b"triptych_frontend_requests_total" in by_name["frontend-0"]
+    assert b"triptych_frontend_requests_total" in own.content
+    assert (unknown.status, gone.status) == (404, 503)
 
 
 async def test_the_playground_answers_in_lines():

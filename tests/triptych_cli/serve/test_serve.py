@@ -197,6 +197,14 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
             assert f'triptych_build_info{{service="{one["service"]}"'.encode() in page.replace(
                 b'engine="0",model_name="triptych-tiny",', b""
             )
+        http = stack.ready["http"]
+        targets = json.loads(await read_page(http, "/metrics/targets", limit_s=10))
+        names = ["coordinator-0", "engine-0", "frontend-0"]
+        assert [group["labels"]["instance"] for group in targets] == names
+        scraped = [await read_page(http, f"/metrics?process={name}", limit_s=10) for name in names]
+        services = [f'triptych_build_info{{service="{name.partition("-")[0]}"'.encode() for name in names]
+        assert all(service in page for service, page in zip(services[::2], scraped[::2], strict=True))
+        assert b"triptych_engine_generated_tokens_total" in scraped[1]
         assert f"grpc://{stack.ready['grpc']}" in stack.banner
         assert f"http://{processes[2]['admin_http']}/ui" in stack.banner
         assert f"triptych chat --url {stack.url}" in stack.banner
