@@ -50,10 +50,11 @@ from frontend_svc.process.stack_metrics import StackMetrics
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.browsers import for_browsers
 from frontend_svc.protocols.openai.call import PROBES
+from frontend_svc.protocols.openai.call_ids import CallIds
 from frontend_svc.protocols.openai.connection import ConnectionLimits
 from frontend_svc.protocols.openai.listener import HTTPListener
 from frontend_svc.protocols.openai.response_store import ResponseStore
-from frontend_svc.protocols.openai.routes import OpenAIRoutes
+from frontend_svc.protocols.openai.routes import OpenAIRoutes, dialect_of
 from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.pooling import supports_pooling
 from frontend_svc.text.workers.workers import TextWorkers
@@ -444,7 +445,10 @@ def _http_listener(
     )
     listener = HTTPListener(
         f"{config.host}:{config.http_port}",
-        for_browsers(routes.app, allowed_origins=config.http_allowed_origin, host=config.host),
+        CallIds(
+            for_browsers(routes.app, allowed_origins=config.http_allowed_origin, host=config.host),
+            dialect_of,
+        ),
         shares_port=config.share_port,
         limits=ConnectionLimits(
             max_connections=config.http_max_connections, slow_reader_s=config.slow_reader_s

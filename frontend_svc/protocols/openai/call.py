@@ -1,4 +1,4 @@
-"""The common part of all routes: guarded calls with ids, bodies with limits, answers, event streams."""
+"""The common part of all routes: guarded calls, bodies with limits, answers, event streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -25,21 +24,16 @@ from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
 from frontend_svc.protocols.openai.field_names import as_it_is
-from triptych.api.v1 import generate_pb2
 from triptych_kit.errors import Cancelled, Internal, ServiceError, with_fields
-from triptych_kit.rules import rules_of
 from triptych_kit.security.identity import current_identity
-from triptych_kit.telemetry.logs import bind_log_fields
-from triptych_kit.telemetry.traces import join_trace
 
 logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/ready")
 DONE = b"data: [DONE]\n\n"
-_MAX_ID_CHARS = rules_of(generate_pb2.GenerateRequest, "request_id").max_chars
-_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{_MAX_ID_CHARS}}}")
 _IGNORED_HEADER = "x-triptych-ignored-fields"
 _MAX_IGNORED = 64  # names in the header
+_MAX_NAME_CHARS = 128
 _encode = msgspec.json.Encoder().encode
 
 _T = TypeVar("_T")
@@ -69,15 +63,10 @@ OPENAI = Dialect(error_body, event_of, heartbeat=b": heartbeat\n\n")
 
 
 def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
-    """Gives the request an id, and errors the shape and the fields of the API; logs the call."""
+    """Gives errors the shape and the fields of the API; logs the call."""
 
     async def handle(request: Request) -> Response:
-        own_id = request.headers.get("x-request-id", "")
-        request_id = own_id if _REQUEST_ID.fullmatch(own_id) else secrets.token_hex(16)
-        request.state.request_id, request.state.dialect = request_id, dialect
-        request.state.name_of = as_it_is
-        trace_id = join_trace(request.headers.get("traceparent", ""), "")
-        bind_log_fields(request_id=request_id, trace_id=trace_id)
+        request.state.dialect, request.state.name_of = dialect, as_it_is
         began_at = time.monotonic()
         try:
             response = await handler(request)
@@ -87,10 +76,7 @@ def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
             response = refusal(Cancelled("the client has disconnected"), dialect)
         except Exception:  # noqa: BLE001  Whatever it is, the client gets an incident.
             response = refusal(_incident(), dialect)
-        response.headers["x-request-id"], response.headers["x-trace-id"] = request_id, trace_id
         response.headers.update(_rate_headers(request.app.state.rates_of(current_identity())))
-        if dialect.id_header:
-            response.headers[dialect.id_header] = request_id
         is_quiet = request.url.path in PROBES
         logger.log(
             logging.DEBUG if is_quiet else logging.INFO,
@@ -269,7 +255,7 @@ def json_response(content: dict[str, Any], ignored: list[str] | None = None) -> 
 
 def _ignored_header(ignored: Sequence[str]) -> dict[str, str]:
     """Names as a client chose them are quoted, and all but the first ones left out."""
-    named = [quote(name[:_MAX_ID_CHARS], safe="[]") for name in sorted(set(ignored))]
+    named = [quote(name[:_MAX_NAME_CHARS], safe="[]") for name in sorted(set(ignored))]
     if len(named) > _MAX_IGNORED:
         named[_MAX_IGNORED:] = ["..."]
     return {_IGNORED_HEADER: ", ".join(named)} if named else {}

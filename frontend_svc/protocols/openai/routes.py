@@ -136,7 +136,7 @@ class OpenAIRoutes:
         }
         handlers = {"GET": gets, "POST": posts, "DELETE": response_routes.deletes}
         routes = [
-            Route(path, guarded(handler, _dialect_of(path)), methods=[method])
+            Route(path, guarded(handler, dialect_of(path)), methods=[method])
             for method, by_path in handlers.items()
             for path, handler in by_path.items()
         ]
@@ -148,11 +148,11 @@ class OpenAIRoutes:
                 Middleware(
                     Authorization,
                     authenticator=authenticator,
-                    dialect_of=_dialect_of,
+                    dialect_of=dialect_of,
                     own_rules=self._page_paths,
                 ),
             ],
-            exception_handlers={HTTPException: unknown_route(_dialect_of)},
+            exception_handlers={HTTPException: unknown_route(dialect_of)},
         )
         # A client would repeat a POST as a GET.
         self.app.router.redirect_slashes = False
@@ -400,7 +400,7 @@ class OpenAIRoutes:
         yield DONE
 
 
-def _dialect_of(path: str) -> Dialect:
+def dialect_of(path: str) -> Dialect:
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
 

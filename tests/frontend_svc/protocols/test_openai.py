@@ -480,6 +480,35 @@ async def test_an_answer_names_its_trace_whose_address_is_that_of_http(telemetry
     assert refused.headers["x-trace-id"] not in trace_ids
 
 
+async def test_every_answer_has_the_ids_of_its_call(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        "- {name: ann, key: key-of-ann-0123456789, role: client}\n"
+        "- {name: eve, key: key-of-eve-0123456789, role: engine}\n"
+    )
+    ann, eve = ({"authorization": f"Bearer key-of-{name}-0123456789"} for name in ("ann", "eve"))
+    calls = [
+        (200, "GET", "/health", {}),
+        (401, "GET", "/v1/models", {}),
+        (401, "GET", "/metrics", {}),
+        (401, "POST", "/v1/messages", {}),
+        (403, "GET", "/v1/models", eve),
+        (403, "GET", "/v1/models", {"origin": "http://elsewhere.example"}),
+        (404, "GET", "/v2/models", ann),
+        (405, "POST", "/v1/models", ann),
+    ]
+    own_ids = {"x-request-id": "mine", "traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
+    async with served(api_keys=str(file)) as client:
+        for status, method, path, headers in calls:
+            own = await client.call(method, path, **headers, **own_ids)
+            made = await client.call(method, path, **headers)
+            assert (own.status, made.status) == (status, status)
+            assert (own.headers["x-request-id"], own.headers["x-trace-id"]) == ("mine", TRACE_ID)
+            assert made.headers["x-trace-id"] != TRACE_ID
+            assert len(made.headers["x-trace-id"]) == len(made.headers["x-request-id"]) == 32
+            assert own.headers.get("request-id") == ("mine" if path == "/v1/messages" else None)
+
+
 async def test_answers_show_the_rates_of_tenants_with_limits(tmp_path):
     file = tmp_path / "keys.yaml"
     limits = "requests_per_minute: 2, tokens_per_minute: 6000"
