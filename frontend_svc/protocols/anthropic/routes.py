@@ -21,6 +21,7 @@ from frontend_svc.protocols.openai.call import (
     Handler,
     body_of,
     caller_of,
+    choose_rank,
     json_response,
     streamed,
     unless_disconnected,
@@ -60,6 +61,7 @@ class MessageRoutes:
         body, ignored = await body_of(request, MessagesBody)
         made = message_request(body, ignored, reasons=functools.partial(self._models.reasons, body.model))
         request.state.name_of = made.names
+        choose_rank(request, [made.chat])
         return body, made
 
 

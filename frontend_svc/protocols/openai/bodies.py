@@ -6,10 +6,11 @@ import difflib
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 import msgspec.inspect
+from google.protobuf.message import Message as ProtoMessage
 
 from frontend_svc.protocols.openai.fields import (
     IGNORED_IN_CALLS,
@@ -146,12 +147,18 @@ class Message(Base):
     function_call: None = None
 
 
+def _struct_of(message: type[ProtoMessage]) -> type[Base]:
+    fields = [(name, kind | None, None) for name, kind in plain_fields(message).items()]
+    struct = msgspec.defstruct(message.DESCRIPTOR.name, fields, bases=(Base,), module=__name__, kw_only=True)
+    return cast("type[Base]", struct)
+
+
 # Of every body: the sampling parameters that have the contract's names and types there.
 SAME_SAMPLING = {
     name: kind
     for name, kind in plain_fields(sampling_pb2.SamplingParams).items()
     if name not in _OF_SOME_BODIES | _OF_GRPC
-}
+} | {"repetition_detection": _struct_of(sampling_pb2.RepetitionDetection)}
 if TYPE_CHECKING:
     SameSampling = Base
 else:

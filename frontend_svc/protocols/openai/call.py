@@ -6,9 +6,19 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -24,7 +34,15 @@ from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
 from frontend_svc.protocols.openai.field_names import as_it_is
-from triptych_kit.errors import Cancelled, Internal, ServiceError, with_fields
+from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych_kit.errors import (
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unimplemented,
+    with_fields,
+)
 from triptych_kit.security.identity import current_identity
 
 logger = logging.getLogger(__name__)
@@ -32,12 +50,15 @@ logger = logging.getLogger(__name__)
 PROBES = ("/health", "/ready")
 DONE = b"data: [DONE]\n\n"
 _IGNORED_HEADER = "x-triptych-ignored-fields"
+_RANK_HEADER = "x-data-parallel-rank"
+_RANK = re.compile("[0-9]{1,18}")
 _MAX_IGNORED = 64  # names in the header
 _MAX_NAME_CHARS = 128
 _encode = msgspec.json.Encoder().encode
 
 _T = TypeVar("_T")
 Handler = Callable[[Request], Awaitable[Response]]
+Ranked = generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest
 
 
 def event_of(content: dict[str, Any], event_id: str = "") -> bytes:
@@ -119,6 +140,33 @@ def caller_of(request: Request) -> Caller:
         identity=current_identity(),
         server=_address_in(request),
     )
+
+
+def choose_rank(request: Request, api_requests: Iterable[Ranked]) -> None:
+    """Send requests to the rank that vLLM's header names. Errors about the rank name the header."""
+    rank = request.headers.get(_RANK_HEADER)
+    if rank is None:
+        return
+    if not _RANK.fullmatch(rank):
+        raise InvalidArgument(f"{_RANK_HEADER} is {rank!r:.40}, must be a number", field=_RANK_HEADER)
+    for each in api_requests:
+        each.data_parallel_rank = int(rank)
+    name_of = request.state.name_of
+    request.state.name_of = lambda path: _RANK_HEADER if path == "data_parallel_rank" else name_of(path)
+
+
+def without_rank(handler: Handler) -> Handler:
+    """A handler that refuses vLLM's header for a rank."""
+
+    async def handle(request: Request) -> Response:
+        if _RANK_HEADER in request.headers:
+            raise Unimplemented(
+                f"{_RANK_HEADER} is not served here: completions and chats alone have ranks",
+                metadata={"field": _RANK_HEADER},
+            )
+        return await handler(request)
+
+    return handle
 
 
 def _address_in(request: Request) -> str:

@@ -17,7 +17,14 @@ from starlette.responses import Response
 from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.protocols.openai.bodies import Base
-from frontend_svc.protocols.openai.call import Handler, body_of, caller_of, json_response, unless_disconnected
+from frontend_svc.protocols.openai.call import (
+    Handler,
+    body_of,
+    caller_of,
+    json_response,
+    unless_disconnected,
+    without_rank,
+)
 from frontend_svc.protocols.openai.requests import set_field
 from frontend_svc.text.pooling import read_floats
 from triptych.api.v1 import embedding_pb2
@@ -72,9 +79,9 @@ class EmbeddingRoutes:
     def __init__(self, pooling: PoolingAnswers, models: ModelAnswers) -> None:
         self._pooling, self._models = pooling, models
         self.posts: dict[str, Handler] = {
-            "/v1/embeddings": self._embeddings,
-            **dict.fromkeys(("/score", "/v1/score"), self._score),
-            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self._rerank),
+            "/v1/embeddings": without_rank(self._embeddings),
+            **dict.fromkeys(("/score", "/v1/score"), without_rank(self._score)),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), without_rank(self._rerank)),
         }
 
     async def _embeddings(self, request: Request) -> Response:

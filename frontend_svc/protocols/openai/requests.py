@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from frontend_svc.protocols.openai.bodies import (
     SAME_SAMPLING,
+    Base,
     CalledTool,
     ChatBody,
     CompletionBody,
@@ -358,6 +359,10 @@ def set_field(message: Any, name: str, value: Any, field: str = "", names: Field
         return
     if names is not None:
         names.note_set(message, name, field or name)
+    if isinstance(value, Base):
+        for inner in value.__struct_fields__:
+            set_field(getattr(message, name), inner, getattr(value, inner), f"{field or name}.{inner}")
+        return
 
     def put(value: Any) -> None:
         if isinstance(value, list):

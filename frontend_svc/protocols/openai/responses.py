@@ -35,6 +35,7 @@ from frontend_svc.protocols.openai.call import (
     Handler,
     body_of,
     caller_of,
+    choose_rank,
     json_response,
     streamed,
     unless_disconnected,
@@ -473,6 +474,7 @@ def _request_of(
     names = chat_names()
     chat = chat_request(_chat_of(body, conversation.messages, ignored), ignored, names)
     request.state.name_of = in_turn(names, conversation.name_of)
+    choose_rank(request, [chat])
     return chat
 
 

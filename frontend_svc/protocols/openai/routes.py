@@ -53,6 +53,7 @@ from frontend_svc.protocols.openai.call import (
     Handler,
     body_of,
     caller_of,
+    choose_rank,
     event_of,
     guarded,
     json_response,
@@ -247,6 +248,7 @@ class OpenAIRoutes:
         names = chat_names()
         api_request, caller = chat_request(body, ignored, names), caller_of(request)
         request.state.name_of = names
+        choose_rank(request, [api_request])
         if body.stream:
             chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
             return await streamed(request, chunks, ignored)
@@ -261,6 +263,7 @@ class OpenAIRoutes:
         names = completion_names()
         api_requests, caller = generate_requests(body, names), caller_of(request)
         request.state.name_of = names
+        choose_rank(request, api_requests)
         echo = None
         if body.echo:
             prompts = [one.prompt for one in api_requests]

@@ -101,6 +101,7 @@ VALUES: dict[str, Any] = {
     "logit_bias": {"5": 1.0},
     "messages": [{"role": "user", "content": "y"}],
     "prompt": "y",
+    "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
     "tool_choice": "required",

@@ -163,6 +163,7 @@ async def test_parameters_reach_the_engine_by_their_names():
             "ignore_eos": True,
             "priority": 4,
             "cache_salt": "s",
+            "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
         }
         reply = await client.post("/v1/completions", body)
         assert reply.status == 200, reply.content
@@ -170,7 +171,36 @@ async def test_parameters_reach_the_engine_by_their_names():
     sampling = entry.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.min_p) == (7, 0.5, 3, 0.25)
     assert (sampling.stop_token_ids or sampling.ignore_eos, sampling.logit_bias[0].bias) == (True, 2)
+    detection = sampling.repetition_detection
+    assert (detection.max_pattern_size, detection.min_pattern_size, detection.min_count) == (4, 1, 3)
     assert (entry.priority, bool(entry.cache_salt)) == (4, True)
+
+
+async def test_the_header_of_a_rank_chooses_it_or_is_refused():
+    header = {"x-data-parallel-rank": "0"}
+    bodies = {
+        "/v1/completions": {"prompt": "the"},
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": {"input": "the"},
+        "/v1/messages": {**CHAT, "max_tokens": 5},
+    }
+    engine = FakeEngine(answer(TEXT), chat_template=TEMPLATE)
+    async with served(engine) as client:
+        replies = [await client.post(path, body, **header) for path, body in bodies.items()]
+        wrong = [
+            await client.post(path, body, **{"x-data-parallel-rank": rank})
+            for path, body in bodies.items()
+            for rank in ("x", "7")
+        ]
+        unranked = await client.post("/v1/embeddings", {"input": "the"}, **header)
+    assert [reply.status for reply in replies] == [200] * 4
+    assert [
+        (request.entry.HasField("data_parallel_rank"), request.entry.data_parallel_rank)
+        for request in engine.requests
+    ] == [(True, 0)] * 4
+    for reply in (*wrong, unranked):
+        assert reply.status == 400
+        assert reply.body["error"]["message"].startswith("x-data-parallel-rank is ")
 
 
 async def test_a_stream_has_the_ids_of_each_prompt_once():
