@@ -12,13 +12,14 @@ from frontend_svc.options.option import AnyRequest, PreparedPrompt, RequestOptio
 from frontend_svc.output.request_state import OutputReader
 from frontend_svc.parsers.declared_tools import (
     JSON_KINDS,
+    call_format,
     call_tags,
     call_trigger,
     demands_call,
     has_schema_beside_calls,
     has_strict_tools,
 )
-from frontend_svc.parsers.registry import NONE, tool_parser
+from frontend_svc.parsers.parser import ToolParserFormat
 from frontend_svc.text.limits import Violations
 from frontend_svc.text.model import ServedModel
 from triptych.api.v1 import chat_message_pb2, generate_pb2, model_pb2
@@ -83,7 +84,7 @@ class StructuredOutput(RequestOption):
         else:
             prompt.client_fields[_FIELD] = "tools"
         if isinstance(request, chat_message_pb2.ChatRequest) and _has_call_tags(request, prompt.model):
-            sent.structural_tag = call_tags(request, tool_parser(prompt.model.parsers.tool))
+            sent.structural_tag = call_tags(request, _call_format(request, prompt.model))
             # That of the answer's schema stands in its tag.
             sent.ClearField("lenient")
         if sent.backend == AUTO:
@@ -142,7 +143,11 @@ def _is_constrained(request: AnyRequest, model: ServedModel) -> bool:
 
 
 def _has_call_tags(request: chat_message_pb2.ChatRequest, model: ServedModel) -> bool:
-    return bool(call_trigger(request, tool_parser(model.parsers.tool), model.ready))
+    return bool(call_trigger(request, _call_format(request, model), model.ready))
+
+
+def _call_format(request: chat_message_pb2.ChatRequest, model: ServedModel) -> ToolParserFormat | None:
+    return call_format(request, model.parsers.tool, model.ready)
 
 
 def _check_served(field: str, model: ServedModel) -> None:
@@ -159,12 +164,9 @@ def _check_strict_tools(request: chat_message_pb2.ChatRequest, model: ServedMode
     field = f"tools[{index}].strict"
     _check_served(field, model)
     if not _has_call_tags(request, model):
-        parser = model.parsers.tool
-        reason = f"no grammar is known for the calls of tool parser {parser!r}"
-        if parser == NONE:
-            reason = f"model {model.name!r} has no tool parser: start with --tool-parser"
         raise Unimplemented(
-            f"not served: {field} ({reason})",
+            f"not served: {field} (model {model.name!r} has no tool parser: start with --tool-parser, or "
+            "demand a call)",
             reason="PARAMETER_NOT_SERVED",
             metadata={"fields": field},
         )

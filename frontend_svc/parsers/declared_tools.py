@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from frontend_svc.parsers.parser import ToolParserFormat
+from frontend_svc.parsers.registry import DEMANDED_CALLS, tool_parser
 from triptych.api.v1 import chat_message_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import session_pb2
@@ -65,6 +66,18 @@ def template_form(tool: chat_message_pb2.Tool) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
+def call_format(
+    request: chat_message_pb2.ChatRequest, parser: str, ready: session_pb2.Ready
+) -> ToolParserFormat | None:
+    """The format in which an answer has calls, if it may have some. parser: the name of the model's own.
+
+    ready: the announcement of the model's engine.
+    """
+    own = tool_parser(parser)
+    is_held = demands_call(request.tool_choice) and len(ready.structured_output_backends) > 0
+    return DEMANDED_CALLS if own is None and is_held else own
+
+
 def call_trigger(
     request: chat_message_pb2.ChatRequest, tool_format: ToolParserFormat | None, ready: session_pb2.Ready
 ) -> str:
@@ -72,7 +85,7 @@ def call_trigger(
 
     tool_format: of the model's calls. ready: the announcement of its engine.
     """
-    if tool_format is None or tool_format.form is None or not ready.structured_output_backends:
+    if tool_format is None or not ready.structured_output_backends:
         return ""
     is_held = (
         demands_call(request.tool_choice) or has_strict_tools(request) or has_schema_beside_calls(request)
@@ -84,23 +97,35 @@ def call_tags(request: chat_message_pb2.ChatRequest, tool_format: ToolParserForm
     """The structural tags of a checked request with a `call_trigger`. Tools that are not strict are lenient.
 
     A demanded answer has calls and nothing else. Otherwise calls may stand in any text, or where the text has
-    a schema, in its place.
+    a schema or the format has no such text, in its place.
     """
-    assert tool_format is not None and tool_format.form is not None, "checked by call_trigger"
+    assert tool_format is not None, "checked by call_trigger"
     form, choice, tools = tool_format.form, request.tool_choice, list(request.tools)
     is_demanded, is_named = demands_call(choice), choice.WhichOneof("choice") == "name"
     if is_named:
         tools = [tool for tool in tools if tool.name == choice.name]
     is_one = request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
     has_schema = not is_demanded and has_schema_beside_calls(request)
+    is_all = is_demanded or has_schema or bool(form.text)
     kind: dict[str, Any] = {"type": "triggered_tags", "triggers": [form.trigger]}
-    if is_demanded or has_schema:
+    if is_all:
         kind = {"type": "tags_with_separator", "separator": form.separator}
-    tags = [_tag(tool_format.forced_prefix(tool.name), tool, form.end) for tool in tools]
-    ends = {"at_least_one": is_demanded or has_schema, "stop_after_first": is_named or is_one}
+        # Older engines do not know the texts around a list.
+        kind |= {"begin": form.begins_list, "end": form.ends_list} if form.begins_list else {}
+    tags = [_tag(tool_format, tool) for tool in tools]
+    ends = {"at_least_one": is_all, "stop_after_first": is_named or is_one}
     calls: dict[str, Any] = {**kind, "tags": tags, **ends}
-    if has_schema:
-        calls = {"type": "or", "elements": [calls, _text_of_schema(request.sampling.structured_output)]}
+    if is_all and not is_demanded:
+        text: dict[str, Any] = {"type": "regex", "pattern": form.text}
+        if has_schema:
+            text = _text_of_schema(request.sampling.structured_output)
+        if form.answer:
+            text = {"type": "tag", "begin": form.answer, "content": text, "end": ""}
+        calls = {"type": "or", "elements": [calls, text]}
+        if form.preface is not None:
+            begin, end = form.preface
+            content = {"type": "regex", "pattern": form.text}
+            calls["preface"] = {"type": "tag", "begin": begin, "content": content, "end": end}
     return json.dumps({"type": "structural_tag", "format": calls})
 
 
@@ -132,13 +157,16 @@ def _text_of_schema(constraint: sampling_pb2.StructuredOutput) -> dict[str, Any]
     return content | {"lenient": True} if constraint.lenient else content
 
 
-def _tag(begin: str, tool: chat_message_pb2.Tool, end: str) -> dict[str, Any]:
+def _tag(tool_format: ToolParserFormat, tool: chat_message_pb2.Tool) -> dict[str, Any]:
+    form = tool_format.form
     schema = json.loads(tool.parameters_json_schema) if tool.parameters_json_schema else _NO_ARGUMENTS
     # Arguments are an object in every format.
-    content: dict[str, Any] = {"type": "json_schema", "json_schema": schema | {"type": "object"}}
+    kind = "keyword_arguments" if form.has_keywords else "json_schema"
+    content: dict[str, Any] = {"type": kind, "json_schema": schema | {"type": "object"}}
     if not tool.strict:
         content["lenient"] = True
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+    begin = tool_format.forced_prefix(tool.name).removeprefix(form.begins_list)
+    return {"type": "tag", "begin": begin, "content": content, "end": form.end}
 
 
 def _violation(field: str, value: str, rule: str) -> Violation:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from frontend_svc.parsers.call_object import read_arguments
 from frontend_svc.parsers.grammar_parser import ToolGrammar
-from frontend_svc.parsers.parser import CallRules, ReasoningParser
+from frontend_svc.parsers.parser import CallForm, CallRules, ReasoningParser
 from frontend_svc.parsers.reader import Markers, Reader, Waits, read_one_of, read_run, read_until, skip_space
 from frontend_svc.parsers.writer import CallWriter
 
@@ -20,6 +20,7 @@ _TEXT = re.compile(r"[^<]*")
 _MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NAMESPACE = "functions."
+_NO_MARKERS = r"([^<]|<+[^<|])*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,14 @@ GPT_OSS = ToolGrammar(
     markers=_MARKERS,
     named_prefix="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
     any_prefix="<|channel|>commentary to=functions.",
+    form=CallForm(
+        f"{_CHANNEL}commentary to={_NAMESPACE}",
+        "",
+        f"{_END}{_START}assistant",
+        answer=f"{_CHANNEL}final{_MESSAGE}",
+        text=_NO_MARKERS,
+        preface=(f"{_CHANNEL}analysis{_MESSAGE}", f"{_END}{_START}assistant"),
+    ),
     trims_space=False,
     includes_reasoning=True,
 )

@@ -119,7 +119,7 @@ class ToolGrammar:
     markers: frozenset[str]
     named_prefix: str
     any_prefix: str
-    form: CallForm | None = None
+    form: CallForm
     new_id: Callable[[], str] = new_call_id
     trims_space: bool = True
     includes_reasoning: bool = False

@@ -120,18 +120,29 @@ class Format(Protocol):
 class CallForm:
     """What grammars need to know of a format: a call is its `forced_prefix`, arguments in JSON, and `end`.
 
-    trigger: the beginning of each call, and of nothing else. separator: between two calls.
+    trigger: the beginning of each call, and of nothing else. separator: between two calls. With
+    `begins_list`, the beginning of each `forced_prefix`, and `ends_list` calls stand in one list.
+    has_keywords: arguments are Python's keyword arguments, with their values in JSON.
+
+    answer: the beginning of a text in place of calls. text: its pattern, where triggers cannot separate calls
+    from text: then an output is calls or such a text. preface: texts that begin and end a text of the
+    pattern `text` that may come before both.
     """
 
     trigger: str
     end: str
     separator: str = ""
+    begins_list: str = ""
+    ends_list: str = ""
+    has_keywords: bool = False
+    answer: str = ""
+    text: str = ""
+    preface: tuple[str, str] | None = None
 
 
 class ToolParserFormat(Format, Protocol):
     """The format in which one family of models writes tool calls.
 
-    form: None where the arguments are not JSON, or no trigger separates calls from other text.
     includes_reasoning: whether its parser also finds the reasoning, so that no reasoning parser is used.
     forced_prefix: text at the end of the prompt that opens a call of this tool, or of any tool.
     open: a parser for one message; its `forced_prefix` is the one at the end of the prompt.
@@ -141,7 +152,7 @@ class ToolParserFormat(Format, Protocol):
     def includes_reasoning(self) -> bool: ...
 
     @property
-    def form(self) -> CallForm | None: ...
+    def form(self) -> CallForm: ...
 
     def forced_prefix(self, tool_name: str | None) -> str: ...
 

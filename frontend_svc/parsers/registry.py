@@ -31,6 +31,9 @@ _TOOL_FORMATS: tuple[ToolParserFormat, ...] = (
 )
 _REASONING_FORMATS: tuple[ReasoningFormat, ...] = (THINK, MISTRAL_THINK, GPT_OSS_REASONING)
 
+# The format of demanded calls of a model that has none of its own: a grammar has it write them.
+DEMANDED_CALLS: ToolParserFormat = LLAMA3_JSON
+
 TOOL_PARSERS: Mapping[str, ToolParserFormat] = MappingProxyType({each.name: each for each in _TOOL_FORMATS})
 REASONING_PARSERS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {each.name: each for each in _REASONING_FORMATS}

@@ -138,9 +138,17 @@ class CallWriter:
     def knows(self, name: str) -> bool:
         return name in self._rules.tool_names
 
-    def name(self, name: str) -> bool:
-        """Set the candidate's name. False if it has one already, there is no such tool, or it is no call."""
-        is_held = self._rules.opening in self._reader.recorded
+    @property
+    def is_held(self) -> bool:
+        """Whether a grammar holds calls to their schemas."""
+        return bool(self._rules.opening)
+
+    def name(self, name: str, *, is_held: bool = False) -> bool:
+        """Set the candidate's name. False if it has one already, there is no such tool, or it is no call.
+
+        is_held: whether the candidate is known to be one that a grammar has held, if there is one.
+        """
+        is_held = is_held or self._rules.opening in self._reader.recorded
         if self._name is not None or not self.knows(name) or not is_held:
             return False
         self._name = name

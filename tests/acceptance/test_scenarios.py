@@ -14,6 +14,7 @@ from tests.acceptance import scenarios
 pytestmark = pytest.mark.acceptance
 
 _CELLS = {
+    "calls_beside_schema": ("--parser=hermes", "--parser=pythonic"),
     # Gaps of streams are measured by its own command.
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
     "languages": ("--schemas=60", "--patterns=20", "--grammars=20"),

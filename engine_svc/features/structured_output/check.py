@@ -19,7 +19,7 @@ from engine_svc.features.structured_output.constraint import (
 )
 from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaTooLarge
 from engine_svc.features.structured_output.json_schema.keywords import UnenforcedKeywords, serve
-from engine_svc.features.structured_output.structural_tags import read_structural_tags, schema_content
+from engine_svc.features.structured_output.structural_tags import Tag, read_structural_tags, schema_content
 
 # Reasons of a refusal. The first two hold for the constraint whenever it comes again.
 INVALID = "CONSTRAINT_INVALID"
@@ -99,13 +99,12 @@ def _rewritten(constraint: Constraint, backend: str, *, is_lenient: bool) -> Con
 
 
 def _tags_for(constraint: Constraint, backend: str, *, is_lenient: bool) -> str:
-    tags = read_structural_tags(constraint.text)
-    written = []
-    for tag in tags.all_tags():
+    def rewritten(tag: Tag) -> Tag:
+        if tag.pattern:
+            return tag
+        own = is_lenient or tag.is_lenient
         try:
-            text = _schema_for(
-                json.dumps(tag.schema), constraint, backend, is_lenient=is_lenient or tag.is_lenient
-            )
+            text = _schema_for(json.dumps(tag.schema), constraint, backend, is_lenient=own)
         except InvalidSchema as error:
             if not tag.is_lenient:
                 place = f"the schema of {tag.begin!r}: " if tag.begin else ""
@@ -116,9 +115,9 @@ def _tags_for(constraint: Constraint, backend: str, *, is_lenient: bool) -> str:
             raise UnenforcedKeywords(
                 [dataclasses.replace(one, reason=one.reason + where) for one in error.unenforced]
             ) from None
-        written.append(dataclasses.replace(tag, schema=json.loads(text)))
-    alternative = written.pop() if tags.alternative is not None else None
-    tags = dataclasses.replace(tags, tags=tuple(written), alternative=alternative)
+        return dataclasses.replace(tag, schema=json.loads(text), is_lenient=own)
+
+    tags = read_structural_tags(constraint.text).map(rewritten)
     return json.dumps(tags.document(schema_content))
 
 

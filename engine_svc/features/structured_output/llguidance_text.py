@@ -31,7 +31,7 @@ from engine_svc.features.structured_output.limits import (
     part_at,
     subschemas,
 )
-from engine_svc.features.structured_output.structural_tags import Tag, read_structural_tags
+from engine_svc.features.structured_output.structural_tags import Tag, keyword_arguments, read_structural_tags
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -59,6 +59,7 @@ MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outs
 _ESCAPES = '"\\bfnrt'
 _MAX_ERROR_CHARS = 300
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s\[\]]+>')
+_JSON_PARTS = re.compile(r'"[^"]*"|[,:] ?|[{}\[\]]|[^"{}\[\],:]+|"')
 _DETAILS = re.compile("<state>|<backtrace>")  # of a message: what follows is for developers of llguidance
 _PANIC = "panic: "
 _LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
@@ -246,18 +247,46 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
     tags = read_structural_tags(constraint.text)
     options = _json_options(constraint)
 
+    rules: list[str] = []
+
+    def value(schema: dict[str, Any]) -> str:
+        _check_schema(schema)
+        return f"%json {json.dumps(_prepared_schema(schema, constraint) | {'x-guidance': options})}"
+
+    def arguments(tag: Tag) -> str:
+        """The name of a rule for them: any of the optional ones behind those that are required."""
+        name, found = f"arguments_{len(rules)}", keyword_arguments(tag)
+        num_required = sum(argument.is_required for argument in found)
+        for index, argument in enumerate(found):
+            rules.append(f"{name}_{index}: {_quoted(argument.name + '=')} {value(argument.schema)}")
+        rest = '""'
+        firsts = [] if num_required else ['""']
+        for index in reversed(range(len(found))):
+            one = f"{name}_{index} {name}_rest_{index + 1}"
+            if index == 0 or not num_required:
+                firsts.append(one)
+            rules.append(f"{name}_rest_{index + 1}: {rest}")
+            rest = f"{_quoted(', ')} {one}" + ("" if index < num_required else ' | ""')
+            if index >= num_required:
+                rest = f"{_quoted(', ')} {one} | {name}_rest_{index + 1}"
+        rules.append(f"{name}: {' | '.join(firsts)}")
+        return name
+
     def body(text: str, tag: Tag) -> str:
         schema: dict[str, Any] = {} if tag.schema is True else cast(dict[str, Any], tag.schema)
         if tag.schema is False:
             raise GrammarError(f"structural_tag: the schema of {tag.begin!r} is false")
-        _check_schema(schema)
-        content = _prepared_schema(schema, constraint) | {"x-guidance": options}
-        parts = (
-            *_literals(text, special_ids),
-            f"%json {json.dumps(content)}",
-            *_literals(tag.end, special_ids),
-        )
-        return " ".join(parts)
+        if tag.pattern:
+            check_repetitions(tag.pattern, "regex", MAX_REPETITIONS)
+            rules.append(f"TEXT_{len(rules)}: /{_slashed(tag.pattern)}/")
+            content = f"TEXT_{len(rules) - 1}"
+        else:
+            content = arguments(tag) if tag.is_keywords else value(schema)
+        begin = _literals(text, special_ids)
+        if tags.alternative is not None and not tags.alternative.begin:
+            # Where both may begin alike, the lexer has to find the same ends in a tag as in JSON.
+            begin = [part for piece in _JSON_PARTS.findall(text) for part in _literals(piece, special_ids)]
+        return " ".join((*begin, content, *_literals(tag.end, special_ids)))
 
     if not tags.triggers:
         one = " | ".join(f"({body(tag.begin, tag)})" for tag in tags.tags)
@@ -267,10 +296,14 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
             else f"({' '.join([*_literals(tags.separator, special_ids), 'tag'])})*"
         )
         start = f"tag {more}" if tags.at_least_one else f"(tag {more})?"
+        around = (*_literals(tags.begin, special_ids), f"({start})", *_literals(tags.end, special_ids))
+        start = " ".join(around)
         if tags.alternative is not None:
             start = f"{start} | {body(tags.alternative.begin, tags.alternative)}"
-        return f"start: {start}\ntag: {one}\n"
-    rules = ["TEXT: /(?s:.*)/"]
+        if tags.preface is not None:
+            start = f"({body(tags.preface.begin, tags.preface)})? ({start})"
+        return "\n".join([f"start: {start}", f"tag: {one}", *rules, ""])
+    rules.append("TEXT: /(?s:.*)/")
     names = []
     for number, trigger in enumerate(tags.triggers):
         # The longest trigger that begins a tag is the one that its text reaches last.
@@ -301,6 +334,11 @@ def _literals(text: str, special_ids: dict[str, int]) -> list[str]:
     return [
         f"<[{special_ids[piece]}]>" if piece in special_ids else _quoted(piece) for piece in pieces if piece
     ]
+
+
+def _slashed(pattern: str) -> str:
+    """The pattern between slashes."""
+    return re.sub(r"\\.|/", lambda match: match[0] if len(match[0]) > 1 else "\\/", pattern, flags=re.DOTALL)
 
 
 def _quoted(text: str) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from frontend_svc.parsers.declared_tools import call_trigger, choice_violations, demands_call, forbids_calls
+from frontend_svc.parsers.declared_tools import (
+    call_format,
+    call_trigger,
+    choice_violations,
+    demands_call,
+    forbids_calls,
+)
 from frontend_svc.parsers.message import MessageParser, open_message
 from frontend_svc.parsers.parser import CallRules
 from frontend_svc.parsers.registry import reasoning_parser, tool_parser
@@ -17,7 +23,8 @@ class ChatPrompt:
     """The prompt of a ChatRequest, and a parser for each of its answers.
 
     If the client demands a tool call, the prompt ends with the start of that call, so that the model can only
-    continue it. Raises Unimplemented if a call is demanded and no tool parser is known for the model.
+    continue it. A model without a tool parser writes a demanded call as a grammar has it, even where its
+    template shows no tools. Raises Unimplemented if there is no such grammar either.
     """
 
     field = "messages"
@@ -27,16 +34,18 @@ class ChatPrompt:
     ) -> None:
         self._request = request
         self._takes_templates = takes_templates
-        self._tools = tool_parser(model.parsers.tool)
+        self._tools = call_format(request, model.parsers.tool, model.ready)
         self._reasoning = reasoning_parser(model.parsers.reasoning)
         self._forced_prefix = ""
         self._opening = call_trigger(request, self._tools, model.ready)
         self._text = ""
         self._shows_tools = not forbids_calls(request.tool_choice)
         self._is_demanded = demands_call(request.tool_choice)
+        self._may_hide_tools = self._is_demanded and tool_parser(model.parsers.tool) is None
         if self._is_demanded and self._tools is None:
             raise Unimplemented(
-                f"tool_choice demands a call, but no tool parser is known for model {model.name!r}",
+                f"tool_choice demands a call, but model {model.name!r} has no tool parser, and its engines "
+                "have no grammar backend",
                 reason="PARAMETER_NOT_SERVED",
                 metadata={"fields": "tool_choice"},
             )
@@ -58,6 +67,7 @@ class ChatPrompt:
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]:
         """The token ids of the rendered text. Raises InvalidArgument."""
         conversation = await conversation_of(self._request, shows_tools=self._shows_tools)
+        conversation["may_hide_tools"] = self._may_hide_tools
         self._text, token_ids = await model.tokenizer.render_and_encode(
             conversation, max_chars=model.max_text_chars
         )

@@ -85,7 +85,8 @@ class ChatTemplate:
 
         `conversation` has `messages` and optionally `tools`, `add_generation_prompt`,
         `continue_final_message`, `chat_template` (in place of the model's own) and `arguments`, an object of
-        further variables. It must be plain data, as read from JSON.
+        further variables; and `may_hide_tools` where tools that the template does not show are no error. It
+        must be plain data, as read from JSON.
         """
         tools = conversation.get("tools") or None
         is_continued = conversation.get("continue_final_message") is True
@@ -100,7 +101,8 @@ class ChatTemplate:
         variables.setdefault("documents", None)
         _check_calls(messages, compiled.facts)
         text = _render(compiled.template, variables, max_chars)
-        _check_tools(tools, text, compiled.facts)
+        if conversation.get("may_hide_tools") is not True:
+            _check_tools(tools, text, compiled.facts)
         return _cut_open_end(text, final_text) if is_continued else text
 
     def _chosen(self, given: object, *, has_tools: bool) -> str:

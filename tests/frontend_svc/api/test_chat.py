@@ -271,11 +271,6 @@ async def test_a_schema_that_the_engine_refuses_is_the_status_of_the_call_with_t
     ("backends", "options", "words"),
     [
         ([], {}, "have no grammar backend"),
-        (
-            ["llguidance"],
-            {"tool_parser": "pythonic"},
-            "no grammar is known for the calls of tool parser 'pythonic'",
-        ),
         (["llguidance"], {"tool_parser": "none"}, "start with --tool-parser"),
     ],
 )
@@ -289,6 +284,48 @@ async def test_a_strict_tool_is_refused_by_name_where_no_grammar_is_known(backen
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "tools[0].strict" in (caught.value.details() or "")
     assert words in (caught.value.details() or "")
+
+
+async def test_a_demanded_call_of_a_model_without_a_tool_parser_is_an_object_that_a_grammar_makes():
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    engine = FakeEngine(
+        answer(call),
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+        structured_output_backends=["llguidance"],
+    )
+    required = {"mode": chat_message_pb2.TOOL_CHOICE_MODE_REQUIRED}
+    async with serving(engine) as (client, _):
+        for choice in (required, {"name": "add"}):
+            request = ask(tools=[tool(strict=choice == required, **NUMBER)], tool_choice=choice)
+            whole, _ = await read(client.chat.Chat(request, timeout=WAIT_S))
+            (found,) = whole.tool_calls
+            assert (found.name, found.arguments_json, whole.content) == ("add", '{"a": 1}', "")
+            form = form_of(engine.requests[-1])
+            assert [tag["begin"] for tag in form["tags"]] == ['{"name": "add", "parameters": ']
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(client.chat.Chat(ask(tools=[tool(strict=False)]), timeout=WAIT_S))
+        assert "does not show the tool" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("parser", "schema", "kinds", "text"),
+    [
+        ("pythonic", False, ["tags_with_separator", "regex"], None),
+        ("pythonic", True, ["tags_with_separator", "json_schema"], None),
+        ("gpt_oss", False, ["tags_with_separator", "tag"], "regex"),
+        ("gpt_oss", True, ["tags_with_separator", "tag"], "json_schema"),
+    ],
+)
+async def test_calls_that_no_trigger_separates_from_text_are_all_of_an_answer(parser, schema, kinds, text):
+    sampling = {"structured_output": {"json_schema": json.dumps(NUMBER)}} if schema else {}
+    engine = with_grammars(answer("x"))
+    async with serving(engine, tool_parser=parser) as (client, _):
+        await read(client.chat.Chat(ask(tools=[tool()], sampling=sampling), timeout=WAIT_S))
+    form = form_of(engine.requests[0])
+    calls, other = form["elements"]
+    assert [calls["type"], other["type"]] == kinds
+    assert text is None or other["content"]["type"] == text
+    assert ("preface" in form) == (parser == "gpt_oss")
 
 
 @pytest.mark.parametrize("is_strict", [True, False])

@@ -8,6 +8,7 @@ import pytest
 
 from frontend_svc.parsers.llama3_json import LLAMA3_JSON
 from frontend_svc.parsers.parser import ToolCallPiece, new_call_id
+from frontend_svc.parsers.pythonic import PYTHONIC
 from frontend_svc.parsers.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -15,7 +16,7 @@ from frontend_svc.parsers.registry import (
     reasoning_parser,
     tool_parser,
 )
-from tests.frontend_svc.parsers.transcripts import calls, parse, rules
+from tests.frontend_svc.parsers.transcripts import Message, calls, parse, rules
 
 HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 
@@ -95,32 +96,45 @@ def test_markers_of_a_forced_prefix_are_shown(name):
     assert format_.needs_special_tokens
 
 
-FORMS = {name: format_ for name, format_ in TOOL_PARSERS.items() if format_.form is not None}
+ARGUMENTS = {"json": ('{"zone": "a]}"}', "{}"), "keywords": ('zone="a]}"', "")}
 
 
-@pytest.mark.parametrize("name", sorted(FORMS))
+def written(name: str, *tools: str) -> str:
+    """Calls of tools as a grammar makes them of the format's form, the first with arguments."""
+    format_ = TOOL_PARSERS[name]
+    form = format_.form
+    kind = ARGUMENTS["keywords" if form.has_keywords else "json"]
+    each = [
+        f"{format_.forced_prefix(tool).removeprefix(form.begins_list)}{arguments}{form.end}"
+        for tool, arguments in zip(tools, kind, strict=False)
+    ]
+    return f"{form.begins_list}{form.separator.join(each)}{form.ends_list}"
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_what_a_grammar_makes_of_a_form_are_calls(name):
-    format_, form = FORMS[name], FORMS[name].form
-    one, two = (
-        f"{format_.forced_prefix(tool)}{arguments}{form.end}"
-        for tool, arguments in (("get_time", '{"zone": "a]}"}'), ("get_weather", "{}"))
-    )
     expected = calls(("get_time", '{"zone": "a]}"}'), ("get_weather", "{}"))
-    assert parse(format_, one).calls == expected[:1]
-    for text in (one + form.separator + two, f"Well: {one}{form.separator}{two}"):
-        found = parse(format_, text)
-        # A bare object behind prose is content by design: a grammar holds it to the schema all the same.
-        if name != "llama3_json" or text.startswith(one):
+    one, both = written(name, "get_time"), written(name, "get_time", "get_weather")
+    assert parse(TOOL_PARSERS[name], one).calls == expected[:1]
+    for text in (both, f"Well: {both}"):
+        found = parse(TOOL_PARSERS[name], text)
+        # Bare calls behind prose are content by design: a grammar holds them to the schema all the same.
+        if name not in ("llama3_json", "pythonic") or text == both:
             assert (found.calls, found.content.strip()) == (expected, "Well:" if text[0] == "W" else "")
 
 
-@pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_beside_a_grammar_a_call_is_one_that_the_grammar_has_held(name):
-    format_, form = FORMS[name], FORMS[name].form
-    call = f'{format_.forced_prefix("get_time")}{{"zone": "x"}}{form.end}'
-    held = parse(format_, call + form.separator + call, opening=form.trigger)
-    assert held == parse(format_, call + form.separator + call)
+    text = written(name, "get_time", "get_weather")
+    held = parse(TOOL_PARSERS[name], text, opening=TOOL_PARSERS[name].form.trigger)
+    assert held == parse(TOOL_PARSERS[name], text)
     assert len(held.calls) == 2
+
+
+def test_a_list_behind_a_marker_is_content_beside_a_grammar():
+    text = "<|python_start|>[get_time(zone=5)]"
+    assert parse(PYTHONIC, text).calls == calls(("get_time", '{"zone": 5}'))
+    assert parse(PYTHONIC, text, opening="[") == Message(text)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +154,8 @@ def test_a_call_that_a_trigger_does_not_begin_is_content_beside_a_grammar(text):
     assert found.calls == calls(("get_time", "{}"))
 
 
-@pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_a_trigger_begins_each_call_of_its_format(name):
-    assert FORMS[name].forced_prefix("f").startswith(FORMS[name].form.trigger)
-
-
-def test_calls_that_are_not_json_or_have_no_trigger_have_no_form():
-    assert set(TOOL_PARSERS) - set(FORMS) == {"pythonic", "gpt_oss"}
+    form = TOOL_PARSERS[name].form
+    assert TOOL_PARSERS[name].forced_prefix("f").startswith(form.trigger)
+    assert TOOL_PARSERS[name].forced_prefix("f").startswith(form.begins_list)

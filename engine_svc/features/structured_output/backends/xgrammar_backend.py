@@ -31,7 +31,12 @@ from engine_svc.features.structured_output.constraint import (
     Spacing,
 )
 from engine_svc.features.structured_output.limits import check_repetitions, check_text, subschemas
-from engine_svc.features.structured_output.structural_tags import Tag, read_structural_tags
+from engine_svc.features.structured_output.structural_tags import (
+    StructuralTags,
+    Tag,
+    keyword_arguments,
+    read_structural_tags,
+)
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128
@@ -143,12 +148,63 @@ class XGrammarBackend:
                             f"structural_tag: the special token {text!r} is not supported by xgrammar"
                         )
 
-                def content(tag: Tag) -> dict[str, Any]:
-                    _check_keywords(tag.schema)
-                    # A content of the type json_schema has no options of white space.
-                    return {"type": "grammar", "grammar": str(_json_grammar(tag.schema, constraint))}
+                return compiler.compile_structural_tag(_tags_document(tags, constraint))
 
-                return compiler.compile_structural_tag(tags.document(content))
+
+def _tags_document(tags: StructuralTags, constraint: Constraint) -> dict[str, Any]:
+    """The document in xgrammar's own form."""
+
+    def schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
+        _check_keywords(schema)
+        # A content of the type json_schema has no options of white space.
+        return {"type": "grammar", "grammar": str(_json_grammar(schema, constraint))}
+
+    def arguments(tag: Tag) -> dict[str, Any]:
+        """Any of the optional ones behind those that are required, or behind the first of them."""
+        found = keyword_arguments(tag)
+        values = [(argument, schema(argument.schema)) for argument in found]
+
+        def written(first: int) -> dict[str, Any]:
+            parts: list[dict[str, Any]] = []
+            for index, (argument, value) in enumerate(values[first:]):
+                begin = f"{', ' if index else ''}{argument.name}="
+                part = _sequence([{"type": "const_string", "value": begin}, value])
+                is_optional = index > 0 and not argument.is_required
+                parts.append({"type": "optional", "content": part} if is_optional else part)
+            return _sequence(parts)
+
+        if not found:
+            return {"type": "const_string", "value": ""}
+        if found[0].is_required:
+            return written(0)
+        return {"type": "optional", "content": _one_of([written(first) for first in range(len(found))])}
+
+    def content(tag: Tag) -> dict[str, Any]:
+        if tag.pattern:
+            check_repetitions(tag.pattern, "regex", MAX_PARTS)
+            return {"type": "regex", "pattern": _regex(tag.pattern)}
+        return arguments(tag) if tag.is_keywords else schema(tag.schema)
+
+    document = tags.document(content)
+    form = document["format"]
+    preface = form.pop("preface", None)
+    separated = form["elements"][0] if form["type"] == "or" else form
+    around = [{"type": "const_string", "value": separated.pop(name, "")} for name in ("begin", "end")]
+    if tags.begin or tags.end:
+        written = _sequence([around[0], dict(separated), around[1]])
+        form = _one_of([written, *form["elements"][1:]]) if form["type"] == "or" else written
+    if preface is not None:
+        form = _sequence([{"type": "optional", "content": preface}, form])
+    return {"type": "structural_tag", "format": form}
+
+
+def _sequence(elements: list[dict[str, Any]]) -> dict[str, Any]:
+    kept = [element for element in elements if element != {"type": "const_string", "value": ""}]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+
+
+def _one_of(elements: list[dict[str, Any]]) -> dict[str, Any]:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
 class _XGrammarGrammar:

@@ -356,6 +356,59 @@ TAGS_OR_SCHEMA = {
         ],
     },
 }
+
+
+def arguments_tag(*, required: list[str]) -> dict[str, Any]:
+    """A list of calls with keyword arguments, or a text that begins otherwise."""
+    properties = {"a": {"$ref": "#/$defs/n"}, "b": {"enum": ["x)", True]}, "c": {"const": None}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "$defs": {"n": {"enum": [1, 2]}},
+    }
+    content = {"type": "keyword_arguments", "json_schema": schema}
+    tag = {"type": "tag", "begin": "f(", "content": content, "end": ")"}
+    calls = {"type": "tags_with_separator", "tags": [tag], "separator": ", ", "begin": "[", "end": "]"}
+    text = {"type": "regex", "pattern": "[^\\[/](.|\n)*"}
+    elements = [{**calls, "at_least_one": True}, text]
+    return {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
+
+
+NO_REQUIRED, B_REQUIRED = arguments_tag(required=[]), arguments_tag(required=["b"])
+WITH_PREFACE = {
+    "type": "structural_tag",
+    "format": {
+        "type": "or",
+        "elements": [SEPARATED_TAGS["format"], {"type": "json_schema", "json_schema": {"enum": [1]}}],
+        "preface": {
+            "type": "tag",
+            "begin": "<t>",
+            "content": {"type": "regex", "pattern": "[a-z/]*"},
+            "end": "<e>",
+        },
+    },
+}
+SUM = {"properties": {"s": {"const": 1}}, "required": ["s"], "additionalProperties": False, "type": "object"}
+NAMED = {
+    "type": "object",
+    "properties": {"n": {"enum": ["f", "g"]}, "a": {"const": "x"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+TAGS_LIKE_JSON = {
+    "type": "structural_tag",
+    "format": {
+        "type": "or",
+        "elements": [
+            {
+                **SEPARATED_TAGS["format"],
+                "tags": [{**SEPARATED_TAGS["format"]["tags"][0], "begin": '{"n": "f", "a": '}],
+            },
+            {"type": "json_schema", "json_schema": {"anyOf": [SUM, NAMED]}},
+        ],
+    },
+}
 TAGS_OR_TAG = {
     "type": "structural_tag",
     "format": {
@@ -376,6 +429,32 @@ TAGS_OR_TAG = {
         (TAGS_OR_SCHEMA, "<f=a>1</f>[1]", False),
         (TAGS_OR_SCHEMA, "", False),
         (TAGS_OR_SCHEMA, "text", False),
+        (NO_REQUIRED, "[f()]", True),
+        (NO_REQUIRED, "[f(a=1), f(b=true, c=null)]", True),
+        (NO_REQUIRED, '[f(a=2, b="x)", c=null)]', True),
+        (NO_REQUIRED, "[f(b=true, a=1)]", False),
+        (NO_REQUIRED, "[f(a=1, a=1)]", False),
+        (NO_REQUIRED, "[f(, a=1)]", False),
+        (NO_REQUIRED, "[f(a=3)]", False),
+        (NO_REQUIRED, "[]", False),
+        (NO_REQUIRED, "[f(a=1)", False),
+        (NO_REQUIRED, "f() or\n[f()]", True),
+        (NO_REQUIRED, "[f()] or", False),
+        (B_REQUIRED, "[f(b=true)]", True),
+        (B_REQUIRED, "[f(b=true, a=1, c=null)]", True),
+        (B_REQUIRED, "[f(b=true, c=null)]", True),
+        (B_REQUIRED, "[f(a=1)]", False),
+        (B_REQUIRED, "[f()]", False),
+        (WITH_PREFACE, "<t>think/ing<e><f=a>1</f>", True),
+        (WITH_PREFACE, "<t><e>1", True),
+        (WITH_PREFACE, "1", True),
+        (WITH_PREFACE, "<t>a1<e>1", False),
+        (WITH_PREFACE, "<t>a<e>", False),
+        (TAGS_LIKE_JSON, '{"n": "f", "a": 1</f>', True),
+        (TAGS_LIKE_JSON, '{"s": 1}', True),
+        (TAGS_LIKE_JSON, '{"n": "g"}', True),
+        (TAGS_LIKE_JSON, '{"n":"f", "a":"x"}', True),
+        (TAGS_LIKE_JSON, '{"n": "g", "a": 1</f>', False),
         (TAGS_OR_TAG, "<g>1</f>", True),
         (TAGS_OR_TAG, "<g>1</f>; <g>1</f>", False),
         (OLD_TAGS, "free text", True),

@@ -13,7 +13,7 @@ from tests.engine_svc.features.structured_output.engine_rig import Asked, Rig, s
 from tests.frontend_svc.parsers.transcripts import run
 from triptych.api.v1 import chat_message_pb2
 
-FORMS = sorted(name for name, format_ in TOOL_PARSERS.items() if format_.form is not None)
+FORMS = sorted(TOOL_PARSERS)
 SCHEMAS = {
     "count": {"properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]},
     "draw": {"properties": {"what": {"enum": ["crab", "fox"]}}, "required": ["what"]},
@@ -95,6 +95,9 @@ def test_an_answer_with_a_schema_is_calls_or_a_text_of_it_in_the_format_of_each_
         format_ = TOOL_PARSERS[FORMS[index * len(FORMS) // len(answers)]]
         rules = CallRules(frozenset(SCHEMAS), opening=format_.form.trigger)
         message = run(format_.open(rules), [text_of(answered.token_ids)])
+        if message.reasoning and not message.content:
+            # The model's end token is that of a message of gpt-oss.
+            continue
         if message.calls:
             num_calls += 1
             assert not message.content.strip() and not message.incomplete

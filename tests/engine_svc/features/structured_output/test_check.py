@@ -135,6 +135,27 @@ def test_only_lenient_tags_may_have_a_schema_that_is_none():
         checked(tags(tag("a", none, lenient=1)))
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a b": {}}, "required": ["a b"]}, "the argument 'a b'"),
+        ({"patternProperties": {"^x": {"type": "null"}}}, "the keyword 'patternProperties'"),
+    ],
+)
+def test_a_schema_that_keyword_arguments_cannot_say_is_refused_unless_it_is_lenient(schema, words):
+    def document(is_lenient: bool) -> Constraint:
+        content: dict[str, object] = {
+            "type": "keyword_arguments",
+            "json_schema": {"type": "object", **schema},
+        }
+        content |= {"lenient": True} if is_lenient else {}
+        return tags({"type": "tag", "begin": "<f>", "content": content, "end": "."})
+
+    with pytest.raises(ConstraintRefused, match=words):
+        checked(document(False))
+    assert checked(document(True)).grammar
+
+
 def test_the_schemas_of_structural_tags_are_rewritten_or_refused_with_the_tag():
     closed = dataclasses.replace(tags(tag("f", EMAIL)), has_additional_properties=False)
     form = json.loads(checked(closed).constraint.text)["format"]
