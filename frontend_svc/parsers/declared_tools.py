@@ -43,7 +43,8 @@ def choice_violations(request: chat_message_pb2.ChatRequest) -> Iterator[Violati
             rule = f"must be one of the tools: {', '.join(names) or 'none is given'}"
             yield _violation("tool_choice.name", choice.name, rule)
     elif demands_call(choice) and not request.tools:
-        yield _violation("tool_choice.mode", "REQUIRED", "must come with tools")
+        field = "tool_choice.mode"
+        yield Violation(field, field, "demands a call, must come with tools")
 
 
 def object_violations(field: str, text: str) -> Iterator[Violation]:

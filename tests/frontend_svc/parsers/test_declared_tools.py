@@ -52,7 +52,7 @@ def test_a_tool_is_refused_by_field(fields, messages):
         (
             {"mode": "TOOL_CHOICE_MODE_REQUIRED"},
             [],
-            ["tool_choice.mode is 'REQUIRED', must come with tools"],
+            ["tool_choice.mode demands a call, must come with tools"],
         ),
         ({"mode": "TOOL_CHOICE_MODE_AUTO"}, [], []),
         ({}, [], []),

@@ -429,7 +429,7 @@ USER = {"role": "user", "content": "the"}
         ({"input": "the", "tools": [WEB], "tool_choice": WEB}, "tool_choice.type", "'web_search'"),
         ({"input": "the", "tools": [WEB, {**ADD, "name": ""}]}, "tools[1].name", "tools[1].name"),
         ({"input": "the", "tools": [{"type": "function"}]}, "tools[0].name", "tools[0].name is missing"),
-        ({"input": "the", "tool_choice": "required"}, "tool_choice", "must come with tools"),
+        ({"input": "the", "tool_choice": "required"}, "tool_choice", "tool_choice demands a call, must come"),
         ({"input": "the", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
         ({"input": "the", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0, must be"),
         ({"input": "the", "max_output_tokens": 1 << 70}, "max_output_tokens", "out of range"),
