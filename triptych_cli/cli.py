@@ -24,7 +24,7 @@ if _IS_SERVICE:
     end_at_once_on_signals(0)
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from triptych_cli.ray.verbs import ray
 from triptych_cli.verbs.admin_verbs import admin
@@ -69,9 +69,22 @@ app = typer.Typer(
 )
 
 
+class BenchGroup(TyperGroup):
+    """The verbs of `bench`; one of vLLM that is none here is refused with what takes its place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from triptych_cli.vllm_names import BENCH_VERBS
+
+        if args and args[0] in BENCH_VERBS:
+            ctx.fail(f"no such command '{args[0]}': {BENCH_VERBS[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
 trace = typer.Typer(help="Look at traces without a collector.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(trace, name="trace")
-bench = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(
+    cls=BenchGroup, help="Measure a running server.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
 app.add_typer(key, name="key")
@@ -377,8 +390,12 @@ def bench_serve(context: typer.Context) -> None:
 
 @app.command("run-batch")
 def run_batch(
-    input_file: Annotated[str, typer.Option("--input", "-i", help="JSON Lines: a request a line")],
-    output_file: Annotated[str, typer.Option("--output", "-o", help="JSON Lines: a result a line")],
+    input_file: Annotated[
+        str, typer.Option("--input", "-i", "--input-file", help="JSON Lines: a request a line")
+    ],
+    output_file: Annotated[
+        str, typer.Option("--output", "-o", "--output-file", help="JSON Lines: a result a line")
+    ],
     url: Url = _DEFAULT_URL,
     model: Model = "",
     concurrency: Annotated[int, typer.Option(min=1, max=65536, help="most requests in flight")] = 64,

@@ -174,6 +174,33 @@ SENTENCES: dict[str, str] = {
     "goodput": "it is `slo`",
 }
 
+_A_RUNNING_SERVER = "a running `triptych serve` is measured: triptych bench serve"
+# Verbs of its benchmark.
+BENCH_VERBS: dict[str, str] = {
+    "latency": f"{_A_RUNNING_SERVER} --concurrency 1",
+    "throughput": f"{_A_RUNNING_SERVER}, which sends all requests at once",
+    "startup": "a log line of each engine has the time of its start",
+    "sweep": f"{_A_RUNNING_SERVER}, once for each value",
+}
+
+# Of its benchmark too, but flags of these names are flags of services here.
+_OF_BENCH: dict[str, str] = {
+    "host": "it is `base_url` http://HOST:PORT of `backend` openai, else `url` grpc://HOST:PORT",
+    "port": "it is `base_url` http://HOST:PORT of `backend` openai, else `url` grpc://HOST:PORT",
+    "endpoint": "requests go to /v1/completions, at the server of `base_url`",
+    "endpoint_type": "it is `backend`",
+    "served_model_name": "it is `model`, the served name",
+    "tokenizer": "prompts are random ids: none is needed",
+    "dataset_path": "prompts are drawn, see `dataset`",
+    "result_dir": "it is `json`, with the name of the file",
+    "result_filename": "it is `json`, with the name of the file",
+    "save_detailed": "`json` always has every request",
+    "metric_percentiles": "mean, median, p90 and p99 of all latencies are reported",
+    "num_warmups": "it is `warmup`",
+    "random_prefix_len": "it is `prefix_len` of `dataset` shared-prefix",
+    "header": "the key is that of TRIPTYCH_API_KEY, or of OPENAI_API_KEY for `backend` openai",
+}
+
 # Of what is not here, by a part of the name; for names that have no sentence of their own.
 _FAMILIES: Sequence[tuple[str, str]] = (
     (r"lora", _NO_LORA),
@@ -296,12 +323,13 @@ def _hint(sentence: str, name: str, known: Collection[str]) -> str:
 def _sentence_about(name: str, known: Collection[str], shown: _Shown) -> str:
     """The sentence about a name of vLLM, its negation, or a misspelling of it; empty if there is none."""
     positive = name.removeprefix("no_")
-    near = [] if name in SENTENCES else difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
+    sentences = SENTENCES | _OF_BENCH if "base_url" in known else SENTENCES
+    near = [] if name in sentences else difflib.get_close_matches(name, known, n=1, cutoff=_MISSPELT)
     if near:
         return ""
-    vllms = next(iter(difflib.get_close_matches(positive, SENTENCES, n=1, cutoff=_MISSPELT)), positive)
+    vllms = next(iter(difflib.get_close_matches(positive, sentences, n=1, cutoff=_MISSPELT)), positive)
     family = next((sentence for pattern, sentence in _FAMILIES if re.search(pattern, positive)), "")
-    sentence = SENTENCES.get(positive) or family or SENTENCES.get(vllms, "")
+    sentence = sentences.get(positive) or family or sentences.get(vllms, "")
     is_negated = name != positive
     return _OPTION.sub(lambda match: shown(match[1], is_negated if match[2] else None), sentence)
 

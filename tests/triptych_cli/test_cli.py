@@ -117,6 +117,9 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("serve", "--ssl-keyfil", "x"), "unknown flag --ssl-keyfil; did you mean --ssl-keyfile?\n"),
         (("frontend", "--http-allowed-origins=x"), "did you mean --http-allowed-origin?\n"),
         (("frontend", "--tool-call-parser=x"), "unknown flag --tool-call-parser: it is --tool-parser"),
+        (("bench", "latency"), "no such command 'latency': a running `triptych serve` is measured"),
+        (("bench", "serve", "--port", "1"), "unknown flag --port: it is --base-url http://HOST:PORT of"),
+        (("bench", "serve", "--endpoint=/v1/x"), "--endpoint: requests go to /v1/completions, at the"),
         (("bench", "serve", "--num-prompts=3"), "unknown flag --num-prompts: it is --num-requests"),
         (("serve", "--max-lora-rank-of-next-year=8"), "of-next-year: LoRA adapters are not served yet\n"),
         (("serve", "--enable-eplb"), "unknown flag --enable-eplb: experts stay in their rank\n"),
@@ -188,7 +191,8 @@ def test_every_sentence_about_a_flag_of_vllm_is_about_an_unknown_flag() -> None:
     known = of_serve | flag_names(BenchServeConfig)
     flags = {"--" + name.replace("_", "-") for name in SENTENCES}
     assert flags & of_serve == set()
-    assert [flag for flag in known - flags if explained(flag, known)] == []
+    for names in (of_serve, flag_names(BenchServeConfig)):
+        assert [flag for flag in names - flags if explained(flag, names)] == []
     for flag in flags:
         named = set(re.findall("--[a-z-]+", explained(flag)))
         assert named <= known | {"--workers", "--engine-label"}, flag

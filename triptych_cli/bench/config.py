@@ -31,7 +31,10 @@ class BenchServeConfig:
     """A load on a running server, and where the results are written."""
 
     backend: Literal["triptych", "openai"] = option(
-        "triptych", help="the API of the server: gRPC of triptych, or OpenAI's completions of any server"
+        "triptych",
+        help="the API of the server: gRPC of triptych, or OpenAI's completions of any server",
+        hint="any server of OpenAI's API, vLLM's too, is measured by its completions: --backend openai with "
+        "--base-url http://HOST:PORT",
     )
     base_url: str = option("http://127.0.0.1:8000", help="openai: the server, http://host:port[/v1]")
     vocab_size: int = option(1000, help="openai: random ids of prompts are below it")

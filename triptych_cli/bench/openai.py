@@ -16,11 +16,12 @@ from triptych_cli.bench.config import BenchServeConfig
 from triptych_cli.bench.metrics import OK
 from triptych_cli.bench.transport import AnswerFailed, BenchedModel, Part
 from triptych_kit.channel import ChannelCredentials
-from triptych_kit.errors import NotFound, Unavailable
+from triptych_kit.errors import NotFound, Unauthenticated, Unavailable
 
 _COMPLETE = frozenset({"stop", "length"})
 _READ_BYTES = 64 * 1024
 _CALL_LIMIT_S = 30.0
+_REFUSED_KEY = frozenset({"HTTP_401", "HTTP_403"})
 _DONE = b"[DONE]"
 # The first ids of a vocabulary are often special ones, which end a prompt or change its meaning.
 _NUM_SPECIAL = 8
@@ -66,6 +67,11 @@ class OpenAITransport:
                     content += part
             listed = {str(one["id"]): one for one in json.loads(content)["data"]}
         except AnswerFailed as error:
+            if error.code in _REFUSED_KEY:
+                whose = "is not accepted" if self._key else "is not set"
+                raise Unauthenticated(
+                    f"{self.base}: {error.message}; the key, TRIPTYCH_API_KEY or else OPENAI_API_KEY, {whose}"
+                ) from error
             raise _no_models(f"{self.base} answers {error.code}: {error.message}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise _no_models(f"{self.base} does not list models at /v1/models") from error

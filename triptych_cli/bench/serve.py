@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from triptych_cli.verbs.failures import Target, print_failure
 from triptych_client.channel_options import ChannelOptions
 from triptych_kit.channel import parse_target, secured_channel
 from triptych_kit.clock import MonotonicClock
-from triptych_kit.config import ConfigError
+from triptych_kit.config import ConfigError, read_environment
 from triptych_kit.errors import InvalidArgument, ServiceError, Unavailable, rpc_errors_translated
 from triptych_kit.telemetry.loop_lag import LoopLag
 
@@ -172,7 +173,9 @@ async def _run_until_interrupt(run: Coroutine[None, None, None]) -> bool:
 async def _transport(config: BenchServeConfig) -> AsyncIterator[tuple[Transport, BenchedModel]]:
     """How requests reach the server, and its model. Raises ServiceError."""
     if config.backend == "openai":
-        async with openai_transport(config, client_credentials()) as transport:
+        credentials = client_credentials()
+        key = credentials.api_key or read_environment("OPENAI_API_KEY")
+        async with openai_transport(config, replace(credentials, api_key=key)) as transport:
             yield transport
         return
     async with _connected(config.url, config.connections) as channels:

@@ -81,6 +81,8 @@ def run_batch(batch: Batch) -> int:
     counts = f"{tally.num_answered} answered, {tally.num_failed} failed, {tally.num_skipped} done before"
     earlier = f", {done.num_failed} of them failed" if done.num_failed else ""
     print(f"{total} lines: {counts}{earlier}", file=sys.stderr)
+    if tally.first_failure:
+        print(f"first failure: {tally.first_failure}", file=sys.stderr)
     return 1 if num_failed else 0
 
 
@@ -89,6 +91,7 @@ class _Tally:
     num_answered: int = 0
     num_failed: int = 0
     num_skipped: int = 0
+    first_failure: str = ""
 
 
 async def _answer_all(batch: Batch, output: BinaryIO, done: Done, total: int, tally: _Tally) -> None:
@@ -183,6 +186,9 @@ class _Runner:
             self.tally.num_answered += 1
         else:
             self.tally.num_failed += 1
+            if not self.tally.first_failure:
+                error = record["error"]
+                self.tally.first_failure = f"line {record['line']}: {error['code']}: {error['message']}"
         self._on_line()
 
 

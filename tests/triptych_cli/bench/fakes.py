@@ -89,6 +89,7 @@ class OpenAIServer:
     refused: frozenset[int] = frozenset()
     ends_early: bool = False
     has_ids: bool = False
+    key: bytes = b""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
     num_connections: int = 0
@@ -99,7 +100,9 @@ class OpenAIServer:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
-                if head.startswith(b"GET /v1/models "):
+                if self.key not in head:
+                    writer.write(_whole(401, {"error": {"message": "no key"}}))
+                elif head.startswith(b"GET /v1/models "):
                     models = [{"id": "a"}, {"id": "b", "max_model_len": MAX_MODEL_LEN}]
                     writer.write(_whole(200, {"data": models}))
                 else:

@@ -78,6 +78,19 @@ async def test_what_is_not_there_is_named() -> None:
     assert "http://127.0.0.1:1 answers UNAVAILABLE: " in nothing.err
 
 
+async def test_the_key_may_be_openais_and_one_that_is_refused_is_named() -> None:
+    server = OpenAIServer(key=b"Bearer sk-right")
+    async with serving_openai(server) as base:
+        outcome = await triptych(
+            *SMALL, f"--base-url={base}", environment={"TRIPTYCH_API_KEY": "", "OPENAI_API_KEY": "sk-right"}
+        )
+        assert (outcome.exit_code, outcome.err) == (0, "")
+        for key, whose in (("", "is not set"), ("sk-wrong", "is not accepted")):
+            outcome = await triptych(*SMALL, f"--base-url={base}", environment={"OPENAI_API_KEY": key})
+            sentence = f"the key, TRIPTYCH_API_KEY or else OPENAI_API_KEY, {whose}"
+            assert (outcome.exit_code, outcome.err) == (1, f"UNAUTHENTICATED: {base}: no key; {sentence}\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -85,7 +98,10 @@ async def test_what_is_not_there_is_named() -> None:
         (["--base-url=http://h:1"], "--base-url is http://h:1, which is of --backend openai"),
         (["--backend=openai", "--base-url=h:1"], "--base-url is h:1, not a URL such as"),
         (["--backend=openai", "--no-detokenize"], "--detokenize is False, which is of --backend triptych"),
-        (["--backend=vllm"], "'vllm' is not one of triptych, openai"),
+        (
+            ["--backend=vllm"],
+            "'vllm' is not one of triptych, openai; any server .*--backend openai with --base-url",
+        ),
     ],
 )
 def test_options_of_the_other_backend_are_refused(flags: list[str], message: str) -> None:

@@ -111,7 +111,7 @@ class Files:
 
     async def run(self, *arguments: str, interrupt_when: asyncio.Event | None = None) -> Outcome:
         return await triptych(
-            *("run-batch", "-i", str(self.input), "-o", str(self.output), *arguments),
+            *("run-batch", "-i", str(self.input), "--output-file", str(self.output), *arguments),
             interrupt_when=interrupt_when,
         )
 
@@ -149,7 +149,9 @@ async def test_bad_lines_fail_alone(tmp_path: Path) -> None:
     async with serving(EchoFrontend()) as url:
         outcome = await files.run(url)
     assert outcome.exit_code == 1
-    assert outcome.err == "5 lines: 2 answered, 3 failed, 0 done before\n"
+    counts, cause = outcome.err.splitlines()
+    assert counts == "5 lines: 2 answered, 3 failed, 0 done before"
+    assert cause.startswith("first failure: line 2: INVALID_ARGUMENT: call is 'nothing'")
     assert files.texts() == ["a", None, None, "b", None]
     errors = [result["error"] for result in files.results()]
     assert [error and error["code"] for error in errors] == [
