@@ -14,9 +14,11 @@ from triptych_kit.errors import (
     ResourceExhausted,
     ServiceError,
     Unavailable,
+    Unimplemented,
     from_rpc_error,
     from_status,
     to_status,
+    with_fields,
 )
 
 SIMPLE_ERRORS = [
@@ -163,3 +165,20 @@ def test_a_status_that_travelled_as_data_is_the_error_it_was() -> None:
 def test_a_code_that_is_no_error_is_the_peers_fault(code: int) -> None:
     seen = from_status(code, "", b"nonsense")
     assert (type(seen), seen.message) == (errors.Internal, "INTERNAL")
+
+
+def test_fields_have_other_names_in_texts_too() -> None:
+    def name_of(field: str) -> str:
+        return field.removeprefix("sampling.")
+
+    wrong = InvalidArgument("sampling.n is 0, must be 1", field="sampling.n", reason="INVALID_REQUEST")
+    renamed = with_fields(wrong, name_of)
+    assert isinstance(renamed, InvalidArgument)
+    assert (renamed.message, renamed.reason) == ("n is 0, must be 1", "INVALID_REQUEST")
+    assert renamed.violations == [("n", "n is 0, must be 1")]
+    assert wrong.violations == [("sampling.n", "sampling.n is 0, must be 1")]
+    missing = Unimplemented("not served: sampling.n", metadata={"fields": "sampling.n"})
+    renamed = with_fields(missing, name_of)
+    assert (renamed.message, renamed.metadata) == ("not served: n", {"fields": "n"})
+    absent = NotFound("no model 'x'", resource_type="model", resource_name="x")
+    assert with_fields(absent, name_of).__dict__ == absent.__dict__
