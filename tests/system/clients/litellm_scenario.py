@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 
-from steps import LONG, MODEL, PROMPT, find_tower, run
+from steps import LONG, MODEL, PROMPT, STORY, find_tower, run
 from tower import Tower
 
 # Its table of prices otherwise comes from the network, with three attempts.
@@ -84,7 +84,7 @@ async def check_message(**options: object) -> None:
 
 
 async def streamed_text(**options: object) -> str:
-    messages = [{"role": "user", "content": "Tell me a story about a fox and a bell."}]
+    messages = [{"role": "user", "content": STORY}]
     stream = await litellm.anthropic.messages.acreate(
         **options, messages=messages, max_tokens=60, temperature=0, api_key="none", stream=True
     )

@@ -11,10 +11,8 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from steps import LONG, MODEL, PROMPT, find_tower, run
+from steps import LONG, MODEL, PROMPT, STORY, find_tower, run
 from tower import Arguments, Tower
-
-STORY = "Tell me a story about a fox and a bell."
 
 
 def model(base: str, **options: Any) -> OpenAILike:

@@ -10,7 +10,7 @@ import urllib.request
 
 import smolagents
 from smolagents.agents import ActionStep
-from steps import LONG, MODEL, PROMPT, find_tower, run
+from steps import LONG, MODEL, PROMPT, STORY, find_tower, run
 
 
 def model(base: str, **options: object) -> smolagents.OpenAIModel:
@@ -44,9 +44,7 @@ def closing_bias(base: str) -> dict[int, int]:
 def texts(base: str) -> None:
     """`OpenAIModel`: whole and streamed"""
     greedy = model(base, temperature=0)
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "Tell me a story about a fox and a bell."}]}
-    ]
+    messages = [{"role": "user", "content": [{"type": "text", "text": STORY}]}]
     whole = greedy.generate(messages)
     pieces = list(greedy.generate_stream(messages))
     assert "".join(piece.content or "" for piece in pieces) == whole.content

@@ -9,6 +9,7 @@ from typing import Literal
 
 MODEL = "triptych-tiny"
 PROMPT = "Where is the tower?"
+STORY = "Tell me a story about a fox and a bell."
 LONG = 400  # Tokens enough for each schema and call here.
 
 
