@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +35,18 @@ def new(
     name: Annotated[str, typer.Option(help="who has the key, in logs")] = "client",
     role: Annotated[str, typer.Option(help="client, frontend, engine, coordinator or admin")] = "client",
     tenant: Annotated[str, typer.Option(help="tenant of its requests")] = "",
+    expires: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="day from which it is refused, UTC")
+    ] = None,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="most requests of its tenant at once, in each frontend")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="most requests of its tenant a minute")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="most tokens of its tenant a minute")
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="file of --api-keys that gets the entry, made if it is not there")
     ] = None,
@@ -42,7 +56,14 @@ def new(
     from triptych_kit.security.credentials import new_key, parse_entries
 
     made = new_key()
-    entry = _entry(made, name, role, tenant)
+    fields = {
+        "tenant": tenant or None,
+        "expires": expires and expires.date(),
+        "max_requests": max_requests,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+    }
+    entry = _entry(made, name, role, fields)
     try:
         parse_entries(entry, "the entry")
         if file is not None:
@@ -97,7 +118,7 @@ def _make_all(folder: Path, client: str | None) -> None:
     # Scrapers run as users of their own, which share the group with the services.
     _key_file(folder, "metrics").chmod(0o640)
     # The list is last: with it the folder is complete.
-    entries = [_entry(made, name, _MEMBERS[name], "") for name, made in keys.items()]
+    entries = [_entry(made, name, _MEMBERS[name], {}) for name, made in keys.items()]
     _write_list(folder / _LIST, "".join(entries))
     print(f"made {_LIST} and the keys of {', '.join(keys)} in {folder}")
 
@@ -126,9 +147,9 @@ def _key_file(folder: Path, member: str) -> Path:
     return folder / f"{member}.key"
 
 
-def _entry(made: str, name: str, role: str, tenant: str) -> str:
-    whose = f", tenant: {tenant}" if tenant else ""
-    return f"- {{name: {name}, role: {role}{whose}, sha256: {_digest(made)}}}\n"
+def _entry(made: str, name: str, role: str, fields: Mapping[str, object]) -> str:
+    more = "".join(f", {field}: {value}" for field, value in fields.items() if value is not None)
+    return f"- {{name: {name}, role: {role}{more}, sha256: {_digest(made)}}}\n"
 
 
 def _digest(of: str) -> str:

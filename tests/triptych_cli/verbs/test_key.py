@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from triptych_cli.verbs.key_verbs import key
 from triptych_kit.errors import Unauthenticated
-from triptych_kit.security.credentials import Credentials
-from triptych_kit.security.identity import Role
+from triptych_kit.security.credentials import Credentials, read_entries
+from triptych_kit.security.identity import Role, TenantLimits
 
 MEMBERS = {
     "client": Role.CLIENT,
@@ -45,6 +46,21 @@ def test_new_prints_a_key_and_its_entry_without_the_key(tmp_path: Path) -> None:
     listed.write_text(outcome.stderr)
     identity = Credentials(str(listed)).by_key(made)
     assert (identity.name, identity.roles, identity.tenant) == ("alice", frozenset({Role.ADMIN}), "team-a")
+
+
+def test_new_gives_the_entry_its_limits_and_its_end(tmp_path: Path) -> None:
+    listed = tmp_path / "keys.yaml"
+    outcome = run(
+        *("new", "--name=alice", "--tenant=team-a", "--expires=2100-01-31", "--max-requests=3"),
+        *("--requests-per-minute=60", "--tokens-per-minute=1000", "--file", str(listed)),
+    )
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    (entry,) = read_entries(str(listed))
+    assert entry.identity.limits == TenantLimits(3, 60, 1000)
+    assert entry.expires_at == datetime(2100, 1, 31, tzinfo=UTC)
+    # The limits are of the tenant: another key of it has the same.
+    other = run("new", "--name=bob", "--tenant=team-a", "--file", str(listed))
+    assert (other.exit_code, "tenant team-a have different limits" in other.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("wrong", [("--role", "owner"), ("--name", "a b"), ("--tenant", "}")])
