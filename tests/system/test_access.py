@@ -63,6 +63,7 @@ ROUTES = (
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/version"),
+    ("GET", "/load"),
     ("GET", "/docs"),
     ("GET", "/"),
     ("POST", "/invocations"),
@@ -72,7 +73,7 @@ ROUTES = (
 )
 # The pages of the admin HTTP listener at this port, by who may see them.
 PAGES = {"/metrics": set(ROLES), "/traces/last": {"admin"}, "/ui": {"admin"}, "/ui/state": {"admin"}}
-OPEN_ROUTES = (("GET", "/health"), ("GET", "/ready"))
+OPEN_ROUTES = (("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping"))
 
 
 def key_of(name: str) -> str:

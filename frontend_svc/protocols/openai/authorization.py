@@ -21,7 +21,7 @@ from triptych_kit.security.identity import bind_identity
 logger = logging.getLogger(__name__)
 
 # Load balancers and probes have no credentials.
-OPEN_PATHS = frozenset(("/health", "/ready"))
+OPEN_PATHS = frozenset(("/health", "/ping", "/ready"))
 # The header in which clients of Anthropic's API send their key.
 KEY_HEADER = "x-api-key"
 # Where the listener puts the names of the certificate of a connection.

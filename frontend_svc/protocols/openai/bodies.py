@@ -20,6 +20,7 @@ from frontend_svc.protocols.openai.fields import (
     MEDIA,
     REFUSED_IN_CHATS,
     REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_TOKENIZE,
     Refusal,
 )
 from triptych.common.v1 import sampling_pb2
@@ -230,14 +231,20 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class TokenizeBody(Base, kw_only=True):
+    """add_special_tokens: true for a prompt and false for messages, unless it is set."""
+
     ignored: ClassVar[frozenset[str]] = IGNORED_IN_CHATS
+    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_IN_TOKENIZE
 
     model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -47,7 +47,7 @@ from triptych_kit.security.identity import current_identity
 
 logger = logging.getLogger(__name__)
 
-PROBES = ("/health", "/ready")
+PROBES = ("/health", "/ping", "/ready")
 DONE = b"data: [DONE]\n\n"
 _IGNORED_HEADER = "x-triptych-ignored-fields"
 _RANK_HEADER = "x-data-parallel-rank"

@@ -95,6 +95,9 @@ REFUSED_IN_RESPONSES: Mapping[str, Refusal] = {
     "request_id": Refusal("a response has an id of its own"),
     "top_logprobs": Refusal("use chat completions"),
 }
+REFUSED_IN_TOKENIZE = {
+    name: REFUSED_IN_CHATS[name] for name in ("documents", "media_io_kwargs", "mm_processor_kwargs")
+}
 
 # Values of `include` of a response: nothing of theirs is in answers here.
 IGNORED_INCLUDES = frozenset(

@@ -19,13 +19,14 @@ from frontend_svc.protocols.openai.bodies import (
     SamplingBody,
     StreamOptions,
     StructuredOutputs,
+    TokenizeBody,
     Tool,
     is_misspelt,
     read_part,
     text_of,
 )
 from frontend_svc.protocols.openai.field_names import FieldNames
-from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2, tokenizer_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
 
@@ -143,20 +144,36 @@ def chat_request(body: ChatBody, ignored: IgnoredFields, names: FieldNames) -> c
         check_demand(body.tools, body.tool_choice)
         request.tool_choice.mode = _MODES[body.tool_choice]
     set_field(request, "parallel_tool_calls", body.parallel_tool_calls)
-    options = request.template_options
-    set_field(options, "chat_template", body.chat_template)
-    set_field(options, "add_generation_prompt", body.add_generation_prompt)
-    set_field(options, "continue_final_message", body.continue_final_message)
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
         if len(arguments) == 1:
             names.note("template_options.arguments_json", "reasoning_effort")
+    _fill_template(request.template_options, body, arguments)
+    return request
+
+
+def template_request(body: TokenizeBody, ignored: IgnoredFields) -> tokenizer_pb2.ApplyChatTemplateRequest:
+    """The request for the prompt of a body's messages."""
+    messages = body.messages or ()
+    request = tokenizer_pb2.ApplyChatTemplateRequest(
+        model=body.model,
+        messages=[message_of(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        tools=tools_of(body.tools, ignored),
+    )
+    _fill_template(request.template_options, body, dict(body.chat_template_kwargs or {}))
+    return request
+
+
+def _fill_template(
+    options: chat_message_pb2.ChatTemplateOptions, body: ChatBody | TokenizeBody, arguments: dict[str, Any]
+) -> None:
+    for name in ("chat_template", "add_generation_prompt", "continue_final_message"):
+        set_field(options, name, getattr(body, name))
     if isinstance(thinks := arguments.pop("enable_thinking", None), bool):
         options.enable_thinking = thinks
     if arguments:
         options.arguments_json = json.dumps(arguments)
-    return request
 
 
 def note_unstreamed(body: Streamable, ignored: list[str]) -> None:

@@ -61,6 +61,7 @@ from frontend_svc.protocols.openai.call import (
     unless_disconnected,
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
+from frontend_svc.protocols.openai.field_names import FieldNames
 from frontend_svc.protocols.openai.page_routes import PageRoutes
 from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import (
@@ -68,14 +69,13 @@ from frontend_svc.protocols.openai.requests import (
     chat_request,
     completion_names,
     generate_requests,
-    message_of,
     note_unstreamed,
-    tools_of,
+    template_request,
 )
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
 from frontend_svc.protocols.openai.unknown_routes import unknown_route
-from triptych.api.v1 import generate_pb2, tokenize_pb2, tokenizer_pb2
+from triptych.api.v1 import generate_pb2, tokenize_pb2
 from triptych.common.v1 import output_pb2
 from triptych_kit.errors import (
     InvalidArgument,
@@ -85,6 +85,10 @@ from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.identity import Identity
 from triptych_kit.version import installed_version
 
+# Fields of /tokenize that concern messages alone.
+_OF_MESSAGES = (
+    "tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"
+)  # fmt: skip
 _T = TypeVar("_T")
 
 
@@ -110,7 +114,7 @@ class OpenAIRoutes:
         heartbeat_s: float = 15.0,
     ) -> None:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
-        self._is_ready, self._grpc_port = is_ready, grpc_port
+        self._requests, self._is_ready, self._grpc_port = requests, is_ready, grpc_port
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, tokenizer, requests, responses)
         page_routes = None if pages is None else PageRoutes(pages)
@@ -118,6 +122,8 @@ class OpenAIRoutes:
         gets: dict[str, Handler] = {
             "/": self._start,
             "/health": self._health,
+            "/load": self._load,
+            "/ping": self._health,
             "/ready": self._ready,
             "/version": self._version,
             "/tokenizer_info": self._tokenizer_info,
@@ -129,6 +135,7 @@ class OpenAIRoutes:
         posts: dict[str, Handler] = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat_completions,
+            "/ping": self._health,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             **EmbeddingRoutes(pooling, models).posts,
@@ -172,6 +179,9 @@ class OpenAIRoutes:
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200)
 
+    async def _load(self, request: Request) -> Response:
+        return json_response({"server_load": len(self._requests)})
+
     async def _ready(self, request: Request) -> Response:
         return Response(status_code=200 if self._is_ready() else 503)
 
@@ -194,40 +204,30 @@ class OpenAIRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
         if body.prompt is not None:
-            api_request = tokenize_pb2.TokenizeRequest(
-                model=body.model,
-                text=body.prompt,
-                add_special_tokens=body.add_special_tokens,
-                return_tokens=bool(body.return_token_strs),
-            )
-            reply = await unless_disconnected(request, self._tokenizer.tokenize(api_request))
-            answer: dict[str, Any] = {
-                "count": len(reply.token_ids),
-                "max_model_len": reply.max_model_len,
-                "tokens": list(reply.token_ids),
-                "token_strs": list(reply.tokens) if body.return_token_strs else None,
-            }
-            return json_response(answer, ignored)
-        template = tokenizer_pb2.ApplyChatTemplateRequest(
+            request.state.name_of = FieldNames({"text": "prompt"})
+            ignored.extend(name for name in _OF_MESSAGES if getattr(body, name))
+            text, has_special = body.prompt, body.add_special_tokens is not False
+        else:
+            names = chat_names()
+            names.note("text", "messages")
+            request.state.name_of = names
+            template = template_request(body, ignored)
+            rendered = await unless_disconnected(request, self._tokenizer.apply_chat_template(template))
+            text, has_special = rendered.prompt, bool(body.add_special_tokens)
+        api_request = tokenize_pb2.TokenizeRequest(
             model=body.model,
-            messages=[
-                message_of(message, f"messages[{index}]") for index, message in enumerate(body.messages or ())
-            ],
-            tools=tools_of(body.tools, ignored),
-            tokenize=True,
+            text=text,
+            add_special_tokens=has_special,
+            return_tokens=bool(body.return_token_strs),
         )
-        template.template_options.add_generation_prompt = body.add_generation_prompt
-        rendered = await unless_disconnected(request, self._tokenizer.apply_chat_template(template))
-        ids = list(rendered.token_ids)
-        return json_response(
-            {
-                "count": len(ids),
-                "max_model_len": self._served.one(body.model).max_model_len,
-                "tokens": ids,
-                "token_strs": None,
-            },
-            ignored,
-        )
+        reply = await unless_disconnected(request, self._tokenizer.tokenize(api_request))
+        answer: dict[str, Any] = {
+            "count": len(reply.token_ids),
+            "max_model_len": reply.max_model_len,
+            "tokens": list(reply.token_ids),
+            "token_strs": list(reply.tokens) if body.return_token_strs else None,
+        }
+        return json_response(answer, ignored)
 
     async def _tokenizer_info(self, request: Request) -> Response:
         return json_response(self._tokenizer.info(request.query_params.get("model", "")))

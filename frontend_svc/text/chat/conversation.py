@@ -78,7 +78,9 @@ async def check_conversation(
     options = request.template_options
     if options.chat_template and not takes_templates:
         violations.add(
-            "template_options.chat_template", options.chat_template, "must be unset on this server"
+            "template_options.chat_template",
+            options.chat_template,
+            "must be unset: the frontend has no --request-templates",
         )
     if options.continue_final_message and options.add_generation_prompt:
         rule = "must be false where continue_final_message is true"

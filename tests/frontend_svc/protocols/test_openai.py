@@ -364,6 +364,7 @@ async def test_a_stream_that_is_silent_has_heartbeats_before_its_first_event_and
         silent_stream(client, engine) as stream,
     ):
         assert [await stream.event(), await stream.event()] == [b": heartbeat\n"] * 2
+        assert (await client.call("GET", "/load")).body == {"server_load": 1}
         engine.step({stream.request: [7]})
         while not (await stream.event()).startswith(b"data: "):
             pass
@@ -404,7 +405,8 @@ async def test_models_health_and_version_and_what_there_is_not():
         (card,) = listed["data"]
         assert (await client.call("GET", f"/v1/models/{card['id']}")).body == card
         assert (await client.call("GET", "/v1/models/other")).status == 404
-        assert [(await client.call("GET", path)).status for path in ("/health", "/ready")] == [200, 200]
+        probes = [("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")]
+        assert [(await client.call(method, path)).status for method, path in probes] == [200] * 4
         assert "version" in (await client.call("GET", "/version")).body
         missing = await client.call("GET", "/v1/nothing", **{"x-request-id": "mine"})
         wrong = await client.call("GET", "/v1/completions")
@@ -469,7 +471,33 @@ async def test_texts_are_tokenized_as_requests_are():
     assert found["tokens"] == TOKENIZER.encode(TEXT).ids
     assert found["count"] == len(found["tokens"])
     assert back == {"prompt": TEXT}
-    assert of_chat["count"] > 0
+    assert of_chat["tokens"] == TOKENIZER.encode("the cat").ids
+
+
+async def test_messages_are_tokenized_with_the_options_of_chats():
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ mood }}{% if add_generation_prompt %}"
+    template += "{% if enable_thinking %} thinks{% endif %} on{% endif %}"
+    engine = FakeEngine(chat_template=template)
+    more = [
+        ({}, " on"),
+        ({"chat_template_kwargs": {"mood": " sat", "enable_thinking": True}}, " sat thinks on"),
+        ({"add_generation_prompt": False}, ""),
+        ({"continue_final_message": True}, ""),
+        ({"add_special_tokens": False, "documents": [], "mm_processor_kwargs": {}}, " on"),
+    ]
+    async with served(engine) as client:
+        replies = [await client.post("/tokenize", {**CHAT, **fields}) for fields, _ in more]
+        shown = await client.post("/tokenize", {**CHAT, "return_token_strs": True})
+        refused = await client.post("/tokenize", {**CHAT, "chat_template": template})
+        unread = await client.post("/tokenize", {"prompt": "the", "chat_template_kwargs": {"a": 1}})
+    texts = [f"the cat{ending}" for _, ending in more]
+    assert [reply.body["tokens"] for reply in replies] == [TOKENIZER.encode(text).ids for text in texts]
+    assert shown.body["token_strs"] == TOKENIZER.encode("the cat on").tokens
+    error = refused.body["error"]
+    assert (refused.status, error["param"]) == (400, "chat_template")
+    assert error["message"].startswith("chat_template is ")
+    assert error["message"].endswith("the frontend has no --request-templates")
+    assert unread.headers["x-triptych-ignored-fields"] == "chat_template_kwargs"
 
 
 async def test_the_id_of_a_call_is_the_clients_own():
