@@ -69,7 +69,10 @@ class ResponseFormat(Base):
 
 
 class StructuredOutputs(Base):
-    """vLLM's `structured_outputs`: at most one of the first six; options also beside response_format."""
+    """vLLM's `structured_outputs`: at most one of the first six; options also beside response_format.
+
+    Not of vLLM: `lenient`, `backend` and `start`.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -81,6 +84,9 @@ class StructuredOutputs(Base):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    lenient: bool = False
+    backend: str | None = None
+    start: Literal["at_once", "after_reasoning"] | None = None
 
 
 class Function(Base):

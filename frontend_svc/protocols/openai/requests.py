@@ -37,9 +37,14 @@ _FUNCTION = "function"
 _SEED_MASK = (1 << 64) - 1
 # Of structured outputs, beside the constraint.
 _STRUCTURED_OPTIONS = (
-    "any_whitespace", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"
+    "any_whitespace", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
+    "lenient", "backend",
 )  # fmt: skip
 
+_STARTS = {
+    "at_once": sampling_pb2.STRUCTURED_OUTPUT_START_AT_ONCE,
+    "after_reasoning": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
+}
 _OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
 _MODES = {
     "none": chat_message_pb2.TOOL_CHOICE_MODE_NONE,
@@ -327,6 +332,9 @@ def _fill_structured(sampling: sampling_pb2.SamplingParams, body: SamplingBody, 
         field = f"structured_outputs.{option}"
         set_field(structured, option, getattr(given, option), field)
         names.note(f"sampling.structured_output.{option}", field)
+    if given.start is not None:
+        structured.start = _STARTS[given.start]
+        names.note("sampling.structured_output.start", "structured_outputs.start")
     if body.guided_whitespace_pattern is not None:
         structured.whitespace_pattern = body.guided_whitespace_pattern
         names.note("sampling.structured_output.whitespace_pattern", "guided_whitespace_pattern")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.frontend_svc.fakes import AT_LENGTH, TOKENIZER, WAIT_S, FakeEngine, FakeRequest, answer, refusing
 from tests.frontend_svc.protocols.test_openai import TEXT, HTTPClient, Reply, failing, served
+from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import engine_pb2
 
 TEMPLATE = (
@@ -526,3 +527,29 @@ async def test_the_tokens_of_an_input_are_counted_without_an_answer():
     assert len(engine.requests) == 1
     assert (wrong.status, wrong.body["error"]["param"]) == (400, "conversation")
     assert "use previous_response_id" in wrong.body["error"]["message"]
+
+
+async def test_options_of_structured_outputs_reach_the_engine():
+    options = {"any_whitespace": True, "lenient": True, "backend": "llguidance", "start": "after_reasoning"}
+    text_format = {"type": "json_schema", "name": "x", "schema": {}}
+    message = {"messages": [{"role": "user", "content": "the cat"}]}
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    engine = engine_of("{}", structured_output_backends=("llguidance", "xgrammar"))
+    async with served(engine) as client:
+        for body in (message | {"response_format": response_format}, message):
+            own = {} if "response_format" in body else {"json": {}}
+            chat = {**body, "structured_outputs": {**options, **own}}
+            reply = await client.post("/v1/chat/completions", chat)
+            assert reply.status == 200, reply.content
+        body = {"input": "the cat", "text": {"format": text_format}, "structured_outputs": options}
+        assert (await client.post(URL, body)).status == 200
+        for name, wrong in (("backend", "outlines"), ("start", "late")):
+            given = {"json": {}, name: wrong}
+            reply = await client.post("/v1/chat/completions", {**message, "structured_outputs": given})
+            assert (reply.status, reply.body["error"]["param"]) == (400, f"structured_outputs.{name}")
+    assert len(engine.requests) == 3
+    for request in engine.requests:
+        sent = request.entry.sampling.structured_output
+        assert (sent.any_whitespace, sent.lenient, sent.backend) == (True, True, "llguidance")
+        assert sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+        assert json.loads(sent.json_schema) == {}
