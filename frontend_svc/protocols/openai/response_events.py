@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from frontend_svc.protocols.openai.answers import reason_of
+from frontend_svc.protocols.openai.answers import prompt_of, reason_of
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import output_pb2
 from triptych_kit.errors import InvalidTransition, ResourceExhausted, ServiceError
@@ -62,10 +62,11 @@ class GrowingResponse:
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, str] | None = None
         self._token_ids: list[int] | None = [] if with_ids else None
+        self._of_prompt: dict[str, Any] = {}
         self._num_events = 0
 
     def start(self, started: generate_pb2.Started) -> list[Event]:
-        self._model = started.model
+        self._model, self._of_prompt = started.model, prompt_of(started)
         body = self.body()
         return [self._event(name, response=body) for name in ("response.created", "response.in_progress")]
 
@@ -118,6 +119,7 @@ class GrowingResponse:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [item.shown() for item in self._items],
             "usage": self._usage,
+            **self._of_prompt,
         }
         return shown if self._token_ids is None else shown | {"token_ids": list(self._token_ids)}
 

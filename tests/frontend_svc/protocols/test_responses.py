@@ -117,6 +117,7 @@ async def test_a_response_has_the_answer_and_repeats_its_request():
         "top_p": 0.9,
         "truncation": "disabled",
         "token_ids": [*TOKENIZER.encode(TEXT).ids, found["token_ids"][-1]],
+        "prompt_token_ids": TOKENIZER.encode(prompt).ids,
     }
     assert read.body == found
     assert reply.headers["x-triptych-ignored-fields"] == "reasoning.summary, user"
