@@ -29,6 +29,7 @@ from typer.core import TyperCommand, TyperGroup
 from triptych_cli.ray.verbs import ray
 from triptych_cli.verbs.admin_verbs import admin
 from triptych_cli.verbs.key_verbs import key
+from triptych_cli.verbs.model_verbs import list_models, pull, remove
 from triptych_conformance.verbs import conformance
 
 # A verb that runs services forwards its arguments: their own configurations have the flags and the help.
@@ -88,6 +89,9 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(admin, name="admin")
 app.add_typer(key, name="key")
+app.command("pull")(pull)
+app.command("list")(list_models)
+app.command("rm")(remove)
 app.add_typer(ray, name="ray")
 app.add_typer(conformance, name="conformance")
 

@@ -20,6 +20,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 # The ports of `serve`, and the flags that choose others.
 _PORTS = {8000: "--port", 50051: "--grpc-port"}
 _GIB = 1 << 30
+_COLOURS = {"ok": 32, "note": 33, "lacks": 31}
 
 
 class Verdict(Enum):
@@ -39,9 +40,16 @@ def run_doctor() -> int:
     for name, check in CHECKS.items():
         verdict, text = check()
         num_lacking += verdict is Verdict.LACKS
-        print(f"{verdict.value:<6} {name:<9} {text}", flush=True)
+        print(f"{_coloured(f'{verdict.value:<6}', _COLOURS[verdict.value])} {name:<9} {text}", flush=True)
     print("ready to serve" if not num_lacking else f"{num_lacking} of {len(CHECKS)} are lacking")
     return 1 if num_lacking else 0
+
+
+def _coloured(word: str, colour: int) -> str:
+    """A word in a colour on a terminal, unless NO_COLOR is set (no-color.org)."""
+    if not sys.stdout.isatty() or read_environment("NO_COLOR") or read_environment("TERM") == "dumb":
+        return word
+    return f"\x1b[{colour}m{word}\x1b[0m"
 
 
 def check_python() -> Finding:

@@ -42,3 +42,17 @@ def test_a_machine_without_a_compiler_can_serve(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert doctor.check_compiler()[0] is Verdict.NOTE
+
+
+@pytest.mark.parametrize(
+    ("no_colour", "start"), [("", "\x1b[32mok    \x1b[0m python"), ("1", "ok     python")]
+)
+def test_verdicts_have_colours_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_colour: str, start: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(doctor, "CHECKS", {"python": doctor.check_python})
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    run_doctor()
+    assert capsys.readouterr().out.startswith(start)
