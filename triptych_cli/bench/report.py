@@ -24,6 +24,10 @@ _LATENCIES = {
     "ITL, inter-token latency": "itl_ms",
     "E2E, end-to-end latency": "e2e_ms",
 }
+_LEGEND = (
+    "sent late: after its time of the schedule; loop late: the generator itself was busy. "
+    f"Above {MAX_LATENESS_MS:g} ms, measure elsewhere."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,9 @@ def write_json(result: Result, path: Path) -> None:
 def _counts(result: Result) -> Table:
     summary, config = result.summary, result.config
     lateness = summary.lateness_ms
-    table = Table(title=f"{result.model}: {config.dataset}, rate {config.rate:g}", show_header=False)
+    table = Table(
+        title=f"{result.model}: {config.dataset}, rate {config.rate:g}", caption=_LEGEND, show_header=False
+    )
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     rows: list[tuple[str, str]] = [
