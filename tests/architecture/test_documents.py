@@ -54,7 +54,8 @@ FOREIGN_FLAGS = {
     "--model-server-metrics-port",
     "--entrypoint",
     "--rm",
-    # Of aider.
+    # Of vLLM and of aider.
+    "--api-key",
     "--openai-api-base",
     "--openai-api-key",
     "--no-show-model-warnings",

@@ -41,14 +41,21 @@ DEFAULTS = {
     "frontend_svc/generation/tracing.py": "attributes of spans, by the names of a convention",
 }
 ALLOWED = {
-    "logprobs": {"frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt"},
+    "logprobs": {
+        "frontend_svc/options/prompt_logprobs.py": "the same tokens at positions of the prompt",
+        "frontend_svc/protocols/openai/fields.py": "fields of another API that are not served",
+    },
     "penalties": {
         **DEFAULTS,
         "frontend_svc/protocols/openai/fields.py": "fields of another API that are not served",
     },
-    "prompt_embeddings": {"frontend_svc/generation/preprocess.py": "inputs that prompts check in slices"},
+    "prompt_embeddings": {
+        "frontend_svc/generation/preprocess.py": "inputs that prompts check in slices",
+        "frontend_svc/protocols/openai/fields.py": "fields of another API that are not served",
+    },
     "prompt_logprobs": {
         "frontend_svc/protocols/openai/answers.py": "completions that repeat their prompts",
+        "frontend_svc/protocols/openai/routes.py": "the same",
         "frontend_svc/options/prompt_embeddings.py": "positions without a token have none: refused",
     },
     "sampling_limits": DEFAULTS,
