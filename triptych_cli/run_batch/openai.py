@@ -43,6 +43,11 @@ def from_openai(
         if OPENAI_URLS[url] == "chat":
             chat, ignored = read_object(body, ChatBody)
             _refuse_sending(chat)
+            if not chat.include_reasoning:
+                raise InvalidArgument(
+                    "include_reasoning is not served: a line has the whole answer alone",
+                    field="include_reasoning",
+                )
             return chat_request(chat, ignored, chat_names())
         completion, _ = read_object(body, CompletionBody)
         _refuse_sending(completion)

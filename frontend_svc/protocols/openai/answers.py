@@ -127,11 +127,15 @@ def whole_completion(
     return common.body(choices, usage_of(usage))
 
 
-def whole_chat(answer: chat_pb2.ChatUnaryResponse, *, with_ids: bool) -> dict[str, Any]:
+def whole_chat(
+    answer: chat_pb2.ChatUnaryResponse, *, with_ids: bool, with_reasoning: bool = True
+) -> dict[str, Any]:
     common = Answer.begin(answer.started, is_chat=True, is_chunk=False)
     choices = []
     for output in answer.outputs:
         message = assistant_of(output.message)
+        if not with_reasoning:
+            message.pop("reasoning_content", None)
         content = tokens_of(output.logprobs)
         choice = {
             "index": output.output_index,
@@ -168,11 +172,11 @@ def completion_choice(index: int, delta: generate_pb2.Delta, *, with_ids: bool) 
     return choice | {"token_ids": list(delta.token_ids)} if with_ids else choice
 
 
-def chat_choice(delta: chat_message_pb2.ChatDelta, *, with_ids: bool) -> dict[str, Any]:
+def chat_choice(delta: chat_message_pb2.ChatDelta, *, with_ids: bool, with_reasoning: bool) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     if delta.content:
         shown["content"] = delta.content
-    if delta.reasoning:
+    if delta.reasoning and with_reasoning:
         shown["reasoning_content"] = delta.reasoning
     if delta.tool_calls:
         shown["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]

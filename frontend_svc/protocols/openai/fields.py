@@ -53,7 +53,6 @@ IGNORED_IN_CALLS = frozenset({"extra_content", "provider_specific_fields"})
 # vLLM's, and those of gRPC alone.
 _OF_OUTPUTS = {
     "detokenize": Refusal("an answer has its text; return_token_ids adds the ids", default=True),
-    "include_reasoning": Refusal("an answer has its reasoning, in a field of its own", default=True),
     "kv_transfer_params": Refusal("KV caches are not transferred between engines", ({},)),
     "length_penalty": Refusal("there is no beam search", (1,)),
     "logits_processors": Refusal("an engine runs no code of a caller"),
@@ -78,8 +77,10 @@ REFUSED_IN_CHATS: Mapping[str, Refusal] = {
     "suffix": Refusal("text is not filled in"),
     "web_search_options": Refusal("there is no web search"),
 }
+_INCLUDE_REASONING = Refusal("use chat completions", default=True)
 REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
     **_OF_OUTPUTS,
+    "include_reasoning": _INCLUDE_REASONING,
     "modalities": REFUSED_IN_CHATS["modalities"],
     "prompt_embeds": Refusal("embeddings are sent over gRPC"),
     "suffix": Refusal("the model continues a prompt; it does not fill in text between two"),
@@ -89,6 +90,7 @@ REFUSED_IN_RESPONSES: Mapping[str, Refusal] = {
     "background": Refusal("use stream"),
     "context_management": Refusal("conversations are not shortened"),
     "conversation": Refusal("use previous_response_id"),
+    "include_reasoning": _INCLUDE_REASONING,
     "moderation": Refusal("there is no moderation"),
     "n": Refusal("a response has one output", (1,)),
     "prompt": Refusal("there are no stored prompts; use instructions and input"),

@@ -253,7 +253,10 @@ class OpenAIRoutes:
             chunks = self._chat_chunks(body, self._chat.stream(api_request, caller))
             return await streamed(request, chunks, ignored)
         answer = await unless_disconnected(request, self._chat.whole(api_request, caller))
-        return json_response(whole_chat(answer, with_ids=bool(body.return_token_ids)), ignored)
+        return json_response(
+            whole_chat(answer, with_ids=bool(body.return_token_ids), with_reasoning=body.include_reasoning),
+            ignored,
+        )
 
     async def _completions(self, request: Request) -> Response:
         body, ignored = await body_of(request, CompletionBody)
@@ -332,7 +335,14 @@ class OpenAIRoutes:
                     if response.delta.tool_calls:
                         with_calls.add(response.delta.output_index)
                     usage.note_tokens(len(response.delta.token_ids))
-                    yield event_of(usage.chunk(common, chat_choice(response.delta, with_ids=with_ids)))
+                    yield event_of(
+                        usage.chunk(
+                            common,
+                            chat_choice(
+                                response.delta, with_ids=with_ids, with_reasoning=body.include_reasoning
+                            ),
+                        )
+                    )
                 else:
                     finished = response.finished
                     index = finished.output_index

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend_svc.protocols.openai.answers import whole_chat, whole_completion
+from frontend_svc.protocols.openai.answers import chat_choice, whole_chat, whole_completion
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 from triptych.common.v1 import output_pb2
 from triptych_cli.run_batch.openai import to_openai
@@ -91,6 +91,16 @@ def test_log_probabilities_and_ids_of_a_prompt_are_where_vllm_has_them() -> None
         assert (part["prompt_logprobs"], part["prompt_token_ids"]) == (SHOWN, [5, 6, 7])
     (of_line,) = to_openai(completion())["body"]["choices"]
     assert of_line["prompt_logprobs"] == to_openai(chat())["body"]["prompt_logprobs"] == SHOWN
+
+
+def test_reasoning_is_left_out_where_that_is_wanted() -> None:
+    answer, delta = chat(), chat_message_pb2.ChatDelta(reasoning="r", content="e", token_ids=[9])
+    answer.outputs[0].message.reasoning = "r"
+    for with_reasoning, reasoning in ((True, {"reasoning_content": "r"}), (False, {})):
+        (whole,) = whole_chat(answer, with_ids=True, with_reasoning=with_reasoning)["choices"]
+        part = chat_choice(delta, with_ids=True, with_reasoning=with_reasoning)
+        assert whole["message"] == {"role": "assistant", "content": "e", "refusal": None, **reasoning}
+        assert part["delta"] == {"content": "e", **reasoning}
 
 
 def test_log_probabilities_that_an_echo_is_made_of_are_left_out() -> None:

@@ -113,7 +113,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
 }
 # Of the answer's form, and the one that must be n.
-OF_ANSWER = {"stream", "stream_options", "best_of"}
+OF_ANSWER = {"stream", "stream_options", "include_reasoning", "best_of"}
 
 
 def request_of(kind: type[Base], fields: dict[str, Any]) -> bytes:

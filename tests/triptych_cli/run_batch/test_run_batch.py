@@ -650,6 +650,7 @@ def test_logprobs_of_a_chat_are_switched_and_counted_apart(fields: dict, logprob
         (CHAT, {"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"messages": [USER], "stream": True}, "stream"),
         (CHAT, {"messages": [USER], "return_token_ids": True}, "return_token_ids"),
+        (CHAT, {"messages": [USER], "include_reasoning": False}, "include_reasoning"),
         (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [USER], "logprobs": 2}, "logprobs"),
         (CHAT, {"messages": "hi"}, "messages"),
