@@ -145,6 +145,25 @@ async def test_a_limit_ends_a_message():
     assert reply.body["stop_reason"] == "max_tokens"
 
 
+async def test_a_chat_with_tools_and_a_format_is_held_to_calls_or_a_text_of_the_schema():
+    engine = engine_of(CALL, structured_output_backends=["llguidance"])
+    schema = {"type": "object", "required": ["sum"]}
+    function = {"name": "add", "parameters": ADD["input_schema"]}
+    body = {
+        "messages": ASKED["messages"],
+        "tools": [{"type": "function", "function": function}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    async with served(engine) as client:
+        reply = await client.post("/v1/chat/completions", body)
+    (call,) = reply.body["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("add", '{"a": 1}')
+    form = json.loads(engine.requests[0].entry.sampling.structured_output.structural_tag)["format"]
+    calls, text = form["elements"]
+    assert [tag["begin"] for tag in calls["tags"]] == ['<tool_call>\n{"name": "add", "arguments": ']
+    assert text["json_schema"] == schema
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_limit_within_a_call_leaves_a_call_in_part_over_every_api(stream):
     begun = CALL[: CALL.index("1}}")]
