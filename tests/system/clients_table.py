@@ -20,8 +20,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 START = """# Clients that `make test-network` runs
 
 Each client is unmodified, in an environment of its own, against a frontend with the embedded model.
-The table is made by `python -m tests.system.clients_table`; the programs are in `tests/system`, in
-`clients`, `node_clients` and `openai_node`, and `anthropic_scenario.py` and `openai_scenario.py` there.
+The names link to the programs, which show the settings of a client. Those of `tests/system/clients` install
+what they need and run against any server, here against `triptych serve`:
+
+    uv run --script tests/system/clients/openai_agents_scenario.py http://127.0.0.1:8000/v1
+
+The embedded model follows no instruction. The programs end because their schemas are closed
+(`additionalProperties: false`, pydantic's `extra="forbid"`), their values bounded (enums, lengths), and
+`parallel_tool_calls` is false; larger models need none of this.
+`python -m tests.system.clients_table` makes the table.
 
 | client | packages | works |
 |---|---|---|
@@ -61,23 +68,25 @@ def page() -> str:
     for scenario in scenarios():
         text = scenario.read_text()
         packages = ast.literal_eval(text.partition("# dependencies = ")[2].partition("\n")[0])
-        rows.append(_rows(ast.get_docstring(ast.parse(text)) or "", packages, steps_of(scenario)))
+        client = (ast.get_docstring(ast.parse(text)) or "").rstrip(".")
+        rows.append(_rows(client, scenario, packages, steps_of(scenario)))
     for package_name in PACKAGES:
         scenario = FOLDER.with_name(f"{package_name}_scenario.py")
-        rows.append(_rows(f"{package_name} (PyPI)", [package_name], _works(scenario)))
+        rows.append(_rows(f"{package_name} (PyPI)", scenario, [package_name], _works(scenario)))
     for folder in (*NODE_FOLDER.iterdir(), NODE_FOLDER.with_name("openai_node")):
         if folder.is_dir():
             package = npm_package(folder)
             packages = [f"{name}@{version}" for name, version in package["dependencies"].items()]
-            rows.append(_rows(package["description"], packages, package["works"]))
+            rows.append(
+                _rows(package["description"].rstrip("."), folder / "scenario.mjs", packages, package["works"])
+            )
     return START + "".join(sorted(rows, key=str.lower))
 
 
-def _rows(client: str, packages: list[str], steps: list[str]) -> str:
+def _rows(client: str, program: Path, packages: list[str], steps: list[str]) -> str:
     """Lines with a package and a step each; the client is in the first one."""
-    lines = itertools.zip_longest(
-        [client.rstrip(".")], [f"`{package}`" for package in packages], steps, fillvalue=""
-    )
+    link = f"[{client}](../{program.relative_to(PAGE.parents[1]).as_posix()})"
+    lines = itertools.zip_longest([link], [f"`{package}`" for package in packages], steps, fillvalue="")
     return "".join(f"| {name} | {package} | {step} |\n" for name, package, step in lines)
 
 
