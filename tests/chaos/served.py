@@ -101,6 +101,10 @@ class ServedStack:
         return str(self._ready()["grpc"])
 
     @property
+    def http(self) -> str:
+        return str(self._ready()["http"])
+
+    @property
     def num_engines(self) -> int:
         """How many engines its launcher runs that were ready."""
         return sum(process["service"] == "engine" for process in self.processes())

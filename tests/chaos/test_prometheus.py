@@ -129,14 +129,15 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
 
 @contextlib.asynccontextmanager
 async def _scraping(stack: ServedStack, folder: Path) -> AsyncIterator[Prometheus]:
-    targets = [process["admin_http"] for process in stack.processes()]
+    # All processes, at the one port that a scraper reaches.
+    targets = f"http://{stack.http}/metrics/targets"
     config = folder / "prometheus.yml"
     config.write_text(
         yaml.safe_dump(
             {
                 "global": {"scrape_interval": f"{round(_SCRAPE_S * 1000)}ms", "evaluation_interval": "1s"},
                 "rule_files": [str(ROOT / "deploy" / "alerts.yml")],
-                "scrape_configs": [{"job_name": "triptych", "static_configs": [{"targets": targets}]}],
+                "scrape_configs": [{"job_name": "triptych", "http_sd_configs": [{"url": targets}]}],
             }
         )
     )
@@ -313,8 +314,7 @@ async def test_requests_moved_from_the_engine_that_was_killed(watched: Watched) 
     moved = await watched.prometheus.sums("triptych_frontend_requests_moved_total", "cause")
     assert sum(moved.values()) > 0
     starts = await watched.prometheus.query("changes(process_start_time_seconds[5m]) > 0")
-    engine = next(process for process in watched.stack.processes() if process["service"] == "engine")
-    assert [(labels["instance"], value) for labels, value in starts] == [(engine["admin_http"], 1)]
+    assert [(labels["instance"], value) for labels, value in starts] == [("engine-0", 1)]
 
 
 async def test_each_row_with_nan_is_counted_once(watched: Watched) -> None:
