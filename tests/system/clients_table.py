@@ -23,7 +23,7 @@ Each client is unmodified, in an environment of its own, against a frontend with
 The names link to the programs, which show the settings of a client. Those of `tests/system/clients` install
 what they need and run against any server, here against `triptych serve`:
 
-    uv run --script tests/system/clients/openai_agents_scenario.py http://127.0.0.1:8000/v1
+    uv run tests/system/clients/openai_agents_scenario.py http://127.0.0.1:8000/v1
 
 The embedded model follows no instruction. The programs end because their schemas are closed
 (`additionalProperties: false`, pydantic's `extra="forbid"`), their values bounded (enums, lengths), and

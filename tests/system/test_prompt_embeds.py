@@ -19,7 +19,7 @@ from triptych_client.client import Client
 from triptych_client.generate_request import GenerateOptions
 from triptych_client.prompt_embeds import prompt_embeds
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 # 100 rows of 1 KiB travel in the ADD, 600 do not.
 LENGTHS = (1, 5, 100, 600)
 

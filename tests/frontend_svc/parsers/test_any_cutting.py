@@ -113,7 +113,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 @pytest.mark.parametrize("name", ALL_TOOLS)
 @pytest.mark.parametrize("is_streamed", [True, False])
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(data=st.data(), cuts=CUTS, is_parallel=st.booleans())
 def test_cutting_never_changes_the_message(name, is_streamed, data, cuts, is_parallel):
     text = data.draw(fragments_of(FRAGMENTS[name], WORDS))
@@ -124,7 +124,7 @@ def test_cutting_never_changes_the_message(name, is_streamed, data, cuts, is_par
 
 
 @pytest.mark.parametrize("name", [*sorted(REASONING_PARSERS), None])
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(data=st.data(), cuts=CUTS, prompt=st.sampled_from(PROMPTS))
 def test_cutting_never_changes_reasoning_and_calls_together(name, data, cuts, prompt):
     text = data.draw(fragments_of(THOUGHTS, FRAGMENTS["hermes"], WORDS))
