@@ -515,11 +515,11 @@ def _refuse_unknown(verb: str, arguments: list[str], config: type) -> None:
 
 def _check_variables(verb: str, *, has_credentials: bool | None) -> None:
     """Warn of variables of vLLM, and refuse a key of it where clients need none."""
-    from triptych_cli.vllm_environment import warning_of
+    from triptych_cli.vllm_names import variables_warning
     from triptych_kit.telemetry.logs import write_log_line
 
     try:
-        warning = warning_of(_ENVIRONMENT, has_credentials=has_credentials)
+        warning = variables_warning(_ENVIRONMENT, has_credentials=has_credentials)
     except ValueError as error:
         _refuse(verb, error)
     if warning:

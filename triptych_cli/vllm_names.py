@@ -1,4 +1,4 @@
-"""Names of vLLM's flags and arguments that are others here, or have no counterpart, with a sentence each.
+"""vLLM's flags, arguments and variables that have other names here or no counterpart, each with a sentence.
 
 The names are those of vLLM's Python arguments; its flags are the same with dashes. A name that means the same
 in both is not listed. docs/coming-from-vllm.md is the same list for reading.
@@ -10,10 +10,10 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn, ParamSpec, TypeVar
 
-from triptych_kit.config import UnknownKeys, nearest, unknown_names
+from triptych_kit.config import ConfigError, UnknownKeys, nearest, unknown_names
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -399,3 +399,52 @@ def with_attribute_hints(**hints: str) -> Callable[[type[_T]], type[_T]]:
 
 def _is_public(name: str) -> bool:
     return not name.startswith("_")
+
+
+# Variables in the environment: none has an effect, and a key without one leaves a server open.
+
+_VARIABLE_PREFIX = "VLLM_"
+_API_KEY = "VLLM_API_KEY"
+_CREDENTIALS = "TRIPTYCH_API_KEY, or a file of keys with --api-keys"
+
+_VARIABLES: Mapping[str, str] = {
+    _API_KEY: "TRIPTYCH_API_KEY",
+    "VLLM_LOGGING_LEVEL": "--log-level",
+    "VLLM_CONFIGURE_LOGGING": "--log-level, --log-format",
+    "VLLM_LOGGING_CONFIG_PATH": "--log-level, --log-format",
+    "VLLM_HOST_IP": "--host",
+    "VLLM_PORT": "--port",
+    "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory",
+    "VLLM_CPU_OMP_THREADS_BIND": "--num-threads",
+    "VLLM_TORCH_PROFILER_DIR": "--profile-dir",
+    "VLLM_PLUGINS": "--plugins",
+    "VLLM_BATCH_INVARIANT": "--deterministic",
+    "VLLM_COMPUTE_NANS_IN_LOGITS": "--count-nan-logits",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "--startup-timeout-s",
+    "VLLM_CACHE_ROOT": "HF_HOME",
+    "VLLM_ASSETS_CACHE": "HF_HOME",
+    "VLLM_DP_SIZE": "--data-parallel-size",
+    "VLLM_TRACE_FUNCTION": "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "VLLM_NO_USAGE_STATS": "none are sent",
+    "VLLM_DO_NOT_TRACK": "no usage is sent",
+    "VLLM_ATTENTION_BACKEND": "kernels are chosen by device",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "a length beyond the model's is refused",
+}
+
+
+def variables_warning(variables: Mapping[str, str], *, has_credentials: bool | None) -> str:
+    """A line that lists the variables of vLLM that are set, each with its replacement; "" without any.
+
+    has_credentials: whether clients need them; None: of a service that clients do not call. Raises
+    ConfigError for a key where clients need none.
+    """
+    names = sorted(name for name, text in variables.items() if name.startswith(_VARIABLE_PREFIX) and text)
+    if _API_KEY in names and has_credentials is False:
+        raise ConfigError(
+            f"{_API_KEY} is set, which is not read here: anyone could call the server. Set {_CREDENTIALS}, "
+            f"or unset {_API_KEY} to serve without a key"
+        )
+    if not names:
+        return ""
+    shown = [f"{name} ({hint})" if (hint := _VARIABLES.get(name)) else name for name in names]
+    return f"variables of vLLM have no effect here: {', '.join(shown)}"
