@@ -18,6 +18,9 @@ DEMO_PROMPT := $(value PROMPT)
 export DEMO_PROMPT
 unexport PROMPT
 
+# Tests start hundreds of processes: without bytecode each of them compiles the project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 # Two workers on any machine: most tests wait for their own processes, and some measure what these use.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
