@@ -54,7 +54,7 @@ FOREIGN_FLAGS = {
     "--model-server-metrics-port",
     "--entrypoint",
     "--rm",
-    # Of vLLM and of aider.
+    # Of vLLM, of aider and of Continue.
     "--api-key",
     "--openai-api-base",
     "--openai-api-key",
@@ -62,6 +62,8 @@ FOREIGN_FLAGS = {
     "--map-tokens",
     "--chat-mode",
     "--message",
+    "--auto",
+    "--exclude",
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -31,6 +31,14 @@ PATCH = (
     "-The colour is red.\n+The colour is blue.\n*** End Patch\nEOF\n"
 )
 COMMANDS = ("cat note.txt", PATCH, "cat note.txt")
+# The calls of the scripted model, by the agent whose tools they are of.
+CALLS = {
+    "codex": [{"name": "exec_command", "arguments": {"cmd": command}} for command in COMMANDS],
+    "continue": [
+        {"name": "Read", "arguments": {"filepath": "note.txt"}},
+        {"name": "Edit", "arguments": {"file_path": "note.txt", "old_string": "red", "new_string": "blue"}},
+    ],
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,30 +52,28 @@ async def test_a_client_of_npm_works_with_the_embedded_model(name: str, base: st
     await check_steps(name, tmp_path / name, base)
 
 
-async def test_codex_gets_calls_of_a_scripted_model_and_returns_their_output(tmp_path: Path):
-    engine = FakeEngine(next_turn_of_codex, chat_template=TEMPLATE, max_model_len=CONTEXT)
+@pytest.mark.parametrize("name", CALLS)
+async def test_an_agent_gets_calls_of_a_scripted_model_and_returns_their_output(name: str, tmp_path: Path):
+    calls = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in CALLS[name]]
+
+    def next_turn(engine: FakeEngine, request: FakeRequest) -> None:
+        """Answer with the next call, or with a text once all have been made."""
+        num_called = TOKENIZER.decode(request.prompt).count("</tool_call>")
+        answer([*calls, "It is blue now."][num_called])(engine, request)
+
+    engine = FakeEngine(next_turn, chat_template=TEMPLATE, max_model_len=CONTEXT)
     async with serving(engine, http_port=0, tool_parser="hermes") as (_, frontend):
         assert frontend.servers.http is not None
         address = await frontend.servers.http.start()
         try:
-            await check_steps("codex", tmp_path / "codex", f"http://{address}/v1")
+            await check_steps(name, tmp_path / name, f"http://{address}/v1")
         finally:
             await frontend.servers.http.stop(0)
     # Each turn has the calls before it and their outputs, which the last one repeats.
-    assert len(engine.requests) == len(COMMANDS) + 1
+    assert len(engine.requests) == len(calls) + 1
     prompt = TOKENIZER.decode(engine.requests[-1].prompt)
     assert prompt.index("\ntool: ") < prompt.index("The colour is red.")
     assert prompt.rindex("The colour is blue.") > prompt.rindex("</tool_call>")
-
-
-def next_turn_of_codex(engine: FakeEngine, request: FakeRequest) -> None:
-    """Answer with the next command, or with a text once all are called."""
-    text = "It is blue now."
-    num_called = TOKENIZER.decode(request.prompt).count("</tool_call>")
-    if num_called < len(COMMANDS):
-        call = {"name": "exec_command", "arguments": {"cmd": COMMANDS[num_called]}}
-        text = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-    answer(text)(engine, request)
 
 
 async def check_steps(name: str, folder: Path, base: str) -> None:

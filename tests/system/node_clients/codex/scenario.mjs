@@ -3,12 +3,9 @@
 //     node scenario.mjs http://127.0.0.1:8000/v1
 
 import assert from 'node:assert/strict';
-import { spawn } from 'node:child_process';
-import { once } from 'node:events';
 import { mkdirSync, readFileSync, writeFileSync } from 'node:fs';
-import { createServer } from 'node:net';
 import { resolve } from 'node:path';
-import { run } from './steps.mjs';
+import { run, runAgent } from './steps.mjs';
 
 const CONFIG = (base) => `
 model = "tiny"
@@ -32,32 +29,11 @@ async function execute(base) {
   mkdirSync('work');
   writeFileSync('home/config.toml', CONFIG(base));
   writeFileSync('work/note.txt', 'The colour is red.\n');
-  // Other hosts would be reached through this proxy, which nothing may ask.
-  const asked = [];
-  const proxy = createServer((socket) => {
-    socket.once('data', (head) => asked.push(String(head).split('\r\n')[0]));
-    socket.on('error', () => {});
-  }).listen(0, '127.0.0.1');
-  await once(proxy, 'listening');
-  const elsewhere = `http://127.0.0.1:${proxy.address().port}`;
-  const options = ['--json', '--skip-git-repo-check', '--sandbox', 'danger-full-access'];
-  const codex = spawn(resolve('node_modules/.bin/codex'), ['exec', ...options, 'Make the colour of note.txt blue.'], {
-    cwd: 'work',
-    env: {
-      PATH: process.env.PATH,
-      CODEX_HOME: resolve('home'),
-      TRIPTYCH_API_KEY: 'none',
-      HTTP_PROXY: elsewhere,
-      HTTPS_PROXY: elsewhere,
-      NO_PROXY: '127.0.0.1',
-    },
-    stdio: ['ignore', 'pipe', 'inherit'],
+  const options = ['exec', '--json', '--skip-git-repo-check', '--sandbox', 'danger-full-access'];
+  const { printed, asked } = await runAgent('codex', [...options, 'Make the colour of note.txt blue.'], {
+    CODEX_HOME: resolve('home'),
+    TRIPTYCH_API_KEY: 'none',
   });
-  let printed = '';
-  codex.stdout.on('data', (bytes) => (printed += bytes));
-  const [status] = await once(codex, 'close');
-  proxy.close();
-  assert.equal(status, 0, printed);
   assert.deepEqual(asked, []);
 
   const events = printed.trim().split('\n').map((line) => JSON.parse(line));
