@@ -31,14 +31,14 @@ CERTIFICATE_NAMES = "triptych.certificate_names"
 class Authorization:
     """Wraps the whole application, so that a new route is not open by mistake.
 
-    dialect_of: the API that a path belongs to.  own_rules: paths whose handlers find the identity themselves.
+    dialect_of: the API of a call.  own_rules: paths whose handlers find the identity themselves.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         authenticator: Authenticator,
-        dialect_of: Callable[[str], Dialect],
+        dialect_of: Callable[[Scope], Dialect],
         own_rules: Collection[str] = (),
     ) -> None:
         self._app, self._authenticator, self._dialect_of = app, authenticator, dialect_of
@@ -58,7 +58,7 @@ class Authorization:
                     },
                 )
                 refusal = Response(
-                    msgspec.json.encode(self._dialect_of(scope["path"]).error_body(error)),
+                    msgspec.json.encode(self._dialect_of(scope).error_body(error)),
                     status_code=status_of(error),
                     media_type="application/json",
                     headers={**error_headers(error), "connection": "close"},

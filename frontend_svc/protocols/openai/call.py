@@ -26,7 +26,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.tenants import Rate
@@ -83,10 +83,11 @@ class Dialect:
 OPENAI = Dialect(error_body, event_of, heartbeat=b": heartbeat\n\n")
 
 
-def guarded(handler: Handler, dialect: Dialect = OPENAI) -> Handler:
+def guarded(handler: Handler, dialect_of: Callable[[Scope], Dialect]) -> Handler:
     """Gives errors the shape and the fields of the API; logs the call."""
 
     async def handle(request: Request) -> Response:
+        dialect = dialect_of(request.scope)
         request.state.dialect, request.state.name_of = dialect, as_it_is
         began_at = time.monotonic()
         try:

@@ -22,10 +22,10 @@ _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{_MAX_ID_CHARS}}}")
 class CallIds:
     """Binds the ids of request and trace, the caller's or new ones, and names them in the answer.
 
-    dialect_of: the API that a path belongs to.
+    dialect_of: the API of a call.
     """
 
-    def __init__(self, app: ASGIApp, dialect_of: Callable[[str], Dialect]) -> None:
+    def __init__(self, app: ASGIApp, dialect_of: Callable[[Scope], Dialect]) -> None:
         self._app, self._dialect_of = app, dialect_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +38,7 @@ class CallIds:
         trace_id = join_trace(headers.get("traceparent", ""), "")
         bind_log_fields(request_id=request_id, trace_id=trace_id)
         named = {"x-request-id": request_id, "x-trace-id": trace_id}
-        if id_header := self._dialect_of(scope["path"]).id_header:
+        if id_header := self._dialect_of(scope).id_header:
             named[id_header] = request_id
 
         async def send_named(message: Message) -> None:

@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from frontend_svc.generation.answers.chat import ChatAnswers
 from frontend_svc.generation.answers.generate import GenerateAnswers
@@ -89,6 +91,7 @@ from triptych_kit.version import installed_version
 _OF_MESSAGES = (
     "tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"
 )  # fmt: skip
+_OPENAI_ALONE = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _T = TypeVar("_T")
 
 
@@ -144,7 +147,7 @@ class OpenAIRoutes:
         }
         handlers = {"GET": gets, "POST": posts, "DELETE": response_routes.deletes}
         routes = [
-            Route(path, guarded(handler, dialect_of(path)), methods=[method])
+            Route(path, guarded(handler, dialect_of), methods=[method])
             for method, by_path in handlers.items()
             for path, handler in by_path.items()
         ]
@@ -335,14 +338,12 @@ class OpenAIRoutes:
                     if response.delta.tool_calls:
                         with_calls.add(response.delta.output_index)
                     usage.note_tokens(len(response.delta.token_ids))
-                    yield event_of(
-                        usage.chunk(
-                            common,
-                            chat_choice(
-                                response.delta, with_ids=with_ids, with_reasoning=body.include_reasoning
-                            ),
-                        )
+                    choice = chat_choice(
+                        response.delta, with_ids=with_ids, with_reasoning=body.include_reasoning
                     )
+                    # A parser holds back tokens that may begin a call.
+                    if choice["delta"] or choice["logprobs"] is not None or with_ids:
+                        yield event_of(usage.chunk(common, choice))
                 else:
                     finished = response.finished
                     index = finished.output_index
@@ -413,8 +414,13 @@ class OpenAIRoutes:
         yield DONE
 
 
-def dialect_of(path: str) -> Dialect:
-    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+def dialect_of(scope: Scope) -> Dialect:
+    """The API that a path belongs to; where both have it or none does, the one that the headers name."""
+    path = scope["path"]
+    if path.startswith(_OPENAI_ALONE):
+        return OPENAI
+    is_anthropic = path.startswith("/v1/messages") or VERSION_HEADER in Headers(scope=scope)
+    return ANTHROPIC if is_anthropic else OPENAI
 
 
 class _StreamUsage:

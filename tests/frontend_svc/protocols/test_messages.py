@@ -181,6 +181,7 @@ async def test_a_limit_within_a_call_leaves_a_call_in_part_over_every_api(stream
     if stream:
         choices = [event["choices"][0] for event in of_chat.events[:-1]]
         deltas = [choice["delta"] for choice in choices]
+        assert all(deltas[:-1]), "events without content, of tokens that may begin a call"
         calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or []]
         content = "".join(delta.get("content") or "" for delta in deltas)
         reason, arguments = choices[-1]["finish_reason"], "".join(call["arguments"] for call in calls)
@@ -346,6 +347,20 @@ async def test_a_route_that_is_not_served_has_the_shape_of_its_api():
     assert (batches.status, batches.body["error"]["type"]) == (404, "not_found_error")
     assert "run-batch" in batches.body["error"]["message"]
     assert (read.status, read.body["type"], read.headers["allow"]) == (405, "error", "POST")
+
+
+async def test_errors_have_the_shape_of_the_api_that_the_headers_name():
+    version = {"anthropic-version": "2023-06-01"}
+    async with served(engine_of(TEXT)) as client:
+        of_both = await client.call("GET", "/v1/models/nope", **version)
+        of_none = await client.call("GET", "/v1/files", **version)
+        of_openai = await client.post("/v1/chat/completions", {}, **version)
+        plain = await client.call("GET", "/v1/models/nope")
+    assert [(reply.body["type"], reply.body["error"]["type"]) for reply in (of_both, of_none)] == [
+        ("error", "not_found_error")
+    ] * 2
+    assert of_none.headers["request-id"] == of_none.headers["x-request-id"]
+    assert [set(reply.body) for reply in (of_openai, plain)] == [{"error"}] * 2
 
 
 async def test_a_silent_stream_is_pinged():

@@ -428,6 +428,10 @@ async def test_a_path_that_is_not_served_is_answered_with_what_is():
         "/api/chat": "use /v1/chat/completions or /v1/completions",
         "/openapi.json": "docs/openai.md lists the routes",
         "/z": "POST /z is not served",
+        "/v1/moderations": "POST /v1/moderations is not served",
+        "/request": "POST /request is not served",
+        "/sleep": "`triptych admin ADDRESS sleep` does it",
+        "/v1/load_lora_adapter": "LoRA adapters are not served yet",
         "/" + "v1/chat/completions" * 50: "is not served",
     }
     async with served() as client:
