@@ -39,6 +39,7 @@ _SIMILAR = 0.6  # to a served field, which is then suggested
 _MISSPELT = 0.8  # similarity from which an unknown field is a served one with a mistake
 _STEP = re.compile(r"(\w+)|\[")
 _UNKNOWN = "Object contains unknown field"
+_NOT_OF_LIST = "Invalid enum value"
 _MAX_DEPTH_MESSAGE = "the body is nested too deeply"
 
 
@@ -375,6 +376,10 @@ def read_part(fields: Mapping[str, Any], kind: type[BodyT], ignored: IgnoredFiel
             name = message.partition("`")[2].rstrip("`")
             field = f"{field}.{name}" if field else name
             raise InvalidArgument(f"{field} is missing", field=field) from error
+        if message.startswith(_NOT_OF_LIST):
+            value = message.removeprefix(_NOT_OF_LIST)
+            values = ", ".join(_values_at(kind, path.rstrip("`")))
+            raise InvalidArgument(f"{field} is{value:.60}, must be one of {values}", field=field) from error
         raise InvalidArgument(f"{field}: {message}", field=field) from error
     except RecursionError as error:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
@@ -418,6 +423,17 @@ def _type_of(kind: type[Base]) -> msgspec.inspect.Type:
 
 def _known_at(kind: type[Base], path: str) -> list[str]:
     """The fields of the object at a path like `messages[0].content`."""
+    structs = [each for each in _types_at(kind, path) if isinstance(each, msgspec.inspect.StructType)]
+    return [field.encode_name for each in structs for field in each.fields]
+
+
+def _values_at(kind: type[Base], path: str) -> list[str]:
+    """The texts of which one has to be at a path."""
+    lists = [each for each in _types_at(kind, path) if isinstance(each, msgspec.inspect.LiteralType)]
+    return [str(value) for each in lists for value in each.values]
+
+
+def _types_at(kind: type[Base], path: str) -> Sequence[msgspec.inspect.Type]:
     types = _alternatives(_type_of(kind))
     for step in _STEP.finditer(re.sub(r"\[[^]]*]", "[", path)):
         inner: list[msgspec.inspect.Type] = []
@@ -427,8 +443,7 @@ def _known_at(kind: type[Base], path: str) -> list[str]:
             elif isinstance(each, msgspec.inspect.ListType) and not step[1]:
                 inner.append(each.item_type)
         types = [one for each in inner for one in _alternatives(each)]
-    structs = [each for each in types if isinstance(each, msgspec.inspect.StructType)]
-    return [field.encode_name for each in structs for field in each.fields]
+    return types
 
 
 def _alternatives(kind: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:

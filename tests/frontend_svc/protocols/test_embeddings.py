@@ -117,7 +117,7 @@ async def test_parameters_of_pooling_reach_the_engine():
         ),
         ("embeddings", {"input": [5] * 600}, "input", "input has 600 ids, must have 1..512"),
         ("embeddings", {"input": "the", "dimensions": 0}, "dimensions", "dimensions is 0, must be in 1.."),
-        ("embeddings", {"input": "the", "encoding_format": "hex"}, "encoding_format", "Invalid enum value"),
+        ("embeddings", {"input": "the", "encoding_format": "hex"}, "encoding_format", "one of base64, float"),
         ("embeddings", {"input": "the", "priority": 1}, "priority", "priority is not served"),
         ("embeddings", {"input": "the", "model": "other"}, "model", "other"),
         ("score", {"text_1": "the"}, "text_1", "give text_1 and text_2"),

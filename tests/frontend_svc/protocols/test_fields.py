@@ -56,6 +56,30 @@ def test_a_served_field_with_a_mistake_is_refused(name: str, near: str, *, takes
         read_object({**BODIES[ChatBody], name: 1}, ChatBody, takes_unknown=takes_unknown)
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            {"messages": [{"role": "boss", "content": "x"}]},
+            "messages[0].role is 'boss', must be one of assistant, developer, system, tool, user",
+        ),
+        (
+            {**BODIES[ChatBody], "response_format": {"type": "structural_tag"}},
+            "response_format.type is 'structural_tag', must be one of json_object, json_schema, text",
+        ),
+        (
+            {**BODIES[ChatBody], "tool_choice": "any"},
+            "tool_choice is 'any', must be one of auto, none, required",
+        ),
+    ],
+    ids=["role", "format", "choice"],
+)
+def test_a_value_that_is_none_of_a_list_is_refused_with_the_list(body: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_object(body, ChatBody)
+    assert caught.value.message == says
+
+
 def test_unknown_fields_are_taken_where_that_is_chosen() -> None:
     message = {"role": "user", "content": "x", "mood": "good", "title": None}
     body = {"messages": [message], "session": "s", "stream_options": {"include_usage": True, "x": 1}}

@@ -405,7 +405,7 @@ USER = {"role": "user", "content": "the"}
         ({"input": []}, "input", "input has 0 messages, must have 1.."),
         ({"input": [5]}, "input[0]", "Expected `object`"),
         ({"input": [USER, {"content": "a"}]}, "input[1].role", "input[1].role is missing"),
-        ({"input": [{**USER, "role": "tool"}]}, "input[0].role", "Invalid enum value 'tool'"),
+        ({"input": [{**USER, "role": "tool"}]}, "input[0].role", "is 'tool', must be one of "),
         ({"input": [{**USER, "x": 1}]}, "input[0].x", "input[0].x is not served"),
         (
             {"input": [{**USER, "content": [{"type": "input_image"}]}]},
