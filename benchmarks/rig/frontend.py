@@ -33,7 +33,7 @@ class Served:
 
     def tree_cpu_s(self) -> float:
         """CPU of it and all processes below, which read text or are frontends themselves."""
-        return sum(_cpu_s(pid) for pid in _with_descendants(self.announcement.pid))
+        return sum(_cpu_s(pid) for pid in with_descendants(self.announcement.pid))
 
     async def status(self) -> dict[str, float]:
         async with open_channel(self.announcement.admin_address) as channel:
@@ -104,7 +104,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
-def _with_descendants(pid: int) -> list[int]:
+def with_descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         if fields := _stat(int(folder.name)):

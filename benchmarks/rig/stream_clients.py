@@ -18,6 +18,7 @@ import random
 import ssl
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,11 +51,11 @@ class StreamFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Streams that begin at once. pid: the process whose CPU is counted."""
+    """Streams that begin at once. pids: the processes whose CPU is counted."""
 
     protocol: str  # grpc or http
     address: str
-    pid: int
+    pids: list[int]
     num_streams: int
     num_tokens: int
     key: str = ""
@@ -67,7 +68,7 @@ class Load:
 class Window:
     """The time from the last first token to the last end."""
 
-    pid: int
+    pids: list[int]
     num_waiting: int
     num_open: int
     began_at: float = 0.0
@@ -77,13 +78,13 @@ class Window:
     def note_first(self) -> None:
         self.num_waiting -= 1
         if not self.num_waiting:
-            self.began_at, self.cpu_s = time.monotonic(), -cpu_s(self.pid)
+            self.began_at, self.cpu_s = time.monotonic(), -cpu_s(self.pids)
 
     def note_end(self) -> None:
         self.num_open -= 1
         if not self.num_open:
             self.ended_at = time.monotonic()
-            self.cpu_s += cpu_s(self.pid)
+            self.cpu_s += cpu_s(self.pids)
 
 
 @dataclass(slots=True)
@@ -104,10 +105,10 @@ class Received:
         self.text += text
 
 
-def cpu_s(pid: int) -> float:
-    """CPU of all threads of a process, to the nanosecond."""
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU of all threads of these processes, to the nanosecond."""
     total = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
+    for thread in itertools.chain.from_iterable(Path(f"/proc/{pid}/task").iterdir() for pid in pids):
         try:
             total += int((thread / "schedstat").read_text(encoding="ascii").split()[0])
         except OSError:
@@ -271,7 +272,7 @@ def _read_events(sent_at: float, parts: list[tuple[float, bytes]]) -> Received:
             if content == _DONE or content.startswith(":"):
                 continue
             choice = json.loads(content)["choices"][0]
-            received.add(arrived_at, choice.get("token_ids", []), choice["text"])
+            received.add(arrived_at, choice.get("token_ids") or [], choice["text"])
     return received
 
 
@@ -310,7 +311,7 @@ async def _run() -> None:
 
     async def answer(line: Line) -> Line:
         load = Load(**line)
-        window = Window(load.pid, load.num_streams, load.num_streams)
+        window = Window(load.pids, load.num_streams, load.num_streams)
         try:
             async with asyncio.timeout(_LIMIT_S):
                 streams = await (_over_grpc if load.protocol == "grpc" else _over_http)(load, window)

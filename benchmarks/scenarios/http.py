@@ -126,17 +126,21 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A protocol with its credentials, at one frontend."""
+    """A protocol with its credentials, at one server. pids: the processes whose CPU is counted."""
 
     name: str
     protocol: str
-    frontend: Announcement
+    address: str
+    pids: Sequence[int]
     credentials: Mapping[str, str]
 
+    @classmethod
+    def at(cls, frontend: Announcement, name: str, protocol: str, credentials: Mapping[str, str]) -> Mode:
+        address = frontend.address if protocol == "grpc" else frontend.http
+        return cls(name, protocol, address, [frontend.pid], credentials)
+
     def load(self, num_streams: int, num_tokens: int) -> Load:
-        address = self.frontend.address if self.protocol == "grpc" else self.frontend.http
-        pid = self.frontend.pid
-        return Load(self.protocol, address, pid, num_streams, num_tokens, **self.credentials)
+        return Load(self.protocol, self.address, list(self.pids), num_streams, num_tokens, **self.credentials)
 
 
 async def measure_frontends(options: argparse.Namespace, files: Files) -> list[Row]:
@@ -151,17 +155,17 @@ async def measure_frontends(options: argparse.Namespace, files: Files) -> list[R
             )
         ]
         modes = [
-            Mode(_BASE, "grpc", plain, {}),
-            Mode("gRPC, key", "grpc", keyed, {"key": _KEY}),
-            Mode("gRPC, mTLS", "grpc", secure, files.of_client()),
-            Mode("HTTP", "http", plain, {}),
-            Mode("HTTP, key", "http", keyed, {"key": _KEY}),
-            Mode("HTTPS, mTLS", "http", secure, files.of_client()),
+            Mode.at(plain, _BASE, "grpc", {}),
+            Mode.at(keyed, "gRPC, key", "grpc", {"key": _KEY}),
+            Mode.at(secure, "gRPC, mTLS", "grpc", files.of_client()),
+            Mode.at(plain, "HTTP", "http", {}),
+            Mode.at(keyed, "HTTP, key", "http", {"key": _KEY}),
+            Mode.at(secure, "HTTPS, mTLS", "http", files.of_client()),
         ]
         rows: list[Row] = []
         for num_streams in options.streams:
-            turns = await _in_turns(modes, num_streams, options.rounds, options.tokens)
-            rows += _rows("frontend", num_streams, turns)
+            turns = await in_turns(modes, num_streams, options.rounds, options.tokens)
+            rows += rows_of("frontend", num_streams, turns)
     return rows
 
 
@@ -187,17 +191,17 @@ async def measure_stacks(options: argparse.Namespace, files: Files) -> list[Row]
             *files.peer_flags("frontend"),
         )
         modes = [
-            Mode(_BASE, "grpc", plain, {}),
-            Mode("gRPC, engine at a unix socket", "grpc", local, {}),
-            Mode("gRPC, mTLS", "grpc", secure, files.of_client()),
-            Mode("HTTP", "http", plain, {}),
-            Mode("HTTPS, mTLS", "http", secure, files.of_client()),
+            Mode.at(plain, _BASE, "grpc", {}),
+            Mode.at(local, "gRPC, engine at a unix socket", "grpc", {}),
+            Mode.at(secure, "gRPC, mTLS", "grpc", files.of_client()),
+            Mode.at(plain, "HTTP", "http", {}),
+            Mode.at(secure, "HTTPS, mTLS", "http", files.of_client()),
         ]
-        turns = await _in_turns(modes, _NUM_STACK_STREAMS, options.stack_rounds, options.tokens)
+        turns = await in_turns(modes, _NUM_STACK_STREAMS, options.stack_rounds, options.tokens)
     digests = {turn["digest"] for of_mode in turns.values() for turn in of_mode}
     if len(digests) > 1:
         raise RuntimeError(f"the same prompts were answered in {len(digests)} ways")
-    return _rows("stack", _NUM_STACK_STREAMS, turns)
+    return rows_of("stack", _NUM_STACK_STREAMS, turns)
 
 
 def _frontend_flags(engine: str, *flags: str) -> tuple[str, ...]:
@@ -205,9 +209,10 @@ def _frontend_flags(engine: str, *flags: str) -> tuple[str, ...]:
     return (*ports, f"--engine={engine}", "--log-level=error", *flags)
 
 
-async def _in_turns(
+async def in_turns(
     modes: Sequence[Mode], num_streams: int, num_rounds: int, num_tokens: int
 ) -> dict[str, list[Line]]:
+    """What the streams of each mode measured in each round. Raises RuntimeError where one fails."""
     turns: dict[str, list[Line]] = {mode.name: [] for mode in modes}
     with LineProcess(module("benchmarks.rig.stream_clients")) as process:
         for mode in modes:
@@ -231,12 +236,13 @@ async def _until_served(process: LineProcess, mode: Mode) -> None:
         await asyncio.sleep(_RETRY_S)
 
 
-def _rows(part: str, num_streams: int, turns: Mapping[str, Sequence[Line]]) -> list[Row]:
-    """Medians over rounds; ratios are to the base's turn of the same round, with 95 % intervals."""
+def rows_of(part: str, num_streams: int, turns: Mapping[str, Sequence[Line]]) -> list[Row]:
+    """Medians over rounds; ratios are to the first mode's turn of the same round, with 95 % intervals."""
     rows: list[Row] = []
+    base_turns = next(iter(turns.values()))
     for mode, measured in turns.items():
         first = [sorted(turn["first_token_s"]) for turn in measured]
-        pairs = list(zip(measured, turns[_BASE], strict=True))
+        pairs = list(zip(measured, base_turns, strict=True))
         cpu = median_interval([_cpu_us(turn) / _cpu_us(base) for turn, base in pairs])
         rate = median_interval([_tokens_per_s(turn) / _tokens_per_s(base) for turn, base in pairs])
         rows.append(
