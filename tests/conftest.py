@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.allowed_skips import is_allowed
+from tests.debian import missing_packages
+
 # What a driver for CUDA shows of itself. Torch, which takes long to import, is asked only where it does.
 _DRIVER_TRACES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
 
@@ -52,6 +55,9 @@ logging.getLogger("asyncio").addFilter(
 )
 
 
+_other_skips: list[str] = []
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long tests of random runs go on."""
     parser.addoption(
@@ -68,6 +74,33 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not marker.isidentifier() or not collection_path.match("test_*.py"):
         return None
     return True if f"mark.{marker}" not in collection_path.read_text() else None
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the skips that no line of the list allows; all workers' reports come here."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not is_allowed(report.nodeid, reason):
+            _other_skips.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A suite in which something else was skipped than the list allows has failed."""
+    if _other_skips and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the skips that failed the suite."""
+    if _other_skips:
+        terminalreporter.section("skips that tests/allowed_skips.py does not allow", red=True)
+        terminalreporter.write("".join(f"{skip}\n" for skip in _other_skips))
+
+
+@pytest.fixture(scope="session")
+def prometheus_package() -> None:
+    """Prometheus and its promtool are installed."""
+    assert missing_packages(("prometheus",)) == [], "as root: apt-get install prometheus"
 
 
 @pytest.fixture(autouse=True)

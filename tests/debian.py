@@ -1,10 +1,16 @@
-"""Debian's packages that a test needs: installed where this process may, so that no test is skipped."""
+"""Debian's packages that tests need: installed where this process may, so that no test is skipped.
+
+    python3 -m tests.debian PACKAGE ...
+
+installs those that are missing, and fails where one cannot be installed.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 
 _LIMIT_S = 900
@@ -29,7 +35,14 @@ def _not_installed(packages: Sequence[str]) -> list[str]:
 
 def _install(packages: Sequence[str]) -> None:
     # A package that another one here conflicts with stays: then these are missing.
-    install = ("apt-get", "install", "-y", "-q", "--no-install-recommends", "--no-remove", *packages)
+    # Another worker may be installing one: its lock is waited for.
+    options = ("-y", "-q", "--no-install-recommends", "--no-remove", f"-oDPkg::Lock::Timeout={_LIMIT_S}")
+    install = ("apt-get", "install", *options, *packages)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (("apt-get", "update", "-q"), install):
         subprocess.run(command, env=environment, capture_output=True, timeout=_LIMIT_S, check=False)
+
+
+if __name__ == "__main__":
+    if still_missing := missing_packages(sys.argv[1:]):
+        sys.exit(f"as root: apt-get install {' '.join(still_missing)}")

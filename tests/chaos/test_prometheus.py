@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -37,10 +36,6 @@ from triptych_kit.http.admin_http import read_page
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        None in (shutil.which("prometheus"), shutil.which("promtool")),
-        reason="prometheus and promtool are in Debian's package prometheus",
-    ),
 ]
 
 _SCRAPE_S = 0.25
@@ -109,7 +104,9 @@ class Watched:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+async def watched(
+    tmp_path_factory: pytest.TempPathFactory, prometheus_package: None
+) -> AsyncIterator[Watched]:
     """Two engines, after a run in which one of them was killed and came back."""
     folder = tmp_path_factory.mktemp("prometheus")
     write_distribution(folder)

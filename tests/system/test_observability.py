@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,9 +41,7 @@ class Served:
     types: dict[str, str] = field(default_factory=dict)
 
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is part of Debian's package prometheus"
-)
+needs_promtool = pytest.mark.usefixtures("prometheus_package")
 
 
 def panels() -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -29,7 +28,7 @@ async def test_names_follow_the_rules_of_prometheus():
             assert all(alias.startswith("vllm:") for alias in family.aliases)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is part of prometheus")
+@pytest.mark.usefixtures("prometheus_package")
 async def test_promtool_finds_nothing_but_the_colons_of_aliases():
     for metrics in (await registered()).values():
         text = to_text(metrics.collect(with_aliases=False))
