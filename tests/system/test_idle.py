@@ -10,7 +10,7 @@ from tests.system.generation import collect, random_prompt, request_of
 from tests.system.slowness import slowness
 from tests.system.stack import Stack, cpu_seconds
 
-IDLE_S = 10.0
+IDLE_S = 5.0
 
 
 async def test_idle_processes_use_less_than_one_percent_after_a_hundred_requests(llama: str) -> None:

@@ -7,18 +7,36 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine_svc.config import EngineConfig
-from tests.triptych_cli.fakes import triptych
+from tests.triptych_cli.fakes import Outcome, triptych
 from triptych_cli.bench.config import BenchServeConfig
+from triptych_cli.cli import main
 from triptych_cli.config import ServeConfig
 from triptych_cli.first_line import show_first_line
 from triptych_cli.services import SERVICES, config_of
 from triptych_cli.vllm_names import SENTENCES, explained
 from triptych_kit.config import flag_names
+
+RunHere = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunHere:
+    """Runs the command in this process, where it ends before anything is started."""
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        out, err = capfd.readouterr()
+        return Outcome(os.getpid(), int(ending.value.code or 0), out, err)
+
+    return run
 
 
 async def test_version_is_one_line() -> None:
@@ -27,39 +45,41 @@ async def test_version_is_one_line() -> None:
     assert outcome.out.startswith("triptych ")
 
 
-async def test_help_names_every_verb() -> None:
-    outcome = await triptych("--help")
+def test_help_names_every_verb(run_here: RunHere) -> None:
+    outcome = run_here("--help")
     verbs = {line.split()[0] for line in outcome.out.partition("Commands:")[2].splitlines() if line.strip()}
     assert {"serve", "frontend", "engine", "coordinator", "complete", "chat", "health", "demo"} <= verbs
     assert {"bench", "run-batch"} <= verbs
 
 
 @pytest.mark.parametrize(
-    ("verb", "flags"),
+    ("verb", "spelling", "flags"),
     [
-        ("coordinator", ["--lease-ms"]),
-        ("engine", ["--max-num-seqs", "[default: 256]"]),
-        ("frontend", ["--engine"]),
-        ("serve", ["--ready-file", "-dp, --data-parallel-size", "--max-num-seqs", "--lease-ms"]),
+        ("coordinator", "--help", ["--lease-ms"]),
+        ("engine", "-h", ["--max-num-seqs", "[default: 256]"]),
+        ("frontend", "--help", ["--engine"]),
+        ("serve", "-h", ["--ready-file", "-dp, --data-parallel-size", "--max-num-seqs", "--lease-ms"]),
     ],
 )
-async def test_help_of_a_verb_lists_the_options_of_its_services(verb: str, flags: list[str]) -> None:
-    outcome = await triptych(verb, "--help")
-    assert outcome.exit_code == 0
+async def test_help_of_a_verb_lists_the_options_of_its_services(
+    verb: str, spelling: str, flags: list[str]
+) -> None:
+    outcome = await triptych(verb, spelling)
+    assert (outcome.exit_code, outcome.err) == (0, "")
     for flag in flags:
         assert flag in outcome.out
 
 
 @pytest.mark.parametrize("group", [(), ("admin",), ("ray",), ("bench",), ("conformance",)])
-async def test_the_help_of_a_verb_in_a_list_is_whole(group: tuple[str, ...]) -> None:
-    outcome = await triptych(*group, "--help")
+def test_the_help_of_a_verb_in_a_list_is_whole(run_here: RunHere, group: tuple[str, ...]) -> None:
+    outcome = run_here(*group, "--help")
     listed = outcome.out.partition("Commands:")[2]
     assert listed
     assert [line for line in listed.splitlines() if line.endswith("...")] == []
 
 
-async def test_help_of_serve_has_each_flag_once_common_ones_first() -> None:
-    lines = (await triptych("serve", "--help")).out.splitlines()
+def test_help_of_serve_has_each_flag_once_common_ones_first(run_here: RunHere) -> None:
+    lines = run_here("serve", "--help").out.splitlines()
     flags = [word for line in lines for word in line.split()[:2] if word.startswith("--")]
     assert max(map(len, lines)) <= 80
     assert lines[0] == "Usage: triptych serve [OPTIONS] [MODEL]"
@@ -70,28 +90,21 @@ async def test_help_of_serve_has_each_flag_once_common_ones_first() -> None:
     assert sorted(flags) == sorted(set(flags))
 
 
-async def test_help_of_complete_is_grouped_common_options_first() -> None:
-    help_ = (await triptych("complete", "--help")).out
+def test_help_of_complete_is_grouped_common_options_first(run_here: RunHere) -> None:
+    help_ = run_here("complete", "--help").out
     titles = [line for line in help_.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[:2] == ["Arguments:", "Options:"]
     assert help_.index("--max-tokens") < help_.index("--presence-penalty") < help_.index("--logprobs")
 
 
-@pytest.mark.parametrize("verb", ["serve", "engine"])
-async def test_help_has_a_short_spelling(verb: str) -> None:
-    outcome = await triptych(verb, "-h")
-    assert (outcome.exit_code, outcome.err) == (0, "")
-    assert "--max-num-seqs" in outcome.out
-
-
-async def test_what_is_not_text_is_refused() -> None:
-    outcome = await triptych("complete", "--prompt", os.fsdecode(b"\xff"))
+def test_what_is_not_text_is_refused(run_here: RunHere) -> None:
+    outcome = run_here("complete", "--prompt", os.fsdecode(b"\xff"))
     assert outcome.exit_code == 2
     assert "is not UTF-8" in outcome.err
 
 
-async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
-    outcome = await triptych("serve", "--help")
+def test_help_of_serve_leaves_out_what_it_refuses(run_here: RunHere) -> None:
+    outcome = run_here("serve", "--help")
     for flag in ("--announce-fd", "--coordinator ", "--admin-port"):
         assert flag not in outcome.out
     assert outcome.out.count("--config") == 1
@@ -130,13 +143,15 @@ async def test_help_of_serve_leaves_out_what_it_refuses() -> None:
         (("serve", "--port", "70000"), "port is 70000"),
     ],
 )
-async def test_a_mistake_exits_2_and_names_the_way_out(arguments: tuple[str, ...], message: str) -> None:
-    outcome = await triptych(*arguments)
+def test_a_mistake_exits_2_and_names_the_way_out(
+    run_here: RunHere, arguments: tuple[str, ...], message: str
+) -> None:
+    outcome = run_here(*arguments)
     assert outcome.exit_code == 2
     assert message in outcome.err
 
 
-async def test_all_unknown_flags_are_in_one_message_each_with_its_hint() -> None:
+def test_all_unknown_flags_are_in_one_message_each_with_its_hint(run_here: RunHere) -> None:
     hints = {
         "--api-key": ": set TRIPTYCH_API_KEY, or name a file of keys with --api-keys: ",
         "--enforce-eager": ": it is --no-cuda-graphs",
@@ -155,7 +170,7 @@ async def test_all_unknown_flags_are_in_one_message_each_with_its_hint() -> None
     }
     values = {"--api-key": "x", "--root-path": "/x", "--max-num-seq": "-1"}
     words = [word for flag in hints for word in (flag, values.get(flag)) if word is not None]
-    outcome = await triptych("serve", "model", "--zz", "--port", "-1", *words)
+    outcome = run_here("serve", "model", "--zz", "--port", "-1", *words)
     assert outcome.exit_code == 2
     first, *lines = outcome.err.splitlines()
     assert (first, len(lines)) == ("triptych serve: unknown flags:", len(hints) + 1)
@@ -164,10 +179,10 @@ async def test_all_unknown_flags_are_in_one_message_each_with_its_hint() -> None
 
 
 @pytest.mark.parametrize("verb", ["serve", "frontend"])
-async def test_keys_of_vllm_in_a_file_are_explained_with_keys(tmp_path: Path, verb: str) -> None:
+def test_keys_of_vllm_in_a_file_are_explained_with_keys(run_here: RunHere, tmp_path: Path, verb: str) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("tool-call-parser: hermes\napi-key: secret123\nenforce_eager: true\nui_: 1\n")
-    outcome = await triptych(verb, "--config", str(file))
+    outcome = run_here(verb, "--config", str(file))
     assert outcome.exit_code == 2
     assert outcome.err.splitlines() == [
         f"triptych {verb}: unknown options in {file}:",

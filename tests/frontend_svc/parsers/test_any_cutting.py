@@ -152,7 +152,9 @@ def test_emitted_content_only_grows(name, data):
     text = data.draw(fragments_of(FRAGMENTS[name], WORDS))
     parser, emitted, pieces = TOOL_PARSERS[name].open(rules()), Message(), []
     for char in text:
-        pieces += parser.feed(char)
+        if not (added := parser.feed(char)):
+            continue
+        pieces += added
         grown = joined(pieces)
         assert grown.content.startswith(emitted.content) and len(grown.calls) >= len(emitted.calls)
         emitted = grown
@@ -228,10 +230,10 @@ def test_four_times_the_text_is_four_times_the_work(name, start, filling):
 
 
 @pytest.mark.parametrize("name", ALL_TOOLS)
-def test_a_hundred_thousand_characters_one_by_one_come_out_whole(name):
+def test_twenty_thousand_characters_one_by_one_come_out_whole(name):
     start = LONG[name]
     end = "')]" if name == "pythonic" else '"}}]'
-    length = 60_000 if name == "pythonic" else 100_000
+    length = 20_000
     message = run(TOOL_PARSERS[name].open(rules()), start + "x" * length + end)
     [(_, _, called, arguments)] = message.calls
     assert called == "get_time"
