@@ -1,8 +1,8 @@
 """Measure one thing: python -m benchmarks SCENARIO [options].
 
-Prints the scenario's tables; `--json FILE` writes them with the settings, the commit and the machine, and
-`python -m benchmarks.plot FILE PICTURE` draws them. The exit code is 1 where a promise of the scenario is not
-kept.
+Prints the scenario's tables; `--json FILE` writes them with the command, the settings, the commit and the
+machine; a file of `benchmarks/results/` needs an unchanged tree. `python -m benchmarks.plot FILE PICTURE`
+draws them. The exit code is 1 where a promise of the scenario is not kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import importlib
 import pkgutil
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from types import ModuleType
 from typing import Protocol, cast
 
 from benchmarks import scenarios
-from benchmarks.report import Report, print_tables
+from benchmarks.report import Report, print_tables, report_file
 
 # These need torch alone: a machine with a GPU runs them from a bare checkout.
 _BARE = ("gpu", "kernels")
@@ -56,13 +57,13 @@ def run_scenario(package: ModuleType, prog: str, help_text: str, words: Sequence
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--json", type=report_file, help="file for the report")
     scenario.add_options(parser)
     options = parser.parse_args(rest)
     report = scenario.run(options)
     print_tables(report.rows)
     if options.json is not None:
-        report.write(options.json)
+        report.write(options.json, shlex.join((*prog.split(), name, *rest)))
     for shortfall in report.shortfalls:
         print(f"NOT KEPT {shortfall}")
     return 1 if report.shortfalls else 0

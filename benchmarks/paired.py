@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import Report, Row, median_interval, print_table
+from benchmarks.report import Report, Row, median_interval, print_table, report_file
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PROBES = Path(__file__).resolve().parent / "probes"
@@ -107,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = {
             name: getattr(options, name) for name in ("scenario", "base", "head", "rounds", "bound", "seed")
         }
-        Report("paired", settings, rows).write(options.json)
+        words = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(("python", "-m", "benchmarks.paired", *words))
+        Report("paired", settings, rows).write(options.json, command)
     return int(any(row["falls_short"] for row in rows))
 
 
@@ -310,7 +313,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--model", type=Path, help="checkpoint folder; without it a random Llama of 14 M")
     parser.add_argument("--core", type=int, default=1, help="the core that computes")
-    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--json", type=report_file, help="file for the report")
     return parser.parse_args(arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -19,6 +20,8 @@ Row = Mapping[str, Value]
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "triton")
 _NUM_RESAMPLES = 10_000
+_UNKNOWN, _CHANGED = "unknown", "-dirty"
+RESULTS = _REPOSITORY / "benchmarks" / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,11 @@ class Report:
     rows: Sequence[Row]
     shortfalls: Sequence[str] = ()  # promises that were not kept, in words
 
-    def write(self, path: Path) -> None:
-        """Write the report with the commit and the machine it was made on."""
+    def write(self, path: Path, command: str) -> None:
+        """Write the report with its command line, and the commit and the machine it was made on."""
         record = {
             "benchmark": self.benchmark,
+            "command": command,
             "commit": current_commit(),
             "machine": machine(),
             "settings": dict(self.settings),
@@ -51,6 +55,21 @@ class Interval:
     def falls_short(self, bound: float, *, higher_is_better: bool) -> bool:
         """Whether a ratio is worse than 1 by more than `bound` in the whole interval."""
         return self.high < 1 - bound if higher_is_better else self.low > 1 + bound
+
+
+def report_file(text: str) -> Path:
+    """The path of a report, as a type of argparse: a result needs the commit that it was made on."""
+    path = Path(text)
+    if path.resolve().is_relative_to(RESULTS) and not is_commit(commit := current_commit()):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a result, which needs an unchanged tree of a commit; the tree is at {commit}"
+        )
+    return path
+
+
+def is_commit(text: str) -> bool:
+    """Whether it is a commit, of an unchanged tree."""
+    return text != _UNKNOWN and not text.endswith(_CHANGED)
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
@@ -73,8 +92,8 @@ def current_commit() -> str:
     """The commit of the source tree, "-dirty" where files differ from it; "unknown" outside a checkout."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
-        return "unknown"
-    return f"{commit}-dirty" if _git("status", "--porcelain") else commit
+        return _UNKNOWN
+    return f"{commit}{_CHANGED}" if _git("status", "--porcelain") else commit
 
 
 def machine() -> dict[str, Value]:

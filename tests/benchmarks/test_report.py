@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 
-from benchmarks.report import Report, machine, percentile, print_tables
+from benchmarks.report import RESULTS, Report, machine, percentile, print_tables, report_file
 
 
-def test_a_report_has_the_five_parts(tmp_path):
+def test_a_report_has_six_parts(tmp_path):
     path = tmp_path / "report.json"
-    Report("smoke", {"seed": 1}, [{"streams": 8, "rates": [1.0, 2.0]}]).write(path)
+    Report("smoke", {"seed": 1}, [{"streams": 8, "rates": [1.0, 2.0]}]).write(
+        path, "python -m benchmarks smoke"
+    )
     record = json.loads(path.read_text())
-    assert sorted(record) == ["benchmark", "commit", "machine", "rows", "settings"]
-    assert record["benchmark"] == "smoke"
+    assert sorted(record) == ["benchmark", "command", "commit", "machine", "rows", "settings"]
+    assert (record["benchmark"], record["command"]) == ("smoke", "python -m benchmarks smoke")
     assert record["settings"] == {"seed": 1}
     assert record["rows"] == [{"streams": 8, "rates": [1.0, 2.0]}]
+
+
+@pytest.mark.parametrize("commit", ["1f2e-dirty", "unknown"])
+def test_a_result_of_a_changed_tree_is_refused_before_anything_is_measured(monkeypatch, tmp_path, commit):
+    monkeypatch.setattr("benchmarks.report.current_commit", lambda: commit)
+    name = str(RESULTS / "smoke.json")
+    with pytest.raises(argparse.ArgumentTypeError, match=f"needs an unchanged tree .* is at {commit}$"):
+        report_file(name)
+    assert report_file(str(tmp_path / "smoke.json")) == tmp_path / "smoke.json"
+    monkeypatch.setattr("benchmarks.report.current_commit", lambda: "1f2e")
+    assert report_file(name) == RESULTS / "smoke.json"
 
 
 def test_the_machine_names_its_cores_and_packages():

@@ -10,11 +10,13 @@ from tests.engine_svc.runner.test_model_runner import assert_same_stream, prompt
 from tests.gpu.rig import GpuModel
 from triptych_kernels.triton import triton_ops
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 
 
-@pytest.mark.parametrize("is_deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "is_deterministic"),
+    [("llama", True), ("mistral", False), ("qwen3_moe", False), ("qwen3_moe", True)],
+)
 def test_mixed_and_chunked_steps_produce_what_transformers_generates(
     family, is_deterministic, device, tmp_path
 ):

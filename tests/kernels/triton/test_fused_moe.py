@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from triptych_kernels import REFERENCE
+from triptych_kernels.triton import fused_moe
 from triptych_kernels.triton.fused_moe import pack_experts
 
 # (tokens, experts, experts of a token, hidden, features)
-SHAPES = [(1, 4, 2, 32, 48), (63, 4, 2, 31, 17), (129, 3, 1, 64, 65), (5, 130, 8, 16, 16), (70, 1, 1, 1, 1)]
+SHAPES = [(1, 4, 2, 32, 48), (63, 4, 2, 31, 17), (129, 3, 1, 64, 65), (3, 34, 8, 16, 16), (70, 1, 1, 1, 1)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -51,8 +52,11 @@ def moe_case(shape, device, dtype=torch.float32, *, num_chosen_from: int | None 
     )
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pack_experts_equals_the_reference(shape, dtype, deterministic, device):
     case = moe_case(shape, device, dtype)
@@ -92,8 +96,9 @@ def test_every_token_may_choose_the_same_expert(chosen, device):
     torch.testing.assert_close(case.run(pack_experts), case.run(REFERENCE.pack_experts), rtol=1e-5, atol=1e-5)
 
 
-def test_more_pairs_than_one_pass_orders(device):
-    case = moe_case((600, 5, 2, 8, 8), device)
+def test_more_pairs_than_one_pass_orders(device, monkeypatch):
+    monkeypatch.setattr(fused_moe, "_PAIRS_PER_PASS", 16)
+    case = moe_case((30, 5, 2, 8, 8), device)
     torch.testing.assert_close(case.run(pack_experts), case.run(REFERENCE.pack_experts), rtol=1e-5, atol=1e-5)
 
 

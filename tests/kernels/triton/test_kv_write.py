@@ -9,7 +9,7 @@ from triptych_kernels import REFERENCE
 from triptych_kernels.triton.kv_write import kv_write
 
 # (tokens, KV heads, key dim, value dim, block size)
-SHAPES = [(1, 1, 1, 1, 1), (63, 2, 5, 7, 4), (129, 3, 64, 63, 16), (9, 33, 129, 80, 3)]
+SHAPES = [(1, 1, 1, 1, 1), (19, 2, 5, 7, 4), (33, 3, 64, 63, 16), (9, 33, 129, 80, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

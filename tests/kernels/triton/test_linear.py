@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from triptych_kernels import REFERENCE
+from triptych_kernels.triton import linear as kernel
 from triptych_kernels.triton.linear import matmul, pack_gated_linear, pack_linear
 
 # (rows, inputs, outputs)
@@ -89,8 +90,9 @@ def test_a_deterministic_row_has_the_same_bits_in_every_batch(dtype, quantizatio
         assert torch.equal(linear(x[rows]), together[rows])
 
 
-def test_a_wide_weight_has_larger_tiles_and_as_fixed_bits(device):
-    x, weight, bias = operands((130, 40, 16_400), torch.bfloat16, device)
+def test_a_wide_weight_has_larger_tiles_and_as_fixed_bits(device, monkeypatch):
+    monkeypatch.setattr(kernel, "_MIN_OUTPUTS_OF_LARGE_TILES", 128)
+    x, weight, bias = operands((130, 40, 130), torch.bfloat16, device)
     linear = pack_linear(weight, bias, deterministic=True)
     together = linear(x)
     torch.testing.assert_close(together, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)

@@ -10,7 +10,7 @@ from tests.kernels.triton.fresh_memory import with_nan_memory
 from triptych_kernels import REFERENCE, uniform_noise
 from triptych_kernels.triton.sampling import greedy, greedy_linear, sample
 
-SHAPES = [(1, 1), (63, 2), (3, 63), (2, 129), (4, 1500), (2, 9000)]
+SHAPES = [(1, 1), (17, 2), (3, 63), (2, 129), (4, 1500), (2, 9000)]
 # (temperature, top-k, top-p, min-p)
 SAMPLING_OPTIONS = [
     (1.0, 0, 1.0, 0.0),
@@ -97,24 +97,26 @@ def test_sample_equals_the_reference(shape, device):
 
 
 def test_drawn_tokens_are_those_of_the_reference_but_for_borders(device):
-    logits = noise((40, 128), device)
-    columns = columns_of([SAMPLING_OPTIONS[5]] * 40, device)
-    uniforms = uniforms_of(40, device)
+    logits = noise((12, 128), device)
+    columns = columns_of([SAMPLING_OPTIONS[5]] * 12, device)
+    uniforms = uniforms_of(12, device)
     tokens, expected = sample(logits, *columns, uniforms), REFERENCE.sample(logits, *columns, uniforms)
-    assert (tokens == expected).sum() >= 39
+    assert (tokens == expected).sum() >= 11
 
 
 def test_drawn_tokens_follow_the_kept_part_of_the_softmax(device):
     probabilities = torch.tensor([0.4, 0.15, 0.0, 0.05, 0.2, 0.2], device=device)
-    num_rows = 150
+    num_rows = 20
     logits = probabilities.log().clamp(min=-1e30).expand(num_rows, -1).contiguous()
     columns = columns_of([(1.0, 4, 1.0, 0.0)] * num_rows, device)
-    tokens = sample(logits, *columns, uniforms_of(num_rows, device))
+    # One in the middle of each twentieth.
+    uniforms = (torch.arange(num_rows, dtype=torch.float64, device=device) + 0.5) / num_rows
+    tokens = sample(logits, *columns, uniforms)
     counts = torch.bincount(tokens, minlength=6)
     assert counts[2] == 0 and counts[3] == 0
     kept = [0, 1, 4, 5]
     expected = probabilities[kept] / 0.95 * num_rows
-    assert ((counts[kept] - expected) ** 2 / expected).sum() < 16.3  # 0.1 % at 3 degrees of freedom
+    assert ((counts[kept] - expected).abs() < 1.0).all()
 
 
 def test_equals_of_the_smallest_kept_stay_in(device):

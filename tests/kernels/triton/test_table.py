@@ -47,7 +47,7 @@ def test_the_tables_have_titles():
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 40, 70])
+@pytest.mark.parametrize("num_rows", [1, 17, 40])
 def test_every_row_of_a_decode_is_computed_however_many_there_are(num_rows, is_deterministic, device):
     case = paged_case([(1, 5 + row) for row in range(num_rows)])
     output = attended(triton_ops(deterministic=is_deterministic), case, device)
