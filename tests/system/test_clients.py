@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,13 +12,14 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.rig.processes import Fleet, ServicePlan
+from tests.environments import UV, plain_environment
 from tests.system import clients_table
 from tests.system.clients_table import scenarios, steps_of
 from triptych_cli.services import embedded_model
 
 LIMIT_S = 180
 # The program that runs a scenario in an environment of its own, by the suffix of the scenario.
-RUNNERS = {".py": (str(Path(sys.executable).with_name("uv")), "run", "--quiet", "--script")}
+RUNNERS = {".py": (UV, "run", "--quiet", "--script")}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,7 +51,7 @@ def test_the_page_of_clients_is_what_their_scenarios_declare():
 def test_a_client_gets_calls_and_texts_of_its_schema(scenario: Path, base: str):
     answer = subprocess.run(
         [*RUNNERS[scenario.suffix], str(scenario), base],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        env=plain_environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.environments import plain_environment
 from tests.frontend_svc.fakes import TOKENIZER, FakeEngine, FakeRequest, answer, serving
 from tests.system.clients_table import NODE_FOLDER, npm_package
 from tests.system.test_clients import serving_embedded_model
-from tests.system.test_openai_client import plain_environment
 
 pytestmark = pytest.mark.network
 

@@ -1,23 +1,23 @@
-"""The unmodified `openai` packages of PyPI and npm, each alone: the same answers as over gRPC."""
+"""Unmodified packages of OpenAI (PyPI and npm) and Anthropic, each alone: the same answers as over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from benchmarks.rig.processes import Fleet, ServicePlan
+from tests.environments import environment_with, plain_environment
 from tests.frontend_svc.fakes import FakeEngine, FakeRequest, serving
 from tests.system.openai_scenario_requests import EMBEDDED, FOLLOWING, MESSAGE, PROMPT, SAMPLED
 from triptych.api.v1 import (
@@ -31,9 +31,11 @@ from triptych.common.v1 import sampling_pb2, tensor_pb2
 from triptych_cli.services import embedded_model
 from triptych_kit.channel import open_channel
 
-pytestmark = pytest.mark.network
+# The frontend that embeds is in this process: in the loop of the tests.
+pytestmark = [pytest.mark.network, pytest.mark.asyncio(loop_scope="module")]
 
 SCENARIO = Path(__file__).with_name("openai_scenario.py")
+ANTHROPIC_SCENARIO = Path(__file__).with_name("anthropic_scenario.py")
 NODE_SCENARIO = Path(__file__).with_name("openai_node")
 LIMIT_S = 180
 TEMPLATE = (
@@ -43,9 +45,10 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return environment_with("openai", folder=tmp_path_factory.mktemp("openai") / "venv")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Servers]:
+    async with servers(tmp_path_factory.mktemp("servers")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +61,6 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["npm", "ci", "--no-audit", "--no-fund", "--silent"]
     subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S, env=plain_environment())
     return folder
-
-
-def environment_with(*packages: str, folder: Path) -> Path:
-    """The interpreter of an environment with these packages of PyPI alone."""
-    uv, python = str(Path(sys.executable).with_name("uv")), folder / "bin" / "python"
-    for command in (
-        [uv, "venv", "--quiet", "--python", sys.executable, folder],
-        [uv, "pip", "install", "--quiet", "--python", python, *packages],
-    ):
-        subprocess.run(command, check=True, timeout=LIMIT_S, env=plain_environment())
-    return python
-
-
-def plain_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @dataclass(frozen=True)
@@ -181,15 +169,15 @@ def check_seen(seen: dict[str, Any], expected: Servers) -> None:
     ]
 
 
-async def test_the_openai_package_of_pypi_gets_what_grpc_gets(python, tmp_path):
-    async with servers(tmp_path) as expected:
-        seen = await seen_by(str(python), str(SCENARIO), expected.base, expected.base_of_embeddings)
+async def test_the_openai_package_of_pypi_gets_what_grpc_gets(expected, tmp_path):
+    python = await asyncio.to_thread(environment_with, "openai", folder=tmp_path / "venv")
+    seen = await seen_by(str(python), str(SCENARIO), expected.base, expected.base_of_embeddings)
     check_seen(seen, expected)
     assert seen["texts"][0] == seen["text"]
     assert len(set(seen["texts"])) == 8
 
 
-async def test_the_openai_package_of_npm_gets_what_grpc_gets(node_folder, tmp_path):
+async def test_the_openai_package_of_npm_gets_what_grpc_gets(expected, node_folder):
     asked = {
         "prompt": PROMPT,
         "message": MESSAGE,
@@ -197,9 +185,31 @@ async def test_the_openai_package_of_npm_gets_what_grpc_gets(node_folder, tmp_pa
         "embedded": EMBEDDED,
         "sampled": SAMPLED,
     }
-    async with servers(tmp_path) as expected:
-        seen = await seen_by(
-            "node", "scenario.mjs", expected.base, expected.base_of_embeddings, json.dumps(asked),
-            cwd=node_folder,
-        )  # fmt: skip
+    seen = await seen_by(
+        "node", "scenario.mjs", expected.base, expected.base_of_embeddings, json.dumps(asked),
+        cwd=node_folder,
+    )  # fmt: skip
     check_seen(seen, expected)
+
+
+async def test_the_anthropic_package_gets_messages_streams_and_calls(expected, tmp_path):
+    python = await asyncio.to_thread(environment_with, "anthropic", folder=tmp_path / "venv")
+    seen = await seen_by(str(python), str(ANTHROPIC_SCENARIO), expected.base.removesuffix("/v1"))
+    assert seen["text"] == expected.greedy_text
+    assert set(seen["texts"][:4]) == {expected.greedy_text}
+    assert len(set(seen["texts"][4:])) == 4
+    assert len({word for text in seen["texts"] for word in text.split()}) >= 20
+    assert seen["kinds"] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert seen["stopped"] == ["stop_sequence", True]
+    assert [call["city"] in ("Paris", "Pisa") for call in seen["calls"]] == [True, True]
+    assert seen["errors"] == [
+        "NotFoundError not_found_error with an id",
+        "BadRequestError invalid_request_error with an id",
+    ]

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from benchmarks.rig.processes import Fleet, ServicePlan, free_port
 from benchmarks.rig.proxies import until_listening
 from tests.debian import missing_packages
+from tests.environments import environment_with, plain_environment
 from tests.processes import running_async
-from tests.system.test_openai_client import environment_with
 from triptych_cli.services import embedded_model
 
 pytestmark = pytest.mark.network
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.network
 FOLDER = Path(__file__).parents[2] / "examples" / "openai"
 TRANSCRIPT = (FOLDER / "transcript.txt").read_text().splitlines()
 LIMIT_S = 300
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+ENVIRONMENT = plain_environment()
 
 
 def run(*command: str | Path, folder: Path | None = None) -> list[str]:
@@ -54,9 +55,9 @@ class Stack:
         return f"http://{self.http}/v1"
 
 
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with Fleet(tmp_path) as fleet:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Fleet(tmp_path_factory.mktemp("stack")) as fleet:
         flags: tuple[str, ...]
         flags = (str(embedded_model()), "--num-threads=1", "--served-model-name=triptych-tiny")
         engine = fleet.add(ServicePlan("engine", 0, flags))

@@ -26,6 +26,7 @@ import pytest
 
 from tests.architecture.sources import ROOT
 from tests.debian import missing_packages
+from tests.environments import install
 from tests.processes import START_LIMIT_S, running, source_environment
 from triptych_client.client import Client
 from triptych_client.errors import TriptychError
@@ -98,8 +99,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with packages for this module alone."""
     folder = tmp_path_factory.mktemp("packages")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--target", str(folder), "playwright>=1.50,<2", "openai"], check=True)
+    install("--python", sys.executable, "--target", str(folder), "playwright>=1.50,<2", "openai")
     return folder
 
 

@@ -8,8 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import tomllib
 from collections import Counter
@@ -25,6 +23,7 @@ from benchmarks.rig.processes import free_port, is_engine_key
 from benchmarks.rig.streams import Load, make_cases
 from benchmarks.rig.watch import placed
 from tests.architecture.sources import ROOT
+from tests.environments import environment_with
 from tests.processes import running_async, signal_child
 from tests.system.stack import START_LIMIT_S, WAIT_LIMIT_S, Stack, address_of, listeners_of
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -75,14 +74,11 @@ async def test_engines_on_a_ray_cluster_serve_and_are_drained_one_by_one(tmp_pat
 
 def python_with_ray(folder: Path) -> Path:
     """The Python of a new venv with what the extra `ray` brings; all else it has from where we have it."""
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    python = folder / "venv" / "bin" / "python"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    python = environment_with("-c", str(ROOT / "constraints.txt"), *extras["ray"], folder=folder / "venv")
     packages = next(folder.glob("venv/lib/python*/site-packages"))
     sources = [str(ROOT / source) for source in (".", "protos", "kernels")]
     (packages / "project.pth").write_text("\n".join([*sources, str(Path(grpc.__file__).parents[1])]) + "\n")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *extras["ray"]], check=True)
     return python
 
 
