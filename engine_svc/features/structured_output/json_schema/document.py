@@ -12,6 +12,7 @@ from engine_svc.features.structured_output.limits import SCHEMA_MAPS, subschemas
 MAX_DEPTH = 100  # of nested values
 MAX_VALUES = 50_000
 
+TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMAS = (
     "items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not", "if", "then",
@@ -59,7 +60,7 @@ class SchemaDocument:
         self._is_old = isinstance(dialect, str) and "draft-0" in dialect  # where nothing counts beside $ref
         self._has_id = isinstance(dialect, str) and ("draft-03" in dialect or "draft-04" in dialect)
         self._index(self.root, "")
-        self._modernise(self.root)
+        self._modernise(self.root, "#")
 
     def resolve(self, node: dict[str, Any], keyword: str = "$ref") -> Any:
         """The schema that the node's reference leads to; InvalidSchema if it is not in the document."""
@@ -79,7 +80,7 @@ class SchemaDocument:
                 raise InvalidSchema(
                     "$id beside $ref has no certain meaning without $schema, which names a draft"
                 )
-        self._modernise(target)
+        self._modernise(target, reference)
         return target
 
     def _target(self, base: str, reference: str) -> Any:
@@ -180,8 +181,11 @@ class SchemaDocument:
         self._copies.append(copy)
         return copy
 
-    def _modernise(self, node: Any) -> None:
-        """Spell in place what earlier drafts spelled differently as draft 2020-12 does."""
+    def _modernise(self, node: Any, place: str) -> None:
+        """Spell as draft 2020-12 does what earlier drafts spelled differently.
+
+        place: the pointer to the node, for errors.
+        """
         if not isinstance(node, dict) or id(node) in self._modern:
             return
         self._modern.add(id(node))
@@ -201,22 +205,22 @@ class SchemaDocument:
             node.setdefault("additionalProperties", False)
         dependencies = node.pop("dependencies", None)
         if isinstance(dependencies, dict):
-            _check_shape(node)  # of what they are added to
+            _check_shape(node, place)  # of what they are added to
             for name, value in dependencies.items():
                 keyword = "dependentRequired" if isinstance(value, list) else "dependentSchemas"
                 node.setdefault(keyword, {})[name] = value
         if node.get("$recursiveRef") == "#":
             node["$dynamicRef"] = node.pop("$recursiveRef")
-        _check_shape(node)
+        _check_shape(node, place)
         for name, value in node.items():
             if name in SCHEMA_MAPS and isinstance(value, dict):
-                for entry in value.values():
-                    self._modernise(entry)
+                for key, entry in value.items():
+                    self._modernise(entry, pointer(place, name, key))
             elif name in SCHEMA_LISTS and isinstance(value, list):
-                for entry in value:
-                    self._modernise(entry)
+                for index, entry in enumerate(value):
+                    self._modernise(entry, pointer(place, name, index))
             elif name in SCHEMAS:
-                self._modernise(value)
+                self._modernise(value, pointer(place, name))
 
     def _index(self, node: Any, base: str) -> None:
         if isinstance(node, list):
@@ -254,6 +258,10 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
+def _is_types(value: Any) -> bool:
+    return TYPES.issuperset(value) if _is_texts(value) else isinstance(value, str) and value in TYPES
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -278,6 +286,7 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = (
         "dependentRequired": ("an object of lists of texts", lambda value: _is_map(value, _is_texts)),
         "enum": ("a list with values", lambda value: isinstance(value, list) and bool(value)),
         "uniqueItems": ("a bool", lambda value: isinstance(value, bool)),
+        "type": ("a type, or a list of types, of JSON", _is_types),
     }
 )
 
@@ -286,13 +295,13 @@ def _is_map(value: Any, is_entry: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(map(is_entry, value.values()))
 
 
-def _check_shape(node: dict[str, Any]) -> None:
+def _check_shape(node: dict[str, Any], place: str) -> None:
     for name in node.keys() & _SHAPES.keys():
         shape, has_shape = _SHAPES[name]
         if not has_shape(node[name]):
             text = json.dumps(node[name])
             shown = text if len(text) <= 60 else text[:60] + " ..."
-            raise InvalidSchema(f"{name} is {shown}, not {shape}")
+            raise InvalidSchema(f"{name} is {shown}, not {shape}, at {place}")
 
 
 def pointer(parent: str, *keys: str | int) -> str:
