@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine_svc.features import packages
-from triptych_kit.config import option, require
+from triptych_kit.config import ConfigError, option, require
 from triptych_kit.listeners import check_service_ports
 from triptych_kit.security.options import SecurityOptions
 
@@ -22,6 +22,13 @@ _MAX_GROUP_CHARACTERS = 128
 # What proposes drafts besides entry points.
 PROPOSERS = ("off", "auto", "ngram", "suffix", "draft", "eagle", "mtp")
 # The names of these in vLLM, where they differ.
+_MATCHES = "the longest match of 2 tokens or more is taken"
+# Keys of vLLM's configuration of speculation that have no counterpart.
+_NOT_OF_SPECULATION = {
+    "prompt_lookup_max": _MATCHES,
+    "prompt_lookup_min": _MATCHES,
+    "disable_by_batch_size": "draft_limit gain, the default, drafts no more where that costs time",
+}
 _VLLM_METHODS = {"draft_model": "draft", "eagle3": "eagle"}
 _WITH_CHECKPOINT = ("draft", "eagle")
 # A step would compute far more than it can accept.
@@ -285,10 +292,14 @@ class CoreConfig(SecurityOptions):
             content = json.loads(self.speculative_config)
         except (ValueError, RecursionError):
             content = None
-        names = {"method", "model", "num_speculative_tokens"}
-        known = f"a JSON object of {', '.join(sorted(names))}"
-        is_known = isinstance(content, dict) and content.keys() <= names
-        require(is_known, "speculative_config", repr(self.speculative_config), known)
+        names = ("method", "model", "num_speculative_tokens")
+        known = ", ".join(f'"{name}"' for name in names)
+        require(
+            isinstance(content, dict), "speculative_config", self.speculative_config, f"an object of {known}"
+        )
+        for name in sorted(content.keys() - set(names)):
+            reason = _NOT_OF_SPECULATION.get(name, f"it takes {known}")
+            raise ConfigError(f'--speculative-config has "{name}", which is not known here: {reason}')
         model = content.get("model")
         method = content.get("method", "auto" if model is None else "draft")
         require(isinstance(method, str), "speculative", repr(method), "the name of a method")

@@ -156,14 +156,15 @@ def typed_values(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _in_flags(text: str, options: Mapping[str, _Option]) -> str:
     """An error of a configuration with flags for the names of fields.
 
-    A name that is an ordinary word, such as `rate`, is a field only where the error begins with it.
+    A name that is an ordinary word, such as `rate`, is a field only where the error begins with it; one in
+    quotes is a value.
     """
 
     def shown(match: re.Match[str]) -> str:
         one = options.get(match[0])
         return match[0] if one is None or one.is_positional else one.flag
 
-    return re.sub(r"^[a-z0-9]+\b|\b[a-z0-9]+(?:_[a-z0-9]+)+\b", shown, text)
+    return re.sub(r"^[a-z0-9]+\b|\b(?<![\"'])[a-z0-9]+(?:_[a-z0-9]+)+\b", shown, text)
 
 
 def require(holds: bool, name: str, value: object, limit: str) -> None:

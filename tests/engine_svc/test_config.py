@@ -60,8 +60,13 @@ def test_flags_environment_and_defaults_make_a_configuration():
             ["--speculative", "ngram", "--speculative-config", "{}"],
             "--speculative is ngram, it has",
         ),
-        (["--speculative-config", "5"], "--speculative-config is '5', it has to be a JSON"),
-        (["--speculative-config", '{"quantization": "x"}'], "--speculative-config is"),
+        (["--speculative-config", "5"], "--speculative-config is 5, it has to be an object"),
+        (["--speculative-config", '{"tree": 1}'], 'has "tree", .* takes .* "num_speculative_tokens"$'),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 3, "prompt_lookup_max": 4}'],
+            'has "prompt_lookup_max", which is not known here: the longest match of 2',
+        ),
+        (["--speculative-config", '{"disable_by_batch_size": 8}'], ": --draft-limit gain, the default"),
         (
             ["--speculative-config", '{"method": "eagle3"}'],
             "--speculative-model is None, it has to be the",
