@@ -23,7 +23,8 @@ _Shown = Callable[[str, bool | None], str]
 
 _NO_LORA = "LoRA adapters are not served yet"
 _NO_MEDIA = "images, audio and video are not served yet"
-_GRAMMAR = "each request has its grammar, and may name a backend, in its field structured_output"
+_GRAMMAR = "each request has its grammar, and may name a backend, in its field structured_outputs"
+_IDS = "a request asks for token ids with return_token_ids"
 _DRAFTS = "what proposes drafts is `speculative`, a checkpoint for it `speculative_model`"
 _NO_CODE = "an engine runs no code of a caller"
 _TLS = "callers need certificates where a CA is given, and renewed files are always read again"
@@ -109,8 +110,8 @@ SENTENCES: dict[str, str] = {
     "max_log_len": "prompts and answers are not logged",
     "enable_log_outputs": "prompts and answers are not logged",
     "log_error_stack": "the stack of an internal error is always logged",
-    "return_tokens_as_token_ids": "answers always have token ids",
-    "tokens_only": "answers always have token ids",
+    "return_tokens_as_token_ids": _IDS,
+    "tokens_only": _IDS,
     "enable_prompt_tokens_details": "usage always has the cached tokens",
     "code_revision": "code of a checkpoint is never run",
     "disable_sliding_window": _ATTENTION,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,6 +30,20 @@ _TOOL_FORMATS: tuple[ToolParserFormat, ...] = (
     GPT_OSS,
 )
 _REASONING_FORMATS: tuple[ReasoningFormat, ...] = (THINK, MISTRAL_THINK, GPT_OSS_REASONING)
+
+# Parsers of vLLM that read the same formats under other names.
+_TOOL_PARSERS_OF_VLLM = {
+    "deepseek_v3": DEEPSEEK.name,
+    "llama4_json": LLAMA3_JSON.name,
+    "llama4_pythonic": PYTHONIC.name,
+    "openai": GPT_OSS.name,
+}
+_REASONING_PARSERS_OF_VLLM = {
+    "deepseek_r1": THINK.name,
+    "mistral": MISTRAL_THINK.name,
+    "openai_gptoss": GPT_OSS_REASONING.name,
+    "qwen3": THINK.name,
+}
 
 # The format of demanded calls of a model that has none of its own: a grammar has it write them.
 DEMANDED_CALLS: ToolParserFormat = LLAMA3_JSON
@@ -67,7 +81,7 @@ def tool_parser(name: str) -> ToolParserFormat | None:
     if name == NONE:
         return None
     if name not in TOOL_PARSERS:
-        raise ValueError(f"unknown tool parser {name!r}; there are {', '.join((NONE, *TOOL_PARSERS))}")
+        raise _unknown(name, "tool_parser", _TOOL_PARSERS_OF_VLLM, TOOL_PARSERS)
     return TOOL_PARSERS[name]
 
 
@@ -76,9 +90,14 @@ def reasoning_parser(name: str) -> ReasoningFormat | None:
     if name == NONE:
         return None
     if name not in REASONING_PARSERS:
-        names = ", ".join((NONE, *REASONING_PARSERS))
-        raise ValueError(f"unknown reasoning parser {name!r}; there are {names}")
+        raise _unknown(name, "reasoning_parser", _REASONING_PARSERS_OF_VLLM, REASONING_PARSERS)
     return REASONING_PARSERS[name]
+
+
+def _unknown(name: str, option: str, of_vllm: Mapping[str, str], known: Iterable[str]) -> ValueError:
+    if own := of_vllm.get(name):
+        return ValueError(f"{option} is {name!r}, which is {own!r} here")
+    return ValueError(f"{option} is {name!r}, must be one of {', '.join((AUTO, NONE, *known))}")
 
 
 def detect(chat_template: str, vocabulary_has: Callable[[str], bool]) -> tuple[str | None, str | None]:

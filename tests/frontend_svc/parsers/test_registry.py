@@ -36,6 +36,13 @@ def test_none_is_no_parser_and_an_unknown_name_is_refused_with_those_there_are()
         reasoning_parser("thnk")
 
 
+def test_a_name_of_vllm_is_refused_with_ours():
+    with pytest.raises(ValueError, match="'llama4_pythonic', which is 'pythonic' here"):
+        tool_parser("llama4_pythonic")
+    with pytest.raises(ValueError, match="'deepseek_r1', which is 'think' here"):
+        reasoning_parser("deepseek_r1")
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
