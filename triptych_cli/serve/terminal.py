@@ -92,6 +92,9 @@ def banner(
         if unix_path(one) is None and not (name.startswith("frontend") and num_scraped == 1)
     ]
     secure = "s" if has_tls else ""
+    frontends = [one for name, one in admin_https.items() if name.startswith("frontend")]
+    # The HTTP port, which stays the same, has the page, too, where it is on loopback.
+    pages = [one for one in (http, *frontends) if is_loopback(one.rpartition(":")[0])]
     url = f"grpc{secure}://{_reachable(addresses[0], has_tls=has_tls)}"
     verb = f"--url {url}" + (" --cacert CA.pem" if has_tls else "")
     notes = [
@@ -110,11 +113,7 @@ def banner(
             *([f"  HTTP    http{secure}://{http}/v1 (OpenAI)"] if http else []),
             "  admin   " + ", ".join(f"triptych admin {name}" for name in admin_addresses),
             *([f"  metrics {', '.join(metrics)}"] if metrics else []),
-            *(
-                f"  page    http{secure}://{one}/ui"
-                for name, one in admin_https.items()
-                if name.startswith("frontend") and is_loopback(one.rpartition(":")[0])
-            ),
+            *(f"  page    http{secure}://{one}/ui" for one in pages[:1]),
             *([f"  with    {'; '.join(notes)}"] if notes else []),
             *([f"  try     {_curl(http, has_tls=has_tls, has_keys=has_keys)}"] if http else []),
             f"  {'or' if http else 'try':<7} triptych chat {verb}",
