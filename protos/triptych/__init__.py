@@ -23,10 +23,26 @@ _MODULES = {
 }
 
 __all__ = ["LLM", "RepetitionDetection", "RequestResult", "SamplingParams", "StructuredOutput", "errors"]
+# Names of vLLM.
+_CALLED_OTHERWISE = {
+    "CompletionOutput": "the type of RequestResult.outputs",
+    "GuidedDecodingParams": "StructuredOutput",
+    "RequestOutput": "RequestResult",
+    "StructuredOutputsParams": "StructuredOutput",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
+        # An AttributeError would lose its text in `from triptych import`; packages have lower-case names.
+        if name[:1].isupper():
+            own = _CALLED_OTHERWISE.get(name)
+            hint = f"it is {own} here" if own else f"there are {', '.join(__all__)}"
+            raise ImportError(f"cannot import name {name!r} from 'triptych': {hint}", name=name)
         raise AttributeError(f"module 'triptych' has no attribute {name!r}")
     module = import_module(_MODULES[name])
     return module if name == "errors" else getattr(module, name)

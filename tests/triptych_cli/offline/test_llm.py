@@ -347,8 +347,14 @@ def test_a_model_without_safetensors_raises_what_a_missing_folder_raises(tmp_pat
 def test_the_package_offers_the_facade_and_one_module_of_exceptions() -> None:
     offered = (triptych.LLM, triptych.SamplingParams, triptych.errors.EngineDead)
     assert offered == (LLM, SamplingParams, EngineDead)
-    with pytest.raises(AttributeError, match="Sampling"):
-        _ = triptych.Sampling
+    assert {"LLM", "SamplingParams"} <= set(dir(triptych))
+    with pytest.raises(
+        ImportError, match="'StructuredOutputsParams' from 'triptych': it is StructuredOutput"
+    ):
+        from triptych import StructuredOutputsParams  # noqa: F401
+    with pytest.raises(ImportError, match=r"'Sampling' .*: there are LLM, .*SamplingParams"):
+        from triptych import Sampling  # noqa: F401
+    assert not hasattr(triptych, "sampling")
 
 
 ARGUMENTS_OF_VLLM = (
