@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ REQUESTS = (
     add_pb2.AddEntry,
     admin_pb2.WatchSchedulerRequest,
 )
+_MAX_ROW = 200  # characters; the totals of a longer one stand below the table
 _TABLES = "<!-- What follows is written by tools/rules_doc.py. -->"
 _LIMITS = {
     rules_pb2.LIMIT_VOCABULARY: "the vocabulary has",
@@ -63,15 +65,25 @@ def generated(document: str) -> str:
 
 
 def _tables() -> Iterator[str]:
-    message: Any = None
-    for field in request_fields():
-        if field.containing_type is not message:
-            message = field.containing_type
-            yield f"\n## {message.name}\n"
-            yield f"In [{message.file.name}](../protos/{message.file.name}).\n"
-            yield "| field | values | unset |\n|---|---|---|"
-        rules = declared_rules(field) or rules_pb2.Rules()
-        yield f"| `{field.name}` | {'; '.join(_values(field, rules))} | {_unset(field, rules)} |"
+    for message, fields in itertools.groupby(request_fields(), lambda field: field.containing_type):
+        yield f"\n## {message.name}\n"
+        yield f"In [{message.file.name}](../protos/{message.file.name}).\n"
+        yield "| field | values | unset |\n|---|---|---|"
+        below: list[str] = []
+        for field in fields:
+            rules = declared_rules(field) or rules_pb2.Rules()
+            own, totals = list(_values(field, rules)), list(_totals(rules))
+            row = _row(field, rules, [*own, *totals])
+            if len(row) > _MAX_ROW:
+                row = _row(field, rules, [*own, "see below"])
+                below += [f"- `{field.name}`: {total}" for total in totals]
+            yield row
+        if below:
+            yield "\n" + "\n".join(below)
+
+
+def _row(field: FieldDescriptor, rules: Any, values: Iterable[str]) -> str:
+    return f"| `{field.name}` | {'; '.join(values)} | {_unset(field, rules)} |"
 
 
 def _values(field: FieldDescriptor, rules: Any) -> Iterator[str]:
@@ -99,11 +111,6 @@ def _values(field: FieldDescriptor, rules: Any) -> Iterator[str]:
     if rules.min_chars or rules.HasField("max_chars"):
         most = rules.max_chars if rules.HasField("max_chars") else None
         yield _count(rules.min_chars, most, "characters" + (" each" if field.is_repeated else ""))
-    for total in rules.totals:
-        fields = " and ".join(f"`{path}`" for path in total.paths)
-        yield _count(0, total.maximum, total.unit or "characters") + (
-            f" in all {fields}" if fields else " together"
-        )
     if rules.HasField("max_bytes"):
         yield _count(0, rules.max_bytes, "bytes")
     if rules.defined:
@@ -112,6 +119,14 @@ def _values(field: FieldDescriptor, rules: Any) -> Iterator[str]:
         yield "characters that can be printed"
     if rules.no_nul:
         yield "no NUL"
+
+
+def _totals(rules: Any) -> Iterator[str]:
+    for total in rules.totals:
+        fields = " and ".join(f"`{path}`" for path in total.paths)
+        yield _count(0, total.maximum, total.unit or "characters") + (
+            f" in all {fields}" if fields else " together"
+        )
 
 
 def _count(least: int, most: int | None, unit: str) -> str:
