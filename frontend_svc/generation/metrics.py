@@ -86,7 +86,8 @@ _COUNTERS = {
         _MODEL, aliases=("vllm:prompt_tokens_total",),
     ),
     "cached_tokens": _Counter(
-        "triptych_frontend_cached_prompt_tokens_total", "Prompt tokens that came from a prefix cache.", _MODEL
+        "triptych_frontend_cached_prompt_tokens_total", "Prompt tokens that came from a prefix cache.",
+        _MODEL, aliases=("vllm:prompt_tokens_cached_total",),
     ),
 }  # fmt: skip
 
