@@ -35,7 +35,13 @@ pytestmark = pytest.mark.network
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
 WAIT_MS = 30_000
-DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"}
+PHONE: dict[str, Any] = {
+    "viewport": {"width": 390, "height": 844},
+    "device_scale_factor": 2,
+    "has_touch": True,
+    "color_scheme": "dark",
+}
 NUM_STREAMS = 12
 MAX_RUNNING = 4  # of each engine
 NUM_FOLDED = 8  # requests of a list until it is unfolded
@@ -54,6 +60,11 @@ DRAWN = """canvas => {
 CUT = """selector => [...document.querySelectorAll(selector)].filter((each) => {
     return each.scrollWidth > each.clientWidth + 1 || each.scrollHeight > each.clientHeight + 1;
 }).map((each) => each.outerHTML)"""
+# Elements that the window does not hold in its width.
+WIDE = """() => [...document.querySelectorAll("body *")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.right > innerWidth + 1 && !each.closest("pre") && box.left < innerWidth;
+}).map((each) => each.className || each.tagName)"""
 # First and last column of pixels of a plot in which a line is, as shares of its width beside the axis.
 LINE = """canvas => {
     const { width, height } = canvas;
@@ -122,7 +133,7 @@ def browser(packages: Path) -> Iterator[Any]:
 def opened(browser: Any, stack: dict[str, Any], **options: Any) -> Iterator[Any]:
     """The page, followed until the end: no error, no request to another host, nothing beside the window."""
     admin_http = process_of(stack, "frontend")["admin_http"]
-    context = browser.new_context(**{"viewport": DESKTOP, "color_scheme": "light", **options})
+    context = browser.new_context(**{**DESKTOP, **options})
     context.set_default_timeout(WAIT_MS)
     page = context.new_page()
     problems: list[str] = []
@@ -176,6 +187,12 @@ def shoot(page: Any, name: str) -> None:
     page.screenshot(path=str(SCREENSHOTS / f"{name}.png"), full_page=True)
 
 
+def shoot_in_both_schemes(page: Any, name: str) -> None:
+    shoot(page, f"{name}-light")
+    page.emulate_media(color_scheme="dark")
+    shoot(page, f"{name}-dark")
+
+
 def tab_to(page: Any, name: str, *, most: int = 60) -> None:
     """Press Tab until the focus is on the element of that id, name or class."""
     for _ in range(most):
@@ -185,9 +202,8 @@ def tab_to(page: Any, name: str, *, most: int = 60) -> None:
     raise AssertionError(f"{name} is not reached within {most} tabs")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_at_rest_the_engines_and_all_their_blocks_are_shown(browser, stack, scheme: str) -> None:
-    with opened(browser, stack, color_scheme=scheme) as page:
+def test_at_rest_the_engines_and_all_their_blocks_are_shown(browser, stack) -> None:
+    with opened(browser, stack) as page:
         assert page.locator(".engine .name").all_inner_texts() == ["engine-0", "engine-1"]
         assert page.locator("#connection").inner_text() == "live"
         assert page.locator("#coordinator").inner_text() == "connected"
@@ -196,12 +212,11 @@ def test_at_rest_the_engines_and_all_their_blocks_are_shown(browser, stack, sche
             assert int(blocks.get_attribute("data-total")) > 100
             assert blocks.get_attribute("data-used") == "0"
             assert card.locator(".map canvas").evaluate(DRAWN) >= 1
-        shoot(page, f"rest-{scheme}")
+        shoot_in_both_schemes(page, "rest")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack, scheme: str) -> None:
-    with loaded(stack), opened(browser, stack, color_scheme=scheme) as page:
+def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack) -> None:
+    with loaded(stack), opened(browser, stack, permissions=["clipboard-read", "clipboard-write"]) as page:
         page.locator(".map:not([data-used='0']):not([data-shared='0'])").first.wait_for()
         page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
         page.locator(".waiting .request", has_text="waits for a slot in the batch").first.wait_for()
@@ -220,25 +235,22 @@ def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack, sc
         page.keyboard.press("ArrowDown")
         assert page.evaluate(FOCUSED) == "request shown"
         card.locator(".readout", has_text="blocks (").wait_for()
-        shoot(page, f"load-{scheme}")
+        shoot_in_both_schemes(page, "load")
+        canvas = card.locator(".map canvas").element_handle()
+        page.wait_for_function(f"canvas => ({DRAWN})(canvas) >= 4", arg=canvas)
+        # An id is short, and is copied whole by a click.
+        name = page.locator(".running .request .id").first
+        assert re.fullmatch("[0-9a-f]{8}", name.inner_text())
+        shown = name.inner_text()
+        name.click()
+        page.locator(".running .id", has_text="copied").wait_for()
+        whole = page.evaluate("navigator.clipboard.readText()")
+        assert re.match("[0-9a-f]{32}", whole) and whole.startswith(shown)
 
 
-def test_a_phone_shows_all_in_its_width(browser, stack) -> None:
-    options = {"viewport": PHONE, "device_scale_factor": 2, "has_touch": True, "color_scheme": "dark"}
-    with loaded(stack), opened(browser, stack, **options) as page:
-        page.locator(".running .request").first.wait_for()
-        assert all(link.bounding_box()["height"] >= 44 for link in page.locator("nav a").all())
-        wide = """() => [...document.querySelectorAll("body *")].filter((each) => {
-            const box = each.getBoundingClientRect();
-            return box.right > innerWidth + 1 && !each.closest("pre") && box.left < innerWidth;
-        }).map((each) => each.className || each.tagName)"""
-        assert page.evaluate(wide) == []
-        shoot(page, "phone")
-
-
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE])
-def test_a_long_list_says_how_many_more_there_are_and_shows_them(browser, stack, viewport) -> None:
-    with opened(browser, stack, viewport=viewport) as page:
+@pytest.mark.parametrize("options", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_long_list_says_how_many_more_there_are_and_shows_them(browser, stack, options) -> None:
+    with opened(browser, stack, **options) as page:
         page.route("**/ui/state", lambda route: route.fulfill(json=crowded(route.fetch().json())))
         card = page.locator(".engine").first
         running, waiting = card.locator(".running"), card.locator(".waiting")
@@ -250,18 +262,21 @@ def test_a_long_list_says_how_many_more_there_are_and_shows_them(browser, stack,
         assert waiting.locator(".rest").inner_text() == "577 more are open, and not listed here"
         colours = running.locator(".swatch").evaluate_all("all => all.map((each) => each.style.background)")
         assert len(set(colours)) == NUM_FOLDED
-        shoot(page, f"folded-{viewport['width']}")
+        shoot(page, f"folded-{page.viewport_size['width']}")
         for lane, num_listed in ((running, 20), (waiting, 23)):
             lane.locator(".more").click()
             lane.locator(".request").nth(num_listed - 1).wait_for()
             lane.locator(".request").last.scroll_into_view_if_needed()
             assert lane.locator(".more").inner_text() == f"Show only {NUM_FOLDED}"
         assert page.evaluate(CUT, ".request, .request .id, .request .numbers-of") == []
-        if viewport == DESKTOP:
+        if options == PHONE:
+            assert all(link.bounding_box()["height"] >= 44 for link in page.locator("nav a").all())
+            assert page.evaluate(WIDE) == []
+        else:
             # None has a second line.
             heights = [each.bounding_box()["height"] for each in card.locator(".request").all()]
             assert max(heights) < 1.5 * min(heights)
-        shoot(page, f"unfolded-{viewport['width']}")
+        shoot(page, f"unfolded-{page.viewport_size['width']}")
         page.unroute_all(behavior="ignoreErrors")
 
 
@@ -281,19 +296,7 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"engines": [full, *state["engines"][1:]]}
 
 
-def test_an_id_is_short_and_is_copied_whole_by_a_click(browser, stack) -> None:
-    with loaded(stack), opened(browser, stack, permissions=["clipboard-read", "clipboard-write"]) as page:
-        name = page.locator(".running .request .id").first
-        assert re.fullmatch("[0-9a-f]{8}", name.inner_text())
-        shown = name.inner_text()
-        name.click()
-        page.locator(".running .id", has_text="copied").wait_for()
-        whole = page.evaluate("navigator.clipboard.readText()")
-        assert re.match("[0-9a-f]{32}", whole) and whole.startswith(shown)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_plots_show_five_minutes(browser, stack, scheme: str) -> None:
+def test_the_plots_show_five_minutes(browser, stack) -> None:
     ages = list(range(SPAN_MS, -1, -1000))
     wave = [50 + (age // 1000) % 60 for age in ages]
     content = {
@@ -301,7 +304,7 @@ def test_the_plots_show_five_minutes(browser, stack, scheme: str) -> None:
         "running": wave, "waiting": [each // 4 for each in wave], "first_token_p50_ms": wave,
         "first_token_p95_ms": [9 * each for each in wave], "kv_use": [each / 120 for each in wave],
     }  # fmt: skip
-    with opened(browser, stack, color_scheme=scheme) as page:
+    with opened(browser, stack) as page:
         # Those of the frontend's life, before the page was opened.
         throughput = page.locator("figure[data-plot=throughput] .plot")
         assert throughput.get_attribute("data-span-ms") == str(SPAN_MS)
@@ -314,7 +317,7 @@ def test_the_plots_show_five_minutes(browser, stack, scheme: str) -> None:
         throughput.hover(position={"x": 50, "y": 40})
         readout = page.locator("figure[data-plot=throughput] output")
         assert readout.inner_text().startswith(("5 min 0 s ago", "4 min 59 s ago", "4 min 58 s ago"))
-        shoot(page, f"history-{scheme}")
+        shoot_in_both_schemes(page, "history")
         page.unroute_all(behavior="ignoreErrors")
 
 
@@ -611,17 +614,18 @@ def test_a_frontend_that_does_not_answer_is_said_to(browser, stack) -> None:
 
 def test_a_killed_engine_is_marked_and_its_requests_move(browser, stack) -> None:
     engine = process_of(stack, "engine")
-    with loaded(stack), opened(browser, stack) as page:
-        page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
-        os.kill(engine["pid"], signal.SIGKILL)
-        card = page.locator(f".engine[data-address='{engine['address']}']")
-        page.locator(f".engine.dead[data-address='{engine['address']}']").wait_for()
-        assert card.locator(".notice").is_visible()
-        assert card.locator(".state").inner_text() == "dead"
-        assert card.locator(".map canvas").evaluate(DRAWN) >= 4
-        shoot(page, "killed")
-        other = page.locator(".engine[data-state=ready]")
-        other.locator(".waiting .request").nth(MAX_RUNNING).wait_for()
+    with opened(browser, stack) as page:
+        with loaded(stack):
+            page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
+            os.kill(engine["pid"], signal.SIGKILL)
+            card = page.locator(f".engine[data-address='{engine['address']}']")
+            page.locator(f".engine.dead[data-address='{engine['address']}']").wait_for()
+            assert card.locator(".notice").is_visible()
+            assert card.locator(".state").inner_text() == "dead"
+            assert card.locator(".map canvas").evaluate(DRAWN) >= 4
+            shoot(page, "killed")
+            other = page.locator(".engine[data-state=ready]")
+            other.locator(".waiting .request").nth(MAX_RUNNING).wait_for()
         # `serve` starts it again.
         again = page.locator(f".engine[data-state=ready][data-address='{engine['address']}']")
         again.wait_for(timeout=START_LIMIT_S * 1000)
