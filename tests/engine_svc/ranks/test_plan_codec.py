@@ -116,7 +116,7 @@ def random_plans(rng: random.Random, num_groups: int, num_steps: int) -> Iterato
         yield plan
 
 
-@settings(max_examples=80, deadline=None, database=None, derandomize=True)
+@settings(max_examples=30, deadline=None, database=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False), num_groups=st.integers(1, 9))
 def test_every_rank_reads_the_plan_that_was_written(rng: random.Random, num_groups: int) -> None:
     encoder, decoder = codec(num_groups)
@@ -267,7 +267,7 @@ results = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@settings(max_examples=70, deadline=None, database=None, derandomize=True)
 @given(result=results)
 def test_a_result_is_read_as_it_was_written(result: StepResult) -> None:
     extras = ExtraCodec([Marks])

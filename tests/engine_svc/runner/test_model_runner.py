@@ -10,7 +10,7 @@ import torch
 from engine_svc.core.step import StepPlan
 from tests.engine_svc.runner.fakes import LogitsOfAllRows
 
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 FAMILIES = [
     "llama", "qwen2", "gpt2", "mistral", "gemma3", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "phi3", "opt",
     "deepseek_v3",

@@ -5,7 +5,9 @@ With chunked prompts, preemptions and prefix hits, two steps in flight, prompts 
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from engine_svc.model.loading.loader import LoadedModel, LoadOptions, load_model
 from tests.engine_svc.model.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine_svc.model.transformers.core_rig import BLOCK_SIZE, CoreRig
 
-NUM_TOKENS = 64
+NUM_TOKENS = 56
 MIN_DISTINCT = 20
 NUM_SHARED = 28  # tokens with which two of the prompts begin
 TOLERANCE = 1e-4
@@ -100,12 +102,27 @@ def run_under_pressure(loaded: LoadedModel, streams: dict[str, tuple[int, list[i
     return rig
 
 
+Family = tuple[Path, PreTrainedModel, dict[str, tuple[int, list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """A family's checkpoint, the model that wrote it, and its `references`: made once."""
+
+    @functools.cache
+    def make(family: str) -> Family:
+        folder = tmp_path_factory.mktemp(family)
+        model = make_checkpoint(family, folder)
+        return folder, model, references(model)
+
+    return make
+
+
 @pytest.mark.parametrize(("family", "model_impl"), IMPLEMENTATIONS)
-def test_tokens_and_logits_are_those_of_transformers(tmp_path: Path, family: str, model_impl: str):
-    model = make_checkpoint(family, tmp_path)
-    loaded = load_model(tmp_path, LoadOptions(num_threads=1, model_impl=model_impl))
+def test_tokens_and_logits_are_those_of_transformers(family_of, family: str, model_impl: str):
+    folder, model, streams = family_of(family)
+    loaded = load_model(folder, LoadOptions(num_threads=1, model_impl=model_impl))
     windows = [group.window for group in loaded.facts.groups if group.window is not None]
-    streams = references(model)
     rig = run_under_pressure(loaded, streams)
     assert loaded.implementation == model_impl
     assert all(length > max(2 * max(windows, default=0), 3 * BLOCK_SIZE) for length, _ in streams.values())
