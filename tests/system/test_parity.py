@@ -6,6 +6,7 @@ import asyncio
 import random
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
@@ -14,10 +15,11 @@ from tests.system.stack import Stack
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
 from triptych.common.v1 import output_pb2
 from triptych_cli.services import embedded_model
+from triptych_client.prompt_embeds import prompt_embeds
 
-NUM_REQUESTS = 32
-MAX_TOKENS = 64
-# Small enough that 32 requests do not fit at once and long prompts need several steps.
+NUM_REQUESTS = 16
+MAX_TOKENS = 48
+# Small enough that 16 requests do not fit at once and long prompts need several steps.
 ENGINE_FLAGS = (
     "--num-kv-blocks=72",
     "--block-size=16",
@@ -98,3 +100,8 @@ async def test_greedy_answers_equal_transformers_on_the_packaged_weights() -> No
             assert expected.first_real_difference(answer.token_ids) is None, prompt
             assert answer.reason == output_pb2.FINISH_REASON_STOP, prompt
             assert answer.text.strip(), prompt
+        request = request_of([1], 1)
+        request.embeds.CopyFrom(prompt_embeds(bytes(1024), [1, 256], "float32"))
+        with pytest.raises(grpc.aio.AioRpcError, match="embeds") as caught:
+            await collect(stub, request)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 
-import grpc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -63,15 +62,21 @@ async def test_embeddings_of_tokens_are_answered_as_the_tokens_are(flag):
         stub = stack.inference(trio.frontend)
         for length in LENGTHS:
             prompt = prompt_of(length)
-            expected = await collect(stub, request_of(prompt, NUM_TOKENS))
-            for positions in (list(range(length)), list(range(length // 2, length // 2 + (length + 1) // 2))):
-                answer = await collect(stub, embedded_request(embedded(weights, prompt, positions)))
-                assert answer.token_ids == expected.token_ids, (length, positions[:1])
-                # Found again, and with it the same answer; nothing is shared with the tokens.
-                again = await collect(stub, embedded_request(embedded(weights, prompt, positions)))
-                assert again.token_ids == expected.token_ids
-                if length > 32:
-                    assert again.num_cached_tokens >= length - 32
+            half = length // 2
+            embeds = [
+                embedded(weights, prompt, positions)
+                for positions in (list(range(length)), list(range(half, half + (length + 1) // 2)))
+            ]
+            expected, *answers = await asyncio.gather(
+                collect(stub, request_of(prompt, NUM_TOKENS)),
+                *(collect(stub, embedded_request(each)) for each in embeds),
+            )
+            # Found again, and with it the same answer; nothing is shared with the tokens.
+            again = await asyncio.gather(*(collect(stub, embedded_request(each)) for each in embeds))
+            for answer in (*answers, *again):
+                assert answer.token_ids == expected.token_ids, length
+            if length > 32:
+                assert all(answer.num_cached_tokens >= length - 32 for answer in again)
         await _through_the_clients(address_of(trio.frontend), weights)
 
 
@@ -86,14 +91,3 @@ async def _through_the_clients(address: str, weights: torch.Tensor) -> None:
     with Client(address) as blocking:
         again = await asyncio.to_thread(blocking.generate_unary, mixed, **options)
     assert again.outputs[0].token_ids == expected.outputs[0].token_ids
-
-
-async def test_an_engine_without_the_option_refuses_embeddings_by_name():
-    async with Stack() as stack:
-        trio = await stack.start_all(str(embedded_model()), "--num-threads=1")
-        stub = stack.inference(trio.frontend)
-        embeds = prompt_embeds(bytes(1024), [1, 256], "float32")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect(stub, embedded_request(embeds))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert "embeds" in str(caught.value.details())
