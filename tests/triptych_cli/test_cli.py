@@ -7,36 +7,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine_svc.config import EngineConfig
-from tests.triptych_cli.fakes import Outcome, triptych
+from tests.triptych_cli.conftest import RunHere
+from tests.triptych_cli.fakes import triptych
 from triptych_cli.bench.config import BenchServeConfig
-from triptych_cli.cli import main
 from triptych_cli.config import ServeConfig
 from triptych_cli.first_line import show_first_line
 from triptych_cli.services import SERVICES, config_of
 from triptych_cli.vllm_names import SENTENCES, explained
 from triptych_kit.config import flag_names
-
-RunHere = Callable[..., Outcome]
-
-
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunHere:
-    """Runs the command in this process, where it ends before anything is started."""
-
-    def run(*arguments: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["triptych", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        out, err = capfd.readouterr()
-        return Outcome(os.getpid(), int(ending.value.code or 0), out, err)
-
-    return run
 
 
 async def test_version_is_one_line() -> None:

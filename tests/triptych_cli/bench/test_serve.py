@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.triptych_cli.bench.fakes import VOCAB_SIZE, CountingFrontend, serving
+from tests.triptych_cli.conftest import RunHere
 from tests.triptych_cli.fakes import triptych
 
 SMALL = ("--num-requests=4", "--input-len=8", "--output-len=6")
@@ -42,22 +45,17 @@ async def test_figures_are_shown_and_written(tmp_path: Path) -> None:
     assert [each["num_output_tokens"] for each in figures["requests"]] == [6, 6, 6, 6]
 
 
-async def test_ids_are_of_the_models_vocabulary_and_the_warm_up_is_not_counted() -> None:
+async def test_ids_are_of_the_vocabulary_the_warm_up_is_not_counted_and_connections_are_real_ones() -> None:
     frontend = CountingFrontend()
+    # The address by its former flag, and as that of HTTP.
+    flags = (*SMALL, "--warmup=3", "--connections=3")
     async with serving(frontend) as address:
-        outcome = await triptych("bench", "serve", f"--url={address}", *SMALL, "--warmup=3")
-    assert outcome.exit_code == 0
+        outcome = await triptych("bench", "serve", f"--address=http://{address}", *flags)
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert len(frontend.peers) == 3
     assert len(frontend.requests) == 7
     assert all(each < VOCAB_SIZE - 1 for request in frontend.requests for each in request.token_ids.ids)
     assert all(request.sampling.ignore_eos for request in frontend.requests)
-
-
-async def test_connections_are_real_ones() -> None:
-    frontend = CountingFrontend()
-    async with serving(frontend) as address:
-        outcome = await triptych("bench", "serve", f"--url={address}", *SMALL, "--connections=3")
-    assert outcome.exit_code == 0
-    assert len(frontend.peers) == 3
 
 
 async def test_a_failed_request_makes_exit_code_1_unless_failures_are_allowed() -> None:
@@ -96,18 +94,21 @@ async def test_a_server_that_is_not_there_is_exit_code_1() -> None:
     assert outcome.err.startswith("no server answers at 127.0.0.1:1: is `triptych serve` running?")
 
 
-async def test_bad_options_are_exit_code_2() -> None:
-    for arguments, message in (
-        (("--slo=p99=3",), "slo 'p99=3' is not one of"),
-        (("--num-request=3",), "did you mean --num-requests?"),
-        (("--url=nowhere",), "not an address"),
-        (("--num-requests=0",), "--num-requests is 0, the least is 1"),
-        (("--warmup=-1",), "--warmup is -1, the least is 0"),
-        (("--json=/no/such/folder/a.json",), "/no/such/folder/a.json"),
-    ):
-        outcome = await triptych("bench", "serve", *arguments)
-        assert outcome.exit_code == 2
-        assert message in outcome.err
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--slo=p99=3", "slo 'p99=3' is not one of"),
+        ("--num-request=3", "did you mean --num-requests?"),
+        ("--url=nowhere", "not an address"),
+        ("--num-requests=0", "--num-requests is 0, the least is 1"),
+        ("--warmup=-1", "--warmup is -1, the least is 0"),
+        ("--json=/no/such/folder/a.json", "/no/such/folder/a.json"),
+    ],
+)
+def test_bad_options_are_exit_code_2(run_here: RunHere, flag: str, message: str) -> None:
+    outcome = run_here("bench", "serve", flag)
+    assert outcome.exit_code == 2
+    assert message in outcome.err
 
 
 async def test_an_interrupt_shows_what_there_is(tmp_path: Path) -> None:
@@ -124,14 +125,8 @@ async def test_an_interrupt_shows_what_there_is(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["summary"]["num_interrupted"] == 4
 
 
-async def test_an_address_by_its_former_flag_and_with_http_is_taken() -> None:
-    async with serving(CountingFrontend()) as address:
-        outcome = await triptych("bench", "serve", f"--address=http://{address}", *SMALL)
-    assert (outcome.exit_code, outcome.err) == (0, "")
-
-
-async def test_help_lists_the_options() -> None:
-    outcome = await triptych("bench", "serve", "--help")
+def test_help_lists_the_options(run_here: RunHere) -> None:
+    outcome = run_here("bench", "serve", "--help")
     assert outcome.exit_code == 0
     for flag in ("--burstiness", "--range-ratio", "--[no-]ignore-eos", "--slo", "--[no-]allow-failures"):
         assert flag in outcome.out

@@ -162,21 +162,6 @@ def test_every_frontend_needs_a_port() -> None:
         parse_serve(flags)
 
 
-async def test_behind_an_external_balancer_each_frontend_has_the_engine_of_its_rank(tmp_path: Path) -> None:
-    flags = ("--data-parallel-size=2", "--data-parallel-external-lb")
-    async with serving(tmp_path / "ready.json", *flags) as stack:
-        addresses: dict[str, list[str]] = {"engine": [], "frontend": []}
-        for process in sorted(stack.ready["processes"], key=lambda process: process["index"]):
-            addresses.get(process["service"], []).append(process["address"])
-        assert stack.ready["grpc"] == addresses["frontend"][0]
-        for engine, frontend in zip(addresses["engine"], addresses["frontend"], strict=True):
-            assert f"grpc://{frontend}" in stack.banner
-            async with open_channel(frontend) as channel:
-                models = model_pb2_grpc.ModelServiceStub(channel)
-                info = await models.GetServerInfo(model_pb2.GetServerInfoRequest())
-            assert [one.endpoint for one in info.engines] == [engine]
-
-
 async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) -> None:
     async with serving(tmp_path / "ready.json") as stack:
         processes = stack.ready["processes"]
@@ -283,20 +268,30 @@ def asked_over_http(stack: Stack, path: str, body: object = None) -> Any:
 @pytest.mark.parametrize(
     "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)], ids=lambda one: one.name
 )
-async def test_a_stack_whose_log_has_no_reader_any_more_drains_and_stops_whole(
+async def test_behind_an_external_balancer_frontends_have_their_engines_and_stop_without_a_reader_of_the_log(
     tmp_path: Path, number
 ) -> None:
     ready_file, (read_fd, write_fd) = tmp_path / "ready.json", os.pipe()
+    flags = ("--port=0", f"--ready-file={ready_file}", "-dp", "2", "--data-parallel-external-lb")
     async with running_async(
-        *(sys.executable, "-m", "triptych_cli.cli", "serve", "--port=0", f"--ready-file={ready_file}"),
-        stdout=write_fd,
-        stderr=write_fd,
+        *(sys.executable, "-m", "triptych_cli.cli", "serve", *flags), stdout=write_fd, stderr=write_fd
     ) as process:
         os.close(write_fd)
         with os.fdopen(read_fd) as log:
-            while "triptych complete" not in await asyncio.to_thread(log.readline):
-                pass
+            lines = [await asyncio.to_thread(log.readline)]
+            while "triptych complete" not in lines[-1]:
+                lines.append(await asyncio.to_thread(log.readline))
         ready = json.loads(ready_file.read_text())
+        addresses: dict[str, list[str]] = {"engine": [], "frontend": []}
+        for one in sorted(ready["processes"], key=lambda one: one["index"]):
+            addresses.get(one["service"], []).append(one["address"])
+        assert ready["grpc"] == addresses["frontend"][0]
+        for engine, frontend in zip(addresses["engine"], addresses["frontend"], strict=True):
+            assert f"grpc://{frontend}" in "".join(lines)
+            async with open_channel(frontend) as channel:
+                models = model_pb2_grpc.ModelServiceStub(channel)
+                info = await models.GetServerInfo(model_pb2.GetServerInfoRequest())
+            assert [one.endpoint for one in info.engines] == [engine]
         async with open_channel(ready["grpc"]) as channel:
             call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
                 request_of("Once upon a time", 900)
@@ -361,54 +356,63 @@ async def test_serve_with_a_key_and_a_certificate_serves_those_with_the_key(
         assert asked.exit_code == 0
 
 
-async def test_a_killed_engine_comes_back_on_its_port_and_ends_no_other_process(tmp_path: Path) -> None:
-    ready_file = tmp_path / "ready.json"
-    async with serving(ready_file) as stack:
-        killed = stack.pid_of("engine")
-        os.kill(killed, signal.SIGKILL)
-        while json.loads(ready_file.read_text()) == stack.ready:
-            await triptych("health", "--url", stack.url)
-        before, after = stack.ready["processes"], json.loads(ready_file.read_text())["processes"]
-        assert [one["address"] for one in after] == [one["address"] for one in before]
-        pids = zip(before, after, strict=True)
-        assert [one["service"] for one, other in pids if one["pid"] != other["pid"]] == ["engine"]
-        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
-        async with asyncio.timeout(START_LIMIT_S):
-            while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
-                # The frontend may be about to dial it.
-                assert "UNAVAILABLE" in answered.err
-        assert len(json.loads(answered.out)["token_ids"]) == 5
-
-
-async def test_frontend_workers_answer_and_end_with_their_parent_which_comes_back_on_its_port(tmp_path):
+async def test_a_killed_engine_and_a_killed_frontend_with_workers_come_back_on_their_ports(
+    tmp_path: Path,
+) -> None:
     ready_file = tmp_path / "ready.json"
     async with serving(ready_file, "--workers=2") as stack:
+        assert len(workers_of(stack.pid_of("frontend"))) == 2
+        os.kill(stack.pid_of("engine"), signal.SIGKILL)
+        with_engine = await until_restarted(ready_file, stack.ready)
+        addresses = [[one["address"] for one in ready["processes"]] for ready in (stack.ready, with_engine)]
+        assert addresses[0] == addresses[1]
+        assert restarted(stack.ready, with_engine).keys() == {"engine"}
+        # A worker may be about to dial the engine.
+        assert await five_tokens(stack)
+
         frontend = stack.pid_of("frontend")
         workers = workers_of(frontend)
-        assert len(workers) == 2
-        question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
-        # A stack is ready when one worker is; the next connection may be the other's.
-        async with asyncio.timeout(START_LIMIT_S):
-            while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
-                assert "UNAVAILABLE" in answered.err
-        assert len(json.loads(answered.out)["token_ids"]) == 5
-
         os.kill(frontend, signal.SIGKILL)
-        while json.loads(ready_file.read_text()) == stack.ready:
-            await triptych("health", "--url", stack.url)
-        again = json.loads(ready_file.read_text())
+        again = await until_restarted(ready_file, with_engine)
         assert again["grpc"] == stack.ready["grpc"]
+        started = restarted(with_engine, again)
+        assert started.keys() == {"frontend"}
         async with asyncio.timeout(START_LIMIT_S):
             while (health := await triptych("health", "--url", stack.url)).exit_code:
                 assert health.out == "NOT_SERVING\n"
         assert not [pid for pid in workers if is_running(pid)]
-        [restarted] = [one["pid"] for one in again["processes"] if one["service"] == "frontend"]
-        workers = workers_of(restarted)
+        workers = workers_of(started["frontend"])
         assert len(workers) == 2
 
         stack.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(stack.process.wait(), 60) == 0
         assert not [pid for pid in workers if is_running(pid)]
+
+
+async def until_restarted(ready_file: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """The content of a ready file once it is another one: something that died is ready again."""
+    async with asyncio.timeout(START_LIMIT_S):
+        # A file of another process has no event to wait for.
+        while (after := json.loads(ready_file.read_text())) == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return after
+
+
+def restarted(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """The services whose process is another one, with its id."""
+    pairs = zip(before["processes"], after["processes"], strict=True)
+    return {one["service"]: int(other["pid"]) for one, other in pairs if one["pid"] != other["pid"]}
+
+
+async def five_tokens(stack: Stack) -> list[int]:
+    """The tokens of an answer, as soon as a frontend has an engine."""
+    question = ["--prompt", "Once upon a time", "--max-tokens", "5", "--temperature", "0", "--json"]
+    async with asyncio.timeout(START_LIMIT_S):
+        while (answered := await triptych("complete", "--url", stack.url, *question)).exit_code:
+            assert "UNAVAILABLE" in answered.err
+    token_ids: list[int] = json.loads(answered.out)["token_ids"]
+    assert len(token_ids) == 5
+    return token_ids
 
 
 async def test_an_engine_that_cannot_load_its_model_ends_the_start_with_its_cause(tmp_path: Path) -> None:
