@@ -286,7 +286,7 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = (
         "dependentRequired": ("an object of lists of texts", lambda value: _is_map(value, _is_texts)),
         "enum": ("a list with values", lambda value: isinstance(value, list) and bool(value)),
         "uniqueItems": ("a bool", lambda value: isinstance(value, bool)),
-        "type": ("a type, or a list of types, of JSON", _is_types),
+        "type": (f"one of {', '.join(sorted(TYPES))} or a list of them", _is_types),
     }
 )
 
