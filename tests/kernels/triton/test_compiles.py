@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from triptych_kernels import triton as kernels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,6 +32,13 @@ def kernel_names() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def triton_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Triton finds what earlier runs compiled, by all that it was made from."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)
+    return tmp_path_factory.mktemp("triton") if cache is None else cache.mkdir("triton")
+
+
 def run_program(program: str, cache: Path) -> dict[str, Any]:
     """What a program of this folder, which Triton compiles for, says of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -46,20 +55,20 @@ def run_program(program: str, cache: Path) -> dict[str, Any]:
     return report
 
 
-def test_every_kernel_compiles_and_fits_the_shared_memory_of_a_gpu(tmp_path):
-    shared = run_program("compile_all", tmp_path)
+def test_every_kernel_compiles_and_fits_the_shared_memory_of_a_gpu(triton_cache):
+    shared = run_program("compile_all", triton_cache)
     assert set(shared) == kernel_names()
     assert max(shared.values()) <= MAX_SHARED_BYTES
 
 
-def test_steps_of_all_numbers_of_rows_share_one_form_of_a_kernel(tmp_path):
-    forms = run_program("list_forms", tmp_path)
+def test_steps_of_all_numbers_of_rows_share_one_form_of_a_kernel(triton_cache):
+    forms = run_program("list_forms", triton_cache)
     assert set(forms) == {"_greedy_kernel", "_penalise_kernel", "_sample_kernel", "_paged_attention_kernel"}
     assert set(forms.values()) == {1}, forms
 
 
-def test_attention_has_keys_and_values_loaded_while_it_computes_and_fits_a_small_gpu(tmp_path):
-    report = run_program("attention_loads", tmp_path)
+def test_attention_has_keys_and_values_loaded_while_it_computes_and_fits_a_small_gpu(triton_cache):
+    report = run_program("attention_loads", triton_cache)
     small = {form: shared for form, (_, shared) in report.items() if form.startswith("89")}
     assert max(small.values()) <= LEAST_SHARED_BYTES, small
     # Wide heads have no room for it beside many queries.
