@@ -55,12 +55,23 @@ def stack_with(folder: Path) -> Stack:
     return Stack({"PYTHONPATH": python_path(folder)})
 
 
-async def test_a_plugin_is_called_once_in_the_engine_before_it_has_an_executor(tmp_path, diary):
-    write_plugin(tmp_path / "site", "noting", NOTING.format(diary=str(diary)))
-    async with stack_with(tmp_path / "site") as stack:
-        engine = await stack.start("engine", MODEL, "--port=0")
+async def test_plugins_are_called_once_in_the_engine_before_it_has_an_executor_and_change_it(tmp_path, diary):
+    site, collected = tmp_path / "site", tmp_path / "collected"
+    write_plugin(site, "noting", NOTING.format(diary=str(diary)))
+    write_plugin(site, "watching", WATCHING.format(diary=str(collected)))
+    write_plugin(site, "renaming", RENAMING)
+    async with stack_with(site) as stack:
+        engine = await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first")
         await stack.ready("engine", engine)
         assert json.loads(diary.read_text()) == ["triptych-engine-0", engine.pid, False]
+        engine.terminate()
+        await asyncio.wait_for(engine.wait(), WAIT_LIMIT_S)
+        # It is given back at the end.
+        while_serving, at_the_end = json.loads(collected.read_text())
+        assert while_serving > 0
+        assert at_the_end == 0
+        with pytest.raises(ChildDied, match="--scheduling-policy is 'late-first'"):
+            await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first", "--plugins=")
 
 
 async def test_every_rank_of_an_engine_is_given_the_plugins_too(tmp_path: Path, diary: Path) -> None:
@@ -70,15 +81,6 @@ async def test_every_rank_of_an_engine_is_given_the_plugins_too(tmp_path: Path, 
         await stack.ready("engine", engine)
     titles = sorted(json.loads(line)[0] for line in diary.read_text().splitlines())
     assert titles == ["triptych-engine-0", "triptych-engine-0-rank-0", "triptych-engine-0-rank-1"]
-
-
-async def test_what_a_plugin_does_is_seen_by_the_engine(tmp_path: Path) -> None:
-    write_plugin(tmp_path / "site", "renaming", RENAMING)
-    async with stack_with(tmp_path / "site") as stack:
-        engine = await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first")
-        await stack.ready("engine", engine)
-        with pytest.raises(ChildDied, match="--scheduling-policy is 'late-first'"):
-            await stack.start("engine", MODEL, "--port=0", "--scheduling-policy=late-first", "--plugins=")
 
 
 SCHEDULING = """
@@ -114,15 +116,3 @@ async def test_a_plugin_that_fails_stops_the_start_with_one_line_and_code_2(tmp_
     cause = "plugin broken (plugin_broken:start): RuntimeError: no such chip"
     assert str(died.value).endswith(f": {cause}")
     assert list(stack.children[0].last_lines) == [f"triptych {service}: {cause}"]
-
-
-async def test_what_the_collector_was_kept_from_is_given_back_at_the_end(tmp_path: Path, diary: Path) -> None:
-    write_plugin(tmp_path / "site", "watching", WATCHING.format(diary=str(diary)))
-    async with stack_with(tmp_path / "site") as stack:
-        engine = await stack.start("engine", MODEL, "--port=0")
-        await stack.ready("engine", engine)
-        engine.terminate()
-        await asyncio.wait_for(engine.wait(), WAIT_LIMIT_S)
-    while_serving, at_the_end = json.loads(diary.read_text())
-    assert while_serving > 0
-    assert at_the_end == 0

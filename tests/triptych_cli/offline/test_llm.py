@@ -23,6 +23,7 @@ from tests.system.checkpoints import make_checkpoint
 from tests.triptych_cli.offline.llm_rig import VOCAB_SIZE, fake_frontend, frontend_process
 from triptych.common.v1 import sampling_pb2
 from triptych_cli.llm import LLM, Bar, EngineDead, SamplingParams
+from triptych_cli.offline.calls import MAX_IN_FLIGHT
 from triptych_cli.offline.params import RepetitionDetection, StructuredOutput, from_proto
 from triptych_cli.offline.results import Completion, RequestResult, Usage
 from triptych_cli.services import embedded_model
@@ -242,7 +243,8 @@ def test_text_becomes_tokens_and_back(llms: dict[str, LLM], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_prompts_than_fit_at_once_are_all_answered(llms: dict[str, LLM], kind: str) -> None:
-    prompts = [[index % 500, index // 500] for index in range(1500)]
+    # More than are in flight.
+    prompts = [[index % 500, index // 500] for index in range(MAX_IN_FLIGHT + 50)]
     results = llms[kind].generate(prompts, SamplingParams(temperature=0.0, max_tokens=2), progress=False)
     assert [list(result.prompt_token_ids) for result in results] == prompts
 

@@ -15,6 +15,7 @@ import pytest
 from coordinator_svc.membership.registry import MemberState
 from coordinator_svc.scaling.group_snapshot import GroupEngine
 from tests.coordinator_svc.scaling.scaling_fakes import asking, dense, scaling_service
+from tests.triptych_cli.conftest import RunHere
 from tests.triptych_cli.fakes import triptych
 from triptych.admin.v1 import admin_pb2
 from triptych.coordinator.v1 import scaling_pb2
@@ -164,8 +165,8 @@ async def test_a_name_that_two_running_serve_have_is_refused_with_the_address_of
     assert "2 running `triptych serve` have engine-0: give the admin address of one, 127.0" in outcome.err
 
 
-async def test_a_command_without_an_address_is_refused_with_an_example() -> None:
-    outcome = await triptych("admin", "status")
+def test_a_command_without_an_address_is_refused_with_an_example(run_here: RunHere) -> None:
+    outcome = run_here("admin", "status")
     assert outcome.exit_code == 2
     assert "status without a command: write `triptych admin engine-0 status`" in outcome.err
 
@@ -173,8 +174,10 @@ async def test_a_command_without_an_address_is_refused_with_an_example() -> None
 @pytest.mark.parametrize(
     "arguments", [["pause", "--mode", "freeze"], ["profile", "run"], ["sleep", "--level", "3"]]
 )
-async def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(arguments: list[str]) -> None:
-    outcome = await triptych("admin", "127.0.0.1:1", *arguments)
+def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(
+    run_here: RunHere, arguments: list[str]
+) -> None:
+    outcome = run_here("admin", "127.0.0.1:1", *arguments)
     assert outcome.exit_code == 2
 
 
@@ -245,12 +248,14 @@ async def test_single_engines_are_drained_and_evicted() -> None:
     ],
     ids=" ".join,
 )
-async def test_a_size_that_cannot_be_meant_is_refused_before_anybody_is_asked(arguments: list[str]) -> None:
-    outcome = await triptych("admin", "127.0.0.1:1", *arguments)
+def test_a_size_that_cannot_be_meant_is_refused_before_anybody_is_asked(
+    run_here: RunHere, arguments: list[str]
+) -> None:
+    outcome = run_here("admin", "127.0.0.1:1", *arguments)
     assert outcome.exit_code == 2
 
 
-async def test_every_wait_for_an_answer_is_bounded() -> None:
-    outcome = await triptych("admin", "--timeout-s", "inf", "127.0.0.1:1", "operations")
+def test_every_wait_for_an_answer_is_bounded(run_here: RunHere) -> None:
+    outcome = run_here("admin", "--timeout-s", "inf", "127.0.0.1:1", "operations")
     assert outcome.exit_code == 2
     assert "--timeout-s" in outcome.err

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tests.triptych_cli.conftest import RunHere
 from tests.triptych_cli.fakes import fake_frontend, triptych
 from triptych_cli.verbs.complete import Completion, SamplingValue, request_of
 from triptych_cli.verbs.failures import Target, print_failure
@@ -63,8 +64,8 @@ async def test_several_outputs_are_printed_each_under_its_number() -> None:
 
 
 @pytest.mark.parametrize("flags", [["--logprobs", "2"], ["--prompt-logprobs", "1"], ["--stream"]])
-async def test_what_text_does_not_show_needs_json(flags: list[str]) -> None:
-    outcome = await triptych("complete", "--url", "127.0.0.1:1", "hi", *flags)
+def test_what_text_does_not_show_needs_json(run_here: RunHere, flags: list[str]) -> None:
+    outcome = run_here("complete", "--url", "127.0.0.1:1", "hi", *flags)
     assert outcome.exit_code == 2
     assert outcome.err == f"triptych complete: {flags[0]} needs --json: text alone does not show its effect\n"
 

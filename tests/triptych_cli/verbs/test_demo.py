@@ -10,11 +10,12 @@ from tests.processes import running_async
 from tests.triptych_cli.fakes import children_of, triptych
 
 
-async def test_the_demo_answers_shows_its_trace_and_stops_everything() -> None:
-    outcome = await triptych("demo", "--prompt", "Tell me a story about a cat and a key.")
+async def test_the_demo_answers_with_its_own_model_shows_its_trace_and_stops_everything() -> None:
+    words = "--help me with a story about a cat and a key."
+    outcome = await triptych("demo", f"--prompt={words}", environment={"TRIPTYCH_ENGINE_MODEL": "/no-such"})
     assert outcome.exit_code == 0, outcome.out + outcome.err
     assert outcome.out.splitlines()[-1].startswith("OK:")
-    assert "> Tell me a story about a cat and a key." in outcome.out
+    assert f"> {words}" in outcome.out
     pids = re.search(r"pids +coordinator-0 (\d+), engine-0 (\d+), frontend-0 (\d+)", outcome.out)
     assert pids is not None
     assert len(set(pids.groups())) == 3
@@ -35,12 +36,6 @@ async def test_a_demo_whose_engine_cannot_start_fails_and_says_why() -> None:
     assert "FAILED: engine-0 (pid " in outcome.out
     assert "--max-num-seqs is 0" in outcome.out
     assert not children_of(outcome.pid, "")
-
-
-async def test_the_demo_answers_with_its_own_model_whatever_the_environment_names() -> None:
-    outcome = await triptych("demo", "--prompt=--help", environment={"TRIPTYCH_ENGINE_MODEL": "/no-such"})
-    assert outcome.exit_code == 0, outcome.out + outcome.err
-    assert "> --help" in outcome.out
 
 
 async def test_loopback_that_is_down_is_brought_up() -> None:
