@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,13 +41,13 @@ PLAIN = {name: OPTIONS[name] for name in ("greedy", "drawn", "truncated", "logpr
 class Made:
     """A tiny model with checkpoints that propose for it, trained on its answers."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, num_steps: int) -> None:
         make_checkpoint(family, folder / "model")
         loaded = load_model(folder / "model", LoadOptions(num_threads=1, model_impl="native"))
         self.folder = folder
         self.model = TinyModel(AutoModelForCausalLM.from_pretrained(folder / "model"), loaded)
         self.answers = serve(self.model, OPTIONS)
-        make_draft_checkpoints(folder / "model", list(self.answers.texts.values()), folder, num_steps=60)
+        make_draft_checkpoints(folder / "model", list(self.answers.texts.values()), folder, num_steps)
 
     def proposer(self, method: str, *, window: int = 256, max_tokens: int = 64) -> NetworkProposer:
         facts = self.model.ours.facts
@@ -74,15 +75,12 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    found: dict[str, Made] = {}
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
+    @functools.cache
+    def make(family: str, num_steps: int = 40) -> Made:
+        return Made(family, tmp_path_factory.mktemp(family), num_steps)
 
-    def get(family: str) -> Made:
-        if family not in found:
-            found[family] = Made(family, tmp_path_factory.mktemp(family))
-        return found[family]
-
-    return get
+    return make
 
 
 def assert_equal(found: Answers, expected: Answers) -> None:
@@ -246,7 +244,7 @@ def test_an_eagle_head_with_too_few_embeddings_is_refused(tmp_path, made):
 
 
 def test_a_mimo_is_a_qwen2_with_a_head_of_another_layout(tmp_path, made):
-    plain = made("qwen2")
+    plain = made("qwen2", num_steps=1)
     folder = tmp_path / "mimo"
     folder.mkdir()
     config = json.loads((plain.folder / "model" / "config.json").read_text())
