@@ -193,6 +193,12 @@ def shoot_in_both_schemes(page: Any, name: str) -> None:
     shoot(page, f"{name}-dark")
 
 
+def until_drawn(page: Any, card: Any) -> None:
+    """Wait until an engine's blocks have two colours of requests, beside those of free and of cached ones."""
+    canvas = card.locator(".map canvas").element_handle()
+    page.wait_for_function(f"canvas => ({DRAWN})(canvas) >= 4", arg=canvas)
+
+
 def tab_to(page: Any, name: str, *, most: int = 60) -> None:
     """Press Tab until the focus is on the element of that id, name or class."""
     for _ in range(most):
@@ -224,8 +230,9 @@ def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack) ->
         assert page.locator(".waiting .swatch:not(.none)").count() == 0
         for figure in page.locator(".plots figure").all():
             figure.locator("b", has_text=re.compile("[1-9]")).first.wait_for()
-        # Colours of requests, beside those of free and of cached blocks.
-        assert card.locator(".map canvas").evaluate(DRAWN) >= 4
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            until_drawn(page, card)
         card.locator(".steps[data-num-steps='120']").wait_for()
         card.locator(".output-rate", has_text=re.compile(r"^[1-9]")).wait_for()
         card.locator(".running .request").first.hover()
@@ -236,8 +243,6 @@ def test_under_load_requests_their_blocks_and_steps_are_shown(browser, stack) ->
         assert page.evaluate(FOCUSED) == "request shown"
         card.locator(".readout", has_text="blocks (").wait_for()
         shoot_in_both_schemes(page, "load")
-        canvas = card.locator(".map canvas").element_handle()
-        page.wait_for_function(f"canvas => ({DRAWN})(canvas) >= 4", arg=canvas)
         # An id is short, and is copied whole by a click.
         name = page.locator(".running .request .id").first
         assert re.fullmatch("[0-9a-f]{8}", name.inner_text())
@@ -617,8 +622,9 @@ def test_a_killed_engine_is_marked_and_its_requests_move(browser, stack) -> None
     with opened(browser, stack) as page:
         with loaded(stack):
             page.locator(".running .request").nth(2 * MAX_RUNNING - 1).wait_for()
-            os.kill(engine["pid"], signal.SIGKILL)
             card = page.locator(f".engine[data-address='{engine['address']}']")
+            until_drawn(page, card)
+            os.kill(engine["pid"], signal.SIGKILL)
             page.locator(f".engine.dead[data-address='{engine['address']}']").wait_for()
             assert card.locator(".notice").is_visible()
             assert card.locator(".state").inner_text() == "dead"
