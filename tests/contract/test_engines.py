@@ -38,7 +38,7 @@ async def serving(engine: ScriptedEngine) -> AsyncIterator[str]:
 
 
 async def test_the_scripted_engine_keeps_every_rule() -> None:
-    engine = ScriptedEngine(hello_limit_s=0.5, replay_window_s=1.0, max_kept_bytes=MAX_KEPT_BYTES)
+    engine = ScriptedEngine(hello_limit_s=1.0, replay_window_s=2.0, max_kept_bytes=MAX_KEPT_BYTES)
     async with serving(engine) as address:
         report = await check_engine(address, patience_s=LIMIT_S, drain=engine.drain, restart=engine.restart)
     broken = [result for result in report.results if result.outcome in (Outcome.FINDING, Outcome.WARNING)]

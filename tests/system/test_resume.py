@@ -206,7 +206,7 @@ async def test_streams_that_break_at_any_byte_lose_no_token_and_compute_none_twi
         rig.proxy.cut()
         num_rounds = 0
         # Counted by the client: of cuts in quick succession it sees one.
-        while rig.states.count(EngineState.RECONNECTING) < 20:
+        while rig.states.count(EngineState.RECONNECTING) < 10:
             await rig.until_state(EngineState.READY)
             numbers = range(num_rounds * _NUM_STREAMS, (num_rounds + 1) * _NUM_STREAMS)
             takers = rig.add(numbers)

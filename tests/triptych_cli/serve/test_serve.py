@@ -36,6 +36,7 @@ from tests.certificates import CertificateAuthority
 from tests.connections import until_connections, without_collections
 from tests.processes import START_LIMIT_S, running_async
 from tests.system.generation import request_of
+from tests.triptych_cli.conftest import RunHere
 from tests.triptych_cli.fakes import children_of, triptych
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych_cli.arguments import parse_serve
@@ -498,9 +499,9 @@ async def test_an_engine_that_is_killed_while_it_loads_is_named(tmp_path: Path) 
     assert not children_of(process.pid, "")
 
 
-async def test_a_host_that_is_not_of_this_machine_is_refused() -> None:
+def test_a_host_that_is_not_of_this_machine_is_refused(run_here: RunHere) -> None:
     for host in ("no-such-host.invalid", "192.0.2.1"):
-        outcome = await triptych("serve", "--host", host, "--insecure")
+        outcome = run_here("serve", "--host", host, "--insecure")
         assert outcome.exit_code == 2
         assert f"cannot listen on {host}: " in outcome.err
 
