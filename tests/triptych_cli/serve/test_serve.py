@@ -192,7 +192,7 @@ async def test_a_stack_says_where_it_is_answers_and_stops_whole(tmp_path: Path) 
         assert all(service in page for service, page in zip(services[::2], scraped[::2], strict=True))
         assert b"triptych_engine_generated_tokens_total" in scraped[1]
         assert f"grpc://{stack.ready['grpc']}" in stack.banner
-        assert f"http://{processes[2]['admin_http']}/ui" in stack.banner
+        assert f"http://{http}/ui" in stack.banner
         assert f"triptych chat --url {stack.url}" in stack.banner
 
         assert (await triptych("health", "--url", stack.url)).exit_code == 0
