@@ -84,7 +84,7 @@ def banner(
     kv_cache_memory: the value of its flag, in bytes.  http: the address of OpenAI's API, empty without one.
     has_keys: whether callers need a key.
     """
-    # Those at a socket can be scraped by nothing, and the frontend's have the address of its page.
+    # Those at a socket can be scraped by nothing; alone, the frontend's are where its page is.
     num_scraped = sum(unix_path(one) is None for one in admin_https.values())
     metrics = [
         f"{name} http{'s' if has_tls else ''}://{one}/metrics"
