@@ -138,8 +138,10 @@ async def ray_cluster(python: Path, ray_folder: Path, folder: Path) -> AsyncIter
     log_file = folder / "ray.log"
     command = (
         str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
-        "--node-ip-address=127.0.0.1", "--num-cpus=4", "--num-gpus=0", "--include-dashboard=false",
+        "--node-ip-address=127.0.0.1", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false",
         f"--temp-dir={ray_folder}",
+        # From the kernel: otherwise all from 10002 to 19999 are the workers', and `port` may be among them.
+        "--min-worker-port=0", "--max-worker-port=0",
     )  # fmt: skip
     with log_file.open("wb") as log:
         async with running_async(*command, cwd=folder, env=environment, stdout=log, stderr=log) as head:
