@@ -38,11 +38,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        # An AttributeError would lose its text in `from triptych import`; packages have lower-case names.
-        if name[:1].isupper():
-            own = _CALLED_OTHERWISE.get(name)
-            hint = f"it is {own} here" if own else f"there are {', '.join(__all__)}"
-            raise ImportError(f"cannot import name {name!r} from 'triptych': {hint}", name=name)
-        raise AttributeError(f"module 'triptych' has no attribute {name!r}")
+        own = _CALLED_OTHERWISE.get(name)
+        hint = f"it is {own} here" if own else f"there are {', '.join(__all__)}"
+        raise AttributeError(f"module 'triptych' has no attribute {name!r}: {hint}")
     module = import_module(_MODULES[name])
     return module if name == "errors" else getattr(module, name)
