@@ -9,6 +9,7 @@ import json
 import random
 import re
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from triptych_kit.telemetry.logs import setup_logs
 
 NUM_STREAMS = 16
 NUM_TOKENS = 24
-MAX_LAG_S = 1.0  # of the event loop; a busy machine needs a part of it
+MAX_BLOCK_S = 1.0  # of the event loop
 
 CHUNKED = "transfer-encoding: chunked"
 OK = json.dumps({"prompt": "the", "max_tokens": 4}).encode()
@@ -203,27 +204,27 @@ async def attacked(**options: Any):
         address = await frontend.servers.http.start()
         streams = Streams()
         await streams.begin(engine, address, stack)
-        lag = asyncio.ensure_future(longest_lag())
+        block = asyncio.ensure_future(longest_block())
         try:
             yield engine, frontend, address, streams
             found = await streams.end(engine)
         finally:
-            lag.cancel()
+            block.cancel()
             await frontend.servers.http.stop(0)
         expected = streams.expected()
         assert found == expected
         assert min(len(set(ids)) for ids in expected) >= 20
         with contextlib.suppress(asyncio.CancelledError):
-            assert await lag < MAX_LAG_S
+            assert await block < MAX_BLOCK_S
 
 
-async def longest_lag() -> float:
-    longest, loop = 0.0, asyncio.get_running_loop()
-    last = loop.time()
+async def longest_block() -> float:
+    """The most CPU in s that the event loop took at a stretch, to which a busy machine does not add."""
+    longest, last = 0.0, time.thread_time()
     try:
         while True:
             await asyncio.sleep(0.01)
-            longest, last = max(longest, loop.time() - last - 0.01), loop.time()
+            longest, last = max(longest, time.thread_time() - last), time.thread_time()
     except asyncio.CancelledError:
         return longest
 
