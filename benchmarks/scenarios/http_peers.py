@@ -34,15 +34,16 @@ _START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 20.0
 _POLL_S = 0.5
 _MAX_NUM_SEQS = 256
+# Titles of the processes of engines: ours, vLLM's and those of its ranks.
+_ENGINES = ("triptych-engine", "vllm::engine", "vllm::worker")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--vllm", type=Path, required=True, help="Python with vLLM's CPU build")
-    parser.add_argument("--vllm-env", action="append", default=[], help="NAME=VALUE for its processes")
+    parser.add_argument("--vllm", type=Path, required=True, help="Python of its CPU build, or what runs it")
     parser.add_argument("--variant", action="append", default=[], help="NAME=VARIABLES FLAGS")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=60, help="of a stream")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=100, help="of a stream")
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -60,18 +61,17 @@ async def _measure(options: argparse.Namespace) -> list[Row]:
         str(options.vllm), "-m", "benchmarks.contestants.vllm_serve", "serve", str(embedded_model()),
         "--max-model-len=2048", f"--max-num-seqs={_MAX_NUM_SEQS}", "--dtype=float32",
     )  # fmt: skip
-    environment = dict(pair.split("=", 1) for pair in options.vllm_env)
     async with contextlib.AsyncExitStack() as stack:
         modes = [
             await stack.enter_async_context(_server("triptych", ours, {})),
-            await stack.enter_async_context(_server("vLLM", theirs, environment)),
+            await stack.enter_async_context(_server("vLLM", theirs, {})),
         ]
         for variant in options.variant:
             name, _, words = variant.partition("=")
             variables = [word for word in shlex.split(words) if not word.startswith("-")]
             flags = [word for word in shlex.split(words) if word.startswith("-")]
-            added = environment | dict(pair.split("=", 1) for pair in variables)
-            modes.append(await stack.enter_async_context(_server(name, (*theirs, *flags), added)))
+            environment = dict(pair.split("=", 1) for pair in variables)
+            modes.append(await stack.enter_async_context(_server(name, (*theirs, *flags), environment)))
         rows: list[Row] = []
         for num_streams in options.streams:
             turns = await in_turns(modes, num_streams, options.rounds, options.tokens)
@@ -126,9 +126,9 @@ def _pin(pid: int) -> list[int]:
     """Give the threads of its engines their core; the processes that are no engines."""
     others = []
     for each in with_descendants(pid):
-        # Both name their processes.
+        # All have names of their own.
         title = Path(f"/proc/{each}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")[0]
-        if "engine" not in title.lower():
+        if not title.lower().startswith(_ENGINES):
             others.append(each)
             continue
         for thread in Path(f"/proc/{each}/task").iterdir():
