@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -210,9 +211,16 @@ def _frontend_flags(engine: str, *flags: str) -> tuple[str, ...]:
 
 
 async def in_turns(
-    modes: Sequence[Mode], num_streams: int, num_rounds: int, num_tokens: int
+    modes: Sequence[Mode],
+    num_streams: int,
+    num_rounds: int,
+    num_tokens: int,
+    turn_of: Callable[[Mode], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, list[Line]]:
-    """What the streams of each mode measured in each round. Raises RuntimeError where one fails."""
+    """What the streams of each mode measured in each round. Raises RuntimeError where one fails.
+
+    turn_of: what is around each turn.
+    """
     turns: dict[str, list[Line]] = {mode.name: [] for mode in modes}
     with LineProcess(module("benchmarks.rig.stream_clients")) as process:
         for mode in modes:
@@ -221,7 +229,8 @@ async def in_turns(
             start = index % len(modes)
             for mode in [*modes[start:], *modes[:start]]:
                 load = mode.load(num_streams, num_tokens)
-                measured = await asyncio.to_thread(process.ask, **asdict(load))
+                with turn_of(mode):
+                    measured = await asyncio.to_thread(process.ask, **asdict(load))
                 if "failure" in measured:
                     raise RuntimeError(f"{mode.name}: {measured['failure']}")
                 turns[mode.name].append(measured | {"load": os.getloadavg()[0]})

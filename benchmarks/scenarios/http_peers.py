@@ -4,7 +4,8 @@
 
 Each server is started as a user does, `triptych serve` and `vllm serve`, with one compute thread; its engine
 has one core, all of its other processes share another with the clients, and their CPU is what is counted. A
-`--variant NAME=VARIABLES FLAGS` is vLLM once more, with these. Every stream's text is compared with its ids.
+`--variant NAME=VARIABLES FLAGS` is vLLM once more, with these. vLLM's processes, which wait without sleep for a
+while, are stopped in the turns of others. Every stream's text is compared with its ids.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.report import Report, Row
@@ -72,11 +74,27 @@ async def _measure(options: argparse.Namespace) -> list[Row]:
             flags = [word for word in shlex.split(words) if word.startswith("-")]
             environment = dict(pair.split("=", 1) for pair in variables)
             modes.append(await stack.enter_async_context(_server(name, (*theirs, *flags), environment)))
+        stopped = {mode.name: with_descendants(mode.pids[0]) for mode in modes[1:]}
         rows: list[Row] = []
         for num_streams in options.streams:
-            turns = await in_turns(modes, num_streams, options.rounds, options.tokens)
+            turns = await in_turns(
+                modes, num_streams, options.rounds, options.tokens, lambda mode: _alone(mode, stopped)
+            )
             rows += rows_of("peers", num_streams, turns)
     return rows
+
+
+@contextlib.contextmanager
+def _alone(mode: Mode, stopped: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """Stop the processes of the other servers for the block."""
+    others = [pid for name, pids in stopped.items() if name != mode.name for pid in pids]
+    try:
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.asynccontextmanager
