@@ -215,7 +215,7 @@ async def in_turns(
     num_streams: int,
     num_rounds: int,
     num_tokens: int,
-    turn_of: Callable[[Mode], AbstractContextManager[None]] = nullcontext,
+    turn_of: Callable[[Mode], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> dict[str, list[Line]]:
     """What the streams of each mode measured in each round. Raises RuntimeError where one fails.
 

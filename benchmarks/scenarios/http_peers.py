@@ -4,8 +4,8 @@
 
 Each server is started as a user does, `triptych serve` and `vllm serve`, with one compute thread; its engine
 has one core, all of its other processes share another with the clients, and their CPU is what is counted. A
-`--variant NAME=VARIABLES FLAGS` is vLLM once more, with these. vLLM's processes, which wait without sleep for a
-while, are stopped in the turns of others. Every stream's text is compared with its ids.
+`--variant NAME=VARIABLES FLAGS` is vLLM once more, with these. The processes of vLLM, which wait without
+sleep for a while, are stopped in the turns of others. Every stream's text is compared with its ids.
 """
 
 from __future__ import annotations
