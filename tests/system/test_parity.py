@@ -11,9 +11,11 @@ import pytest
 
 from tests.system.checkpoints import ARCHITECTURES, VOCAB_SIZE, Reference
 from tests.system.generation import Answer, collect, random_prompt, request_of
-from tests.system.stack import Stack
+from tests.system.stack import Stack, listeners_of
+from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych.api.v1 import tokenize_pb2, tokenizer_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import utility_pb2
 from triptych_cli.services import embedded_model
 from triptych_client.prompt_embeds import prompt_embeds
 
@@ -27,6 +29,8 @@ ENGINE_FLAGS = (
     "--max-num-batched-tokens=96",
     "--max-model-len=448",
 )
+_PAUSE = admin_pb2.UtilityRequest(call={"pause": {"mode": utility_pb2.PAUSE_MODE_KEEP}})
+_RESUME = admin_pb2.UtilityRequest(call={"resume": {}})
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -35,9 +39,18 @@ async def test_concurrent_requests_equal_transformers_generate(architecture, che
     prompts = _prompts_with_shared_heads()
     async with Stack() as stack:
         trio = await stack.start_all(str(folder), *ENGINE_FLAGS)
-        stub = stack.inference(trio.frontend)
-        answers = await asyncio.gather(*(collect(stub, request_of(prompt, MAX_TOKENS)) for prompt in prompts))
-        stats = await stack.engine(trio.engine).until_idle()
+        stub, engine = stack.inference(trio.frontend), stack.engine(trio.engine)
+        async with grpc.aio.insecure_channel(listeners_of(trio.engine)[1]) as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            # All wait in their order before the first is admitted: preemptions do not depend on arrivals.
+            await admin.Utility(_PAUSE, timeout=10)
+            streams = []
+            for num_waiting, prompt in enumerate(prompts, start=1):
+                streams.append(asyncio.create_task(collect(stub, request_of(prompt, MAX_TOKENS))))
+                await engine.until(lambda stats, wanted=num_waiting: stats.num_waiting == wanted)
+            await admin.Utility(_RESUME, timeout=10)
+            answers = await asyncio.gather(*streams)
+        stats = await engine.until_idle()
     _check_streams(folder, prompts, answers)
     assert stats.num_chunked_prefills > 0
     assert stats.num_preemptions > 0
