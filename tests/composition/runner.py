@@ -21,11 +21,13 @@ from tests.composition.generator import Case, Drawn, conditions_of, draw_case
 from tests.composition.table import ENGINE_FLAGS, MIXTURE, Condition
 from triptych.api.v1 import generate_pb2
 from triptych_cli.services import embedded_model
+from triptych_cli.verbs.replay import replay_file
 
 # What engines and frontends count of disturbances.
 EVIDENCE = ("num_preemptions", "num_chunked_prefills", "prefix_hits", "num_moved_requests")
 _ONE_STEP = ("--steps-in-flight=1",)
 _NO_CACHE = ("--no-enable-prefix-caching",)
+_TRACE = "trace*.jsonl"
 _FRONTEND_FLAGS = ("--drain-lag-s=0", "--reasoning-parser=think")
 
 
@@ -38,6 +40,7 @@ class Report:
     evidence: dict[int, Counter[str]] = field(default_factory=dict)  # by rig
     stats: Counter[str] = field(default_factory=Counter)  # of all outputs, as their clients have them
     distinct_ids: set[int] = field(default_factory=set)
+    num_traces: int = 0  # of engines, replayed
     start_s: float = 0.0
     run_s: float = 0.0
 
@@ -47,6 +50,7 @@ class Report:
         self.evidence |= other.evidence
         self.stats += other.stats
         self.distinct_ids |= other.distinct_ids
+        self.num_traces += other.num_traces
         self.start_s += other.start_s
         self.run_s += other.run_s
 
@@ -68,6 +72,9 @@ async def run_rig(rig: int, seeds: Sequence[int], folder: Path, on_case: Callabl
             report.run_s = time.monotonic() - began_at - report.start_s
             on_case(report)
         report.evidence[rig] = await runner.end()
+    for trace in sorted(folder.rglob(_TRACE)):
+        report.differences += [f"{trace}: {run.difference}" for run in replay_file(trace) if run.difference]
+        report.num_traces += 1
     if report.differences:
         report.differences[0] += f"logs: {keep_logs(folder, folder.name)}"
     return report
@@ -166,13 +173,17 @@ def _shown(message: Answer | generate_pb2.GenerateRequest) -> str:
 
 
 def _plans_of(conditions: Sequence[Condition], folder: Path) -> tuple[StackPlan, StackPlan]:
-    """Two engines under these conditions, and one that has of them only what answers depend on."""
+    """Two engines under these conditions that write traces, and one with those that answers depend on."""
     kept = [condition for condition in conditions if condition.is_kept]
     has_mixture = any(condition.model == MIXTURE for condition in kept)
     model = _make_mixture(folder / MIXTURE) if has_mixture else embedded_model()
     disturbed = StackPlan(
         tensor_parallel_size=max((condition.tensor_parallel_size for condition in kept), default=1),
-        engine_flags=(*_ONE_STEP, *_engine_flags(conditions, model)),
+        engine_flags=(
+            *_ONE_STEP,
+            *_engine_flags(conditions, model),
+            f"--sched-trace-path={folder / _TRACE.replace('*', '')}",
+        ),
         frontend_flags=_FRONTEND_FLAGS,
         model=model,
     )

@@ -13,6 +13,7 @@ LEAST_DISTINCT_IDS = 200
 
 def check(report: Report) -> None:
     assert not report.differences, report.differences[0]
+    assert report.num_traces >= 2 * len(report.evidence)
     assert len(report.distinct_ids) >= LEAST_DISTINCT_IDS
     counts = {name: sum(each[name] for each in report.evidence.values()) for name in EVIDENCE}
     assert min(counts.values()) > 0, f"not disturbed: {counts}"

@@ -23,7 +23,7 @@ def run_replay(path: Path) -> int:
     """
     num_runs, differs = 0, False
     try:
-        for run in replay(_records(path), _build):
+        for run in replay_file(path):
             num_runs += 1
             differs = differs or run.difference is not None
             print(f"run {num_runs}: {described(run)}", flush=True)
@@ -34,6 +34,11 @@ def run_replay(path: Path) -> int:
         print(f"triptych replay: {path}: {cause}", file=sys.stderr)
         return 2
     return 1 if differs else 0
+
+
+def replay_file(path: Path) -> Iterator[Run]:
+    """Replay each run of a file up to its first difference. Raises BadTrace, OSError."""
+    yield from replay(_records(path), _build)
 
 
 def described(run: Run) -> str:

@@ -146,23 +146,18 @@ def decision(plan: StepPlan, resumed: Collection[str], free_blocks: int) -> Reco
 
 
 def request_record(request: Request) -> Record:
-    """A new request, with copies of what changes later."""
-    sampling = request.sampling
+    """A new request, with copies of what changes later and all of its sampling parameters."""
+    sampling = asdict(request.sampling)
+    sampling["stop_token_ids"] = sorted(request.sampling.stop_token_ids)
+    sampling["skip_prefix_lookup"] = sampling.pop("skip_reading_prefix_cache")
     return {
         "id": request.request_id,
         "prompt": request.token_ids.copy(),
         "num_prompt_tokens": request.num_prompt_tokens,
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "eos_token_id": sampling.eos_token_id,
-        "stop_token_ids": sorted(sampling.stop_token_ids),
-        "repetition": None if sampling.repetition is None else asdict(sampling.repetition),
+        **sampling,
         "priority": request.priority,
         "arrival_time": request.arrival_at,
         "cache_salt": request.cache_salt or None,
-        "skip_prefix_lookup": sampling.skip_reading_prefix_cache,
-        "max_draft_tokens": sampling.max_draft_tokens,
         "extra_keys": list(request.extra_keys),
         "spans": [asdict(span) for span in request.spans],
         "num_encoder_tokens": request.num_encoder_tokens,
@@ -171,23 +166,20 @@ def request_record(request: Request) -> Record:
 
 
 def read_request(record: Record) -> Request:
+    """The request of a record, which may be older than some of the sampling parameters."""
     repetition = record.get("repetition")
-    sampling = SamplingParams(
-        max_tokens=record["max_tokens"],
-        min_tokens=record["min_tokens"],
-        ignore_eos=record["ignore_eos"],
-        eos_token_id=record["eos_token_id"],
-        stop_token_ids=frozenset(record["stop_token_ids"]),
-        skip_reading_prefix_cache=record["skip_prefix_lookup"],
-        repetition=None if repetition is None else RepetitionLimits(**repetition),
-        max_draft_tokens=record.get("max_draft_tokens"),
-    )
+    options = _of(SamplingParams, record) | {
+        "stop_token_ids": frozenset(record["stop_token_ids"]),
+        "skip_reading_prefix_cache": record["skip_prefix_lookup"],
+        "repetition": None if repetition is None else RepetitionLimits(**repetition),
+        "logprob_token_ids": tuple(record.get("logprob_token_ids", ())),
+    }
     prompt = list(record["prompt"])
     return Request(
         record["id"],
         prompt,
         record.get("num_prompt_tokens", len(prompt)),
-        sampling,
+        SamplingParams(**options),
         priority=record["priority"],
         arrival_at=record["arrival_time"],
         cache_salt=record["cache_salt"] or "",

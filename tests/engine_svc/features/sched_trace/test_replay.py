@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from engine_svc.core.request import Request
+from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
 from engine_svc.features.sched_trace.recorded_case import SUFFIX, read_case
 from engine_svc.features.sched_trace.records import Record, encode, read_request, request_record
 from engine_svc.features.sched_trace.replay import BadTrace, read_lines, replay
@@ -30,13 +33,35 @@ def lines_of(records: list[Record]) -> list[bytes]:
     return [encode(record).encode() + b"\n" for record in records]
 
 
-def test_the_limit_of_drafts_is_a_part_of_a_request():
-    drafting = request("r0", num_tokens=9, max_tokens=3)
-    drafting.sampling.max_draft_tokens = 2
-    assert read_request(request_record(drafting)).sampling == drafting.sampling
-    # Recorded before there was such a limit.
-    record = {name: value for name, value in request_record(drafting).items() if name != "max_draft_tokens"}
-    assert read_request(record).sampling.max_draft_tokens is None
+def test_every_parameter_of_a_request_is_in_its_record():
+    sampling = SamplingParams(
+        max_tokens=3,
+        temperature=0.25,
+        top_k=4,
+        top_p=0.5,
+        seed=2**63 + 1,
+        min_tokens=2,
+        ignore_eos=True,
+        eos_token_id=7,
+        stop_token_ids=frozenset({9, 8}),
+        skip_reading_prefix_cache=True,
+        repetition=RepetitionLimits(3),
+        min_p=0.1,
+        logprobs=1,
+        logprob_token_ids=(5, 6),
+        max_draft_tokens=2,
+    )
+    unset = SamplingParams(3)
+    assert not [
+        each.name
+        for each in fields(sampling)
+        if each.name != "max_tokens" and getattr(sampling, each.name) == getattr(unset, each.name)
+    ]
+    record = json.loads(encode(request_record(Request("r0", [1, 2], 2, sampling))))
+    assert read_request(record).sampling == sampling
+    # Recorded before there were such parameters.
+    older = {name: value for name, value in record.items() if name not in ("temperature", "max_draft_tokens")}
+    assert read_request(older).sampling == replace(sampling, temperature=1.0, max_draft_tokens=None)
 
 
 CHANGES: dict[str, tuple[Callable[[list[Record]], object], str]] = {

@@ -33,7 +33,7 @@ from triptych_kit.clock import FakeClock
 
 ASYNC = replace(SCHEDULER, async_scheduling=True, max_steps_in_flight=2)
 DRAFTS = replace(SCHEDULER, num_speculative_tokens=2)
-COSTS = StepCosts((1, 8), (1.0, 1.5), seconds_per_read=1e-3)
+COSTS = StepCosts((1, 8), (1.0, 1.5), seconds_per_read=1e-3, seconds_per_draw=0.1)
 WINDOW = replace(CACHE, groups=(FullAttention(4), SlidingWindow(4, 10)))
 SETUPS = {
     **{policy: Setup(SCHEDULER, CACHE, policy) for policy in POLICIES},

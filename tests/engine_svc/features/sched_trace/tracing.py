@@ -178,7 +178,7 @@ class Traffic:
             len(prompt) - (len(prompt) > 4 and rng.random() < 0.1),
             SamplingParams(
                 max_tokens=rng.randrange(2, 20),
-                temperature=rng.random(),
+                temperature=rng.choice((0.0, 1.0)),
                 ignore_eos=rng.random() < 0.3,
                 eos_token_id=rng.choice((EOS, None)),
                 stop_token_ids=frozenset(rng.sample(range(3, 40), rng.randrange(3))),
