@@ -82,6 +82,7 @@ class CallWriter:
 
     __slots__ = (
         "_arguments",
+        "_closing",
         "_is_open",
         "_name",
         "_new_id",
@@ -108,6 +109,7 @@ class CallWriter:
         self._num_opened = 0
         self._name: str | None = None
         self._arguments: list[str] = []
+        self._closing = ""
         self._is_open = False
         self.is_first = not rules.is_continued
         self.is_behind_call = False
@@ -173,6 +175,7 @@ class CallWriter:
             self._arguments = self._arguments or ["{}"]
             self._open()
         if self._is_open:
+            self.pieces.arguments(self._num_opened - 1, self._closing)
             self.num_calls += 1
         self.num_committed += 1
         self._reset()
@@ -185,7 +188,7 @@ class CallWriter:
         is_dropped = is_partial and self._is_dropped()
         if is_partial and not is_dropped and not self._is_open:
             self._open()
-        recorded = self._reader.end_record()
+        recorded = self._closing + self._reader.end_record()
         if self._is_open:
             self.pieces.arguments(self._num_opened - 1, "", is_incomplete=True)
             self.is_behind_call = self._reader.is_cut
@@ -221,10 +224,17 @@ class CallWriter:
         self._emit("".join(self._arguments))
 
     def _emit(self, text: str) -> None:
-        self.pieces.arguments(self._num_opened - 1, text)
+        """Emit arguments without the bracket that may close them, which `commit` emits.
+
+        So the arguments of a call that breaks behind them are no JSON, and no client runs it.
+        """
+        text = self._closing + text
+        self._closing = "}" if text.endswith("}") else ""
+        if emitted := text.removesuffix("}"):
+            self.pieces.arguments(self._num_opened - 1, emitted)
         self._reader.begin_record()
 
     def _reset(self) -> None:
         self._reader.end_record()
         self._name, self._is_open = None, False
-        self._arguments = []
+        self._arguments, self._closing = [], ""

@@ -47,13 +47,17 @@ class ChatAnswers:
             )
 
     async def stream(
-        self, request: chat_message_pb2.ChatRequest, caller: Caller
+        self, request: chat_message_pb2.ChatRequest, caller: Caller, *, streams_arguments: bool = True
     ) -> AsyncGenerator[chat_message_pb2.ChatResponse, None]:
-        """The answer as it is generated. Closing it aborts the request."""
+        """The answer as it is generated. Closing it aborts the request.
+
+        streams_arguments: whether calls are emitted before they are known to be whole.
+        """
         kind = kind_of(request.sampling)
         is_cumulative = kind is OutputKind.CUMULATIVE
         # Cumulative answers are assembled here, from parts.
-        async with self._open(request, caller, OutputKind.DELTA if is_cumulative else kind) as opened:
+        kind = OutputKind.DELTA if is_cumulative else kind
+        async with self._open(request, caller, kind, streams_arguments=streams_arguments) as opened:
             outputs: dict[int, _ChatOutput] = {}
             output = await opened.next()
             started = started_message(opened, output, returns_ids=request.return_prompt_token_ids)
@@ -78,10 +82,17 @@ class ChatAnswers:
 
     @contextlib.asynccontextmanager
     async def _open(
-        self, request: chat_message_pb2.ChatRequest, caller: Caller, kind: OutputKind
+        self,
+        request: chat_message_pb2.ChatRequest,
+        caller: Caller,
+        kind: OutputKind,
+        *,
+        streams_arguments: bool = True,
     ) -> AsyncIterator[OpenRequest]:
         model = self._generation.model(request.model)
-        prompt = ChatPrompt(request, model, takes_templates=self._takes_templates)
+        prompt = ChatPrompt(
+            request, model, takes_templates=self._takes_templates, streams_arguments=streams_arguments
+        )
         async with self._generation.open(request, prompt, caller, kind) as opened:
             yield opened
 

@@ -38,11 +38,15 @@ class GrowingMessage:
 
     def advance(self, delta: chat_message_pb2.ChatDelta) -> list[Event]:
         events: list[Event] = []
+        calls, last = list(delta.tool_calls), self._open
+        if calls and isinstance(last, _CallBlock) and last.call_index == calls[0].index:
+            # The end of a call comes before the text behind it.
+            events += self._add_call(calls.pop(0))
         if delta.reasoning:
             events += self._add_text("thinking", delta.reasoning)
         if delta.content:
             events += self._add_text("text", delta.content)
-        for call in delta.tool_calls:
+        for call in calls:
             events += self._add_call(call)
         return events
 
@@ -54,7 +58,8 @@ class GrowingMessage:
         usage: output_pb2.Usage,
     ) -> list[Event]:
         """The end. Raises Internal for an output that an error ended, Cancelled for one that was aborted."""
-        has_calls = any(isinstance(block, _CallBlock) for block in self._blocks)
+        calls = [block for block in self._blocks if isinstance(block, _CallBlock)]
+        has_calls = len(calls) > 0 and not any(call.is_incomplete for call in calls)
         ended = reason_of(reason, error_message, has_calls=has_calls)
         if ended not in _STOP_REASONS:
             raise Cancelled("the request was aborted")
@@ -87,7 +92,7 @@ class GrowingMessage:
         if not isinstance(block, _CallBlock) or block.call_index != call.index:
             block = _CallBlock(call)
             events = self._begin(block)
-        return [*events, self._delta(block.add(call.arguments_json))]
+        return [*events, self._delta(block.add(call))]
 
     def _begin(self, block: _TextBlock | _CallBlock) -> list[Event]:
         """The end of the block that was open, and the beginning of the next one."""
@@ -103,8 +108,10 @@ class GrowingMessage:
     def _close(self) -> list[Event]:
         if self._open is None:
             return []
+        is_incomplete = isinstance(self._open, _CallBlock) and self._open.is_incomplete
         self._open = None
-        return [{"type": "content_block_stop", **self._at()}]
+        mark = {"incomplete": True} if is_incomplete else {}
+        return [{"type": "content_block_stop", **self._at(), **mark}]
 
     def _at(self) -> dict[str, int]:
         return {"index": len(self._blocks) - 1}
@@ -133,31 +140,44 @@ class _TextBlock:
 
 
 class _CallBlock:
-    """A call of a tool; its first piece has its id and name."""
+    """A call of a tool; its first piece has its id and name. is_incomplete: its arguments are not whole."""
 
     def __init__(self, call: chat_message_pb2.ToolCall) -> None:
         self.call_index = call.index
+        self.is_incomplete = False
         self._head = {"type": "tool_use", "id": call.id, "name": call.name}
         self._arguments: list[str] = []
 
     def empty(self) -> dict[str, Any]:
         return {**self._head, "input": {}}
 
-    def add(self, text: str) -> dict[str, Any]:
+    def add(self, call: chat_message_pb2.ToolCall) -> dict[str, Any]:
+        """The delta of a piece of the call.
+
+        Arguments that break in their first piece are under the name that Anthropic's API has for these.
+        """
+        self.is_incomplete = call.incomplete
+        text = call.arguments_json
+        if call.incomplete and not self._arguments:
+            text = json.dumps(_no_input(text))
         self._arguments.append(text)
         return {"type": "input_json_delta", "partial_json": text}
 
     def shown(self) -> dict[str, Any]:
+        """The block of a whole answer, which had the call in one piece."""
         return {**self._head, "input": _input_of("".join(self._arguments))}
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut, under the name that Anthropic's API has for these."""
     try:
         record = json.loads(arguments or "{}")
     except ValueError:
         record = None
-    return record if isinstance(record, dict) else {"INVALID_JSON": arguments}
+    return record if isinstance(record, dict) else _no_input(arguments)
+
+
+def _no_input(arguments: str) -> dict[str, Any]:
+    return {"INVALID_JSON": arguments}
 
 
 def _usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:

@@ -100,7 +100,7 @@ class CustomTool(Base, kw_only=True):
     input_examples: Any = None
     defer_loading: Any = None
     allowed_callers: Any = None
-    eager_input_streaming: Any = None
+    eager_input_streaming: bool | None = None
 
 
 class TextBlock(Base, kw_only=True):
@@ -153,11 +153,15 @@ _OF_ASSISTANT: Mapping[str, type[TextBlock | ThinkingBlock | RedactedThinkingBlo
 
 @dataclass(slots=True)
 class MessageRequest:
-    """A chat, the names of what has no effect on it, and the fields of the body by those of the chat."""
+    """A chat, the names of what has no effect on it, and the fields of the body by those of the chat.
+
+    is_eager: arguments of calls are streamed before they are known to be whole.
+    """
 
     ignored: IgnoredFields
     chat: chat_message_pb2.ChatRequest = field(default_factory=chat_message_pb2.ChatRequest)
     names: FieldNames = field(default_factory=lambda: FieldNames(_NAMES, _WHOLES))
+    is_eager: bool = False
 
     def add_message(self, role: chat_message_pb2.ChatRole, at: str) -> chat_message_pb2.ChatMessage:
         self.names.note_whole(f"messages[{len(self.chat.messages)}]", at)
@@ -261,7 +265,9 @@ def _fill_tools(made: MessageRequest, body: MessagesBody) -> None:
         at = f"tools[{index}]"
         kind = raw.get("type", "custom")
         if kind == "custom":
-            made.add_tool(_tool_of(read_part(_set_fields(raw), CustomTool, made.ignored, at)), at)
+            tool = read_part(_set_fields(raw), CustomTool, made.ignored, at)
+            made.is_eager = made.is_eager or bool(tool.eager_input_streaming)
+            made.add_tool(_tool_of(tool), at)
         elif choice is not None and choice.name is not None and raw.get("name") == choice.name:
             raise _not_served(f"{at}.type", kind, "custom")
         else:

@@ -29,6 +29,8 @@ from frontend_svc.protocols.openai.call import (
 from triptych.api.v1 import chat_message_pb2, model_pb2
 
 VERSION_HEADER = "anthropic-version"
+# Of the header anthropic-beta: arguments of calls are streamed before they are known to be whole.
+_EAGER_BETA = "fine-grained-tool-streaming"
 
 
 class MessageRoutes:
@@ -43,7 +45,9 @@ class MessageRoutes:
         body, made = await self._read(request)
         caller = caller_of(request)
         if body.stream:
-            return await streamed(request, _events(self._chat.stream(made.chat, caller)), made.ignored)
+            is_eager = made.is_eager or _EAGER_BETA in request.headers.get("anthropic-beta", "")
+            responses = self._chat.stream(made.chat, caller, streams_arguments=is_eager)
+            return await streamed(request, _events(responses), made.ignored)
         answer = await unless_disconnected(request, self._chat.whole(made.chat, caller))
         message = GrowingMessage()
         message.start(answer.started)

@@ -142,7 +142,7 @@ def whole_chat(
             "message": message | {"refusal": None},
             "logprobs": {"content": content, "refusal": None} if output.HasField("logprobs") else None,
             "finish_reason": reason_of(
-                output.reason, output.error_message, has_calls="tool_calls" in message
+                output.reason, output.error_message, has_calls=are_whole(output.message.tool_calls)
             ),
             "stop_reason": stop_of(output.stop_match),
         }
@@ -216,10 +216,20 @@ def assistant_of(message: chat_message_pb2.ChatMessage) -> dict[str, Any]:
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments_json},
+                **_mark_of(call),
             }
             for call in message.tool_calls
         ]
     return shown
+
+
+def are_whole(calls: Sequence[chat_message_pb2.ToolCall]) -> bool:
+    """Whether there are calls, and a client may run them all."""
+    return len(calls) > 0 and not any(call.incomplete for call in calls)
+
+
+def _mark_of(call: chat_message_pb2.ToolCall) -> dict[str, Any]:
+    return {"incomplete": True} if call.incomplete else {}
 
 
 def _call_delta(call: chat_message_pb2.ToolCall) -> dict[str, Any]:
@@ -227,12 +237,15 @@ def _call_delta(call: chat_message_pb2.ToolCall) -> dict[str, Any]:
     function = {"arguments": call.arguments_json}
     if call.name:
         function = {"name": call.name, **function}
-    shown: dict[str, Any] = {"index": call.index, "function": function}
+    shown: dict[str, Any] = {"index": call.index, "function": function, **_mark_of(call)}
     return {"id": call.id, "type": "function", **shown} if call.id else shown
 
 
 def reason_of(reason: output_pb2.FinishReason, message: str, *, has_calls: bool = False) -> str:
-    """Raises Internal with the engine's message for an output that an error ended."""
+    """Raises Internal with the engine's message for an output that an error ended.
+
+    has_calls: whether it has calls that a client may run.
+    """
     if reason not in _REASONS:
         raise Internal(message or "the engine ended the output with an error", reason="OUTPUT_FAILED")
     return "tool_calls" if has_calls and reason == output_pb2.FINISH_REASON_STOP else _REASONS[reason]

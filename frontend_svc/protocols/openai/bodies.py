@@ -131,6 +131,7 @@ class CalledTool(Base):
     id: str = ""
     type: Literal["function"] = "function"
     index: int | None = None
+    incomplete: bool = False  # as in an answer; such a call is refused
 
 
 class Part(Base, forbid_unknown_fields=False):

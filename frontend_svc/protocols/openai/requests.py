@@ -257,7 +257,11 @@ def _tool_of(function: Function) -> chat_message_pb2.Tool:
 
 def _call_of(call: CalledTool, index: int) -> chat_message_pb2.ToolCall:
     return chat_message_pb2.ToolCall(
-        index=index, id=call.id, name=call.function.name, arguments_json=call.function.arguments
+        index=index,
+        id=call.id,
+        name=call.function.name,
+        arguments_json=call.function.arguments,
+        incomplete=call.incomplete,
     )
 
 

@@ -61,6 +61,7 @@ class GrowingResponse:
         self._open: _TextItem | _CallItem | None = None
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, str] | None = None
+        self._incomplete_reason: str | None = None
         self._token_ids: list[int] | None = [] if with_ids else None
         self._of_prompt: dict[str, Any] = {}
         self._num_events = 0
@@ -74,11 +75,15 @@ class GrowingResponse:
         events: list[Event] = []
         if self._token_ids is not None:
             self._token_ids += delta.token_ids
+        calls, last = list(delta.tool_calls), self._open
+        if calls and isinstance(last, _CallItem) and last.call_index == calls[0].index:
+            # The end of a call comes before the text behind it.
+            events += self._add_call(calls.pop(0))
         if delta.reasoning:
             events += self._add_text("reasoning", delta.reasoning)
         if delta.content:
             events += self._add_text("message", delta.content)
-        for call in delta.tool_calls:
+        for call in calls:
             events += self._add_call(call)
         return events
 
@@ -86,7 +91,11 @@ class GrowingResponse:
         self, reason: output_pb2.FinishReason, error_message: str, usage: output_pb2.Usage
     ) -> list[Event]:
         """The end of the output. Raises Internal for one that an error ended."""
-        status = _ENDS[reason_of(reason, error_message)]
+        ended = status = _ENDS[reason_of(reason, error_message)]
+        if status is ResponseStatus.INCOMPLETE:
+            self._incomplete_reason = "max_output_tokens"
+        elif status is ResponseStatus.COMPLETED and any(item.is_broken for item in self._items):
+            status, self._incomplete_reason = ResponseStatus.INCOMPLETE, "incomplete_call"
         self._usage = {
             "input_tokens": usage.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
@@ -95,7 +104,7 @@ class GrowingResponse:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         }
-        is_whole = status is ResponseStatus.COMPLETED
+        is_whole = ended is ResponseStatus.COMPLETED
         return [*self._close("completed" if is_whole else "incomplete"), self._end(status)]
 
     def fail(self, error: ServiceError) -> list[Event]:
@@ -106,7 +115,7 @@ class GrowingResponse:
 
     def body(self) -> dict[str, Any]:
         """The response as it is now."""
-        is_cut = self.status is ResponseStatus.INCOMPLETE
+        reason = self._incomplete_reason
         shown = {
             **self._echo,
             "id": self.id,
@@ -116,7 +125,7 @@ class GrowingResponse:
             "status": self.status.value,
             "model": self._model,
             "error": self._error,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": None if reason is None else {"reason": reason},
             "output": [item.shown() for item in self._items],
             "usage": self._usage,
             **self._of_prompt,
@@ -139,7 +148,10 @@ class GrowingResponse:
             events += self._begin(item)
         if call.arguments_json:
             events += self._events(item.add(call.arguments_json))
-        return events + (self._close("incomplete") if call.incomplete else [])
+        if not call.incomplete:
+            return events
+        item.is_broken = True
+        return events + self._close("incomplete")
 
     def _begin(self, item: _TextItem | _CallItem) -> list[Event]:
         """The end of the item that was open, and the beginning of the next one."""
@@ -175,6 +187,8 @@ class GrowingResponse:
 
 class _TextItem:
     """A message or reasoning, which has one part."""
+
+    is_broken = False
 
     def __init__(self, kind: str, index: int) -> None:
         self.kind = kind
@@ -229,10 +243,11 @@ class _TextItem:
 
 
 class _CallItem:
-    """A call of a function; its first piece has its id and name."""
+    """A call of a function; its first piece has its id and name. is_broken: its arguments are not whole."""
 
     def __init__(self, call: chat_message_pb2.ToolCall, index: int) -> None:
         self.call_index = call.index
+        self.is_broken = False
         self._id = f"fc_{secrets.token_hex(16)}"
         self._call_id, self._name = call.id, call.name
         self._at: Event = {"item_id": self._id, "output_index": index}
@@ -250,10 +265,14 @@ class _CallItem:
 
     def end(self, status: str) -> list[tuple[str, Event]]:
         self._status = status
+        item_done = {"output_index": self._at["output_index"], "item": self.shown()}
+        if self.is_broken:
+            # Clients run calls whose arguments are done.
+            return [("response.output_item.done", item_done)]
         done = {**self._at, "name": self._name, "arguments": "".join(self._arguments)}
         return [
             ("response.function_call_arguments.done", done),
-            ("response.output_item.done", {"output_index": self._at["output_index"], "item": self.shown()}),
+            ("response.output_item.done", item_done),
         ]
 
     def shown(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from frontend_svc.protocols.openai.answers import (
     Answer,
     Echo,
     add_usage,
+    are_whole,
     chat_choice,
     completion_choice,
     last_choice,
@@ -77,7 +78,7 @@ from frontend_svc.protocols.openai.requests import (
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
 from frontend_svc.protocols.openai.unknown_routes import unknown_route
-from triptych.api.v1 import generate_pb2, tokenize_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2, tokenize_pb2
 from triptych.common.v1 import output_pb2
 from triptych_kit.errors import (
     InvalidArgument,
@@ -318,7 +319,7 @@ class OpenAIRoutes:
     ) -> AsyncGenerator[bytes, None]:
         with_ids = bool(body.return_token_ids)
         usage = _StreamUsage(body)
-        with_calls: set[int] = set()
+        calls_of: dict[int, list[chat_message_pb2.ToolCall]] = {}
         common: Answer | None = None
         async with contextlib.aclosing(responses):
             async for response in responses:
@@ -335,8 +336,7 @@ class OpenAIRoutes:
                     continue
                 assert common is not None, "the first response has the id"
                 if kind == "delta":
-                    if response.delta.tool_calls:
-                        with_calls.add(response.delta.output_index)
+                    calls_of.setdefault(response.delta.output_index, []).extend(response.delta.tool_calls)
                     usage.note_tokens(len(response.delta.token_ids))
                     choice = chat_choice(
                         response.delta, with_ids=with_ids, with_reasoning=body.include_reasoning
@@ -348,7 +348,8 @@ class OpenAIRoutes:
                     finished = response.finished
                     index = finished.output_index
                     usage.note_finished(0, finished.usage)
-                    choice = last_choice(index, finished, is_chat=True, has_calls=index in with_calls)
+                    has_calls = are_whole(calls_of.get(index, ()))
+                    choice = last_choice(index, finished, is_chat=True, has_calls=has_calls)
                     yield event_of(usage.chunk(common, choice))
         assert common is not None, "every stream begins with its id"
         for chunk in usage.last(common):

@@ -30,10 +30,16 @@ class ChatPrompt:
     field = "messages"
 
     def __init__(
-        self, request: chat_message_pb2.ChatRequest, model: ServedModel, *, takes_templates: bool
+        self,
+        request: chat_message_pb2.ChatRequest,
+        model: ServedModel,
+        *,
+        takes_templates: bool,
+        streams_arguments: bool = True,
     ) -> None:
         self._request = request
         self._takes_templates = takes_templates
+        self._streams_arguments = streams_arguments
         self._tools = call_format(request, model.parsers.tool, model.ready)
         self._reasoning = reasoning_parser(model.parsers.reasoning)
         self._forced_prefix = ""
@@ -86,7 +92,7 @@ class ChatPrompt:
         rules = CallRules(
             tool_names,
             is_parallel=is_parallel,
-            streams_arguments=streams,
+            streams_arguments=streams and self._streams_arguments,
             is_continued=request.template_options.continue_final_message,
             opening=self._opening,
             is_demanded=self._is_demanded,

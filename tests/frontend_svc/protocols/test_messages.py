@@ -187,7 +187,8 @@ async def test_a_limit_within_a_call_leaves_a_call_in_part_over_every_api(stream
         reason, arguments = choices[-1]["finish_reason"], "".join(call["arguments"] for call in calls)
         response = events_of(of_responses)[-1]["response"]
         parts = [event.get("delta", {}) for event in events_of(of_messages)]
-        partial = "".join(part.get("partial_json", "") for part in parts)
+        (of_call,) = [part["partial_json"] for part in parts if "partial_json" in part]
+        partial = json.loads(of_call)["INVALID_JSON"]
     else:
         [choice] = of_chat.body["choices"]
         reason, content = choice["finish_reason"], choice["message"]["content"]
