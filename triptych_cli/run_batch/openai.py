@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from frontend_svc.protocols.openai.answers import (
+    are_whole,
     assistant_of,
     columns_of,
     fingerprint_of,
@@ -91,7 +92,7 @@ def _choice(output: generate_pb2.Output | chat_message_pb2.ChatOutput) -> dict[s
         choice |= {"text": output.text, "logprobs": columns_of(output.logprobs) if has_logprobs else None}
     else:
         message = assistant_of(output.message)
-        if message.get("tool_calls") and reason == "stop":
+        if are_whole(output.message.tool_calls) and reason == "stop":
             reason = "tool_calls"
         content = {"content": tokens_of(output.logprobs)} if has_logprobs else None
         choice |= {"message": message, "logprobs": content}

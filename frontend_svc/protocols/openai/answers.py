@@ -162,11 +162,14 @@ def prompt_of(started: generate_pb2.Started, *, with_logprobs: bool = True) -> d
     return shown
 
 
-def completion_choice(index: int, delta: generate_pb2.Delta, *, with_ids: bool) -> dict[str, Any]:
+def completion_choice(
+    index: int, delta: generate_pb2.Delta, *, with_ids: bool, offset: int = 0
+) -> dict[str, Any]:
+    """The choice of a part of an output. offset: the characters of the tokens before it."""
     choice: dict[str, Any] = {
         "index": index,
         "text": delta.text,
-        "logprobs": columns_of(delta.logprobs) if delta.HasField("logprobs") else None,
+        "logprobs": columns_of(delta.logprobs, offset=offset) if delta.HasField("logprobs") else None,
         "finish_reason": None,
     }
     return choice | {"token_ids": list(delta.token_ids)} if with_ids else choice
@@ -274,26 +277,49 @@ def usage_of(usage: output_pb2.Usage) -> dict[str, Any]:
     }
 
 
-def columns_of(*parts: output_pb2.Logprobs) -> dict[str, Any]:
-    """Logprobs of a completion, as parallel columns. The first token of a prompt has none."""
-    tokens = [token for part in parts for token in tokens_of(part)]
-    offsets, length = [], 0
-    for token in tokens:
-        offsets.append(length)
-        length += len(token["token"])
+def columns_of(*parts: output_pb2.Logprobs, offset: int = 0) -> dict[str, Any]:
+    """Logprobs of a completion, as parallel columns. The first token of a prompt has none.
+
+    offset: the characters of the tokens before these.
+    """
+    texts = [text for part in parts for text in _texts_of(part.texts, len(part.token_ids))]
+    ends = list(itertools.accumulate(map(len, texts), initial=offset))
     return {
-        "tokens": [token["token"] for token in tokens],
-        "token_logprobs": [token["logprob"] for token in tokens],
-        "top_logprobs": [None if token["logprob"] is None else _likely_of(token) for token in tokens],
-        "text_offset": offsets,
+        "tokens": texts,
+        "token_logprobs": [_shown_logprob(logprob) for part in parts for logprob in part.logprobs],
+        "top_logprobs": [_likely_at(part, index) for part in parts for index in range(len(part.token_ids))],
+        "text_offset": ends[:-1],
     }
 
 
-def _likely_of(token: dict[str, Any]) -> dict[str, float]:
-    """Of tokens with one text, such as parts of a character, the most likely one."""
-    likely: dict[str, float] = {}
-    for top in token["top_logprobs"]:
-        likely.setdefault(top["token"], top["logprob"])
+def num_characters(logprobs: output_pb2.Logprobs) -> int:
+    """Characters of the tokens, by which `text_offset` goes on behind them."""
+    return sum(map(len, logprobs.texts))
+
+
+def _likely_at(logprobs: output_pb2.Logprobs, index: int) -> dict[str, float | None] | None:
+    """The most likely tokens of a position and the token itself, by their texts.
+
+    Tokens with one text, such as parts of a character, are told apart by their ids; the position's own token
+    has the text, or else the most likely of them.
+    """
+    own = logprobs.token_ids[index]
+    if math.isnan(logprobs.logprobs[index]):
+        return None
+    keys = {own: logprobs.texts[index] if logprobs.texts else ""}
+    values: dict[int, float] = {}
+    if len(logprobs.top):
+        top = logprobs.top[index]
+        values = dict(zip(top.token_ids, top.logprobs, strict=True))
+        taken = set(keys.values())
+        for token_id, text in zip(top.token_ids, _texts_of(top.texts, len(top.token_ids)), strict=True):
+            if token_id not in keys:
+                keys[token_id] = f"token_id:{token_id}" if text in taken else text
+                taken.add(text)
+    values.setdefault(own, logprobs.logprobs[index])
+    likely: dict[str, float | None] = {}
+    for token_id, value in values.items():
+        likely.setdefault(keys[token_id], _shown_logprob(value))
     return likely
 
 
@@ -316,8 +342,12 @@ def _texts_of(texts: Sequence[str], count: int) -> Sequence[str]:
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _shown_logprob(logprob), "bytes": list(text.encode())}
+
+
+def _shown_logprob(logprob: float) -> float | None:
     # The first token of a prompt has none.
-    return {"token": text, "logprob": None if math.isnan(logprob) else logprob, "bytes": list(text.encode())}
+    return None if math.isnan(logprob) else max(logprob, _LEAST_LOGPROB)
 
 
 def _positions_of(logprobs: output_pb2.Logprobs) -> list[dict[str, Any] | None]:

@@ -7,7 +7,7 @@ import binascii
 
 import msgspec
 
-from frontend_svc.protocols.openai.answers import Answer, fingerprint_of
+from frontend_svc.protocols.openai.answers import Answer, fingerprint_of, num_characters
 from frontend_svc.protocols.openai.bodies import CompletionBody, StreamOptions
 from triptych.api.v1 import generate_pb2, inference_pb2
 from triptych_kit.errors import InvalidArgument
@@ -24,6 +24,7 @@ class _OutputProgress(msgspec.Struct, array_like=True):
     num_tokens: int = 0
     num_characters: int = 0
     is_finished: bool = False
+    offset: int = 0  # characters of the tokens with log probabilities
 
 
 class StreamProgress(msgspec.Struct, array_like=True):
@@ -69,7 +70,11 @@ class StreamProgress(msgspec.Struct, array_like=True):
             content = base64.b64decode(event_id.rpartition(":")[2], altchars=b"-_", validate=True)
             progress = msgspec.msgpack.decode(content, type=cls)
             counts = [progress.position, *progress.usage_so_far, *progress.usage_total]
-            counts += [count for one in progress.outputs for count in (one.num_tokens, one.num_characters)]
+            counts += [
+                count
+                for one in progress.outputs
+                for count in (one.num_tokens, one.num_characters, one.offset)
+            ]
             is_valid = all(0 <= count <= _MAX_COUNT for count in counts)
             is_valid &= progress.position > 0 and 0 < len(progress.outputs) <= _MAX_OUTPUTS
         except (ValueError, binascii.Error, msgspec.MsgspecError) as error:
@@ -94,6 +99,7 @@ class StreamProgress(msgspec.Struct, array_like=True):
             output = self.outputs[response.delta.output_index]
             output.num_tokens += len(response.delta.token_ids)
             output.num_characters += len(response.delta.text)
+            output.offset += num_characters(response.delta.logprobs)
         else:
             self.outputs[response.finished.output_index].is_finished = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from frontend_svc.protocols.openai.answers import (
     completion_choice,
     last_choice,
     model_card,
+    num_characters,
     prompt_of,
     usage_of,
     whole_chat,
@@ -368,9 +370,11 @@ class OpenAIRoutes:
         usage = _StreamUsage(body)
         common: Answer | None = None
         of_prompts: dict[int, dict[str, Any]] = {}  # by the index of a choice without a chunk
+        offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens with logprobs, by choice
         if progress is not None:
             common = progress.answer()
             usage.restore(progress)
+            offsets.update(enumerate(output.offset for output in progress.outputs))
         async with contextlib.aclosing(responses):
             async for item, response in responses:
                 kind = response.WhichOneof("event")
@@ -385,6 +389,7 @@ class OpenAIRoutes:
                         of_prompts[index] = prompt_of(started, with_logprobs=False)
                         if echo is not None:
                             choice = echo.choice(index, item, started) | of_prompts.pop(index)
+                            offsets[index] = num_characters(started.prompt_logprobs)
                             yield event_of(usage.chunk(common, choice))
                     continue
                 assert common is not None, "the first response has the id"
@@ -393,7 +398,9 @@ class OpenAIRoutes:
                         continue
                     index = item * num_outputs + response.delta.output_index
                     usage.note_tokens(len(response.delta.token_ids))
-                    choice = completion_choice(index, response.delta, with_ids=with_ids)
+                    offset = offsets[index]
+                    choice = completion_choice(index, response.delta, with_ids=with_ids, offset=offset)
+                    offsets[index] += num_characters(response.delta.logprobs)
                 else:
                     index = item * num_outputs + response.finished.output_index
                     if echo is not None and echo.is_all:

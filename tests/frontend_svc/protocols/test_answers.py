@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from frontend_svc.protocols.openai.answers import chat_choice, whole_chat, whole_completion
+from frontend_svc.protocols.openai.answers import (
+    chat_choice,
+    columns_of,
+    tokens_of,
+    whole_chat,
+    whole_completion,
+)
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2
 from triptych.common.v1 import output_pb2
 from triptych_cli.run_batch.openai import to_openai
@@ -91,6 +97,32 @@ def test_log_probabilities_and_ids_of_a_prompt_are_where_vllm_has_them() -> None
         assert (part["prompt_logprobs"], part["prompt_token_ids"]) == (SHOWN, [5, 6, 7])
     (of_line,) = to_openai(completion())["body"]["choices"]
     assert of_line["prompt_logprobs"] == to_openai(chat())["body"]["prompt_logprobs"] == SHOWN
+
+
+def test_tokens_with_the_same_text_are_told_apart_and_the_own_one_is_among_them() -> None:
+    logprobs = output_pb2.Logprobs(
+        token_ids=[9, 7, 5, 4],
+        logprobs=[-1.0, -9.0, -math.inf, math.nan],
+        ranks=[3, 9, 9, 0],
+        texts=["e", "", "x", "y"],
+        top=[
+            output_pb2.TopLogprobs(token_ids=[8, 6, 9], logprobs=[-0.1, -0.5, -1.0], texts=["e", "", "e"]),
+            output_pb2.TopLogprobs(token_ids=[1, 2, 3], logprobs=[-0.1, -0.5, -1.0], texts=["", "", "a"]),
+            output_pb2.TopLogprobs(),
+            output_pb2.TopLogprobs(token_ids=[1], logprobs=[-0.1], texts=["a"]),
+        ],
+    )
+    columns = columns_of(logprobs, offset=5)
+    assert columns["top_logprobs"] == [
+        {"token_id:8": pytest.approx(-0.1), "": -0.5, "e": -1.0},
+        {"token_id:1": pytest.approx(-0.1), "token_id:2": -0.5, "a": -1.0, "": -9.0},
+        {"x": -9999.0},
+        None,
+    ]
+    assert columns["token_logprobs"] == [-1.0, -9.0, -9999.0, None]
+    assert columns["text_offset"] == [5, 6, 6, 7]
+    assert columns_of(SAMPLED)["top_logprobs"] == [{"e": -1.0}]
+    assert tokens_of(logprobs)[2]["logprob"] == -9999.0
 
 
 def test_reasoning_is_left_out_where_that_is_wanted() -> None:

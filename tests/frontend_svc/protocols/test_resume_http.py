@@ -12,6 +12,7 @@ from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from tests.frontend_svc.fakes import AT_LENGTH, LONG_HEARTBEAT_S, FakeEngine, answer, serving
 from tests.frontend_svc.protocols.raw_http import RawConnection, RawReply, connected, exchange, post, until
+from tests.frontend_svc.token_source import TokenSource
 
 TEXT = "the cat sat on the mat 日本 😀."
 OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
@@ -107,6 +108,38 @@ async def test_a_stream_that_broke_at_any_event_goes_on_without_loss_or_repetiti
         await frontend.servers.http.stop(0)
     assert {text for text, _ in expected.values()} == {TEXT}
     assert all(request.abort_reason is None for request in engine.requests)
+
+
+@pytest.mark.parametrize("num_read", [None, 3])
+async def test_log_probabilities_of_a_stream_are_joined_those_of_the_whole_answer(num_read: int | None):
+    asked = {**ASKED, "logprobs": 2}
+    if num_read is None:
+        # The tokens of a prompt that is repeated count, too.
+        asked |= {"prompt": ["the cat", "sat on"], "echo": True, "orphan_grace_ms": 0, "request_id": None}
+    async with serving(FakeEngine(TokenSource()), http_port=0) as (_, frontend):
+        address = await frontend.servers.http.start()
+        whole = {name: value for name, value in asked.items() if name not in ("stream", "orphan_grace_ms")}
+        reply = await exchange(address, post(json.dumps({**whole, "request_id": None}).encode()))
+        expected = json.loads(reply.content)
+        events = Events()
+        if num_read is None:
+            reply = await exchange(address, post(json.dumps(asked).encode()))
+            events.data = [
+                json.loads(event.removeprefix(b"data: ")) for event in reply.content.split(b"\n\n")[:-2]
+            ]
+        else:
+            async with connected(address) as connection:
+                await connection.send(post(json.dumps(asked).encode()))
+                await read_events(connection, events, num_read)
+            events.take_all(await exchange(address, rest(events)))
+        await frontend.servers.http.stop(0)
+    for index, choice in enumerate(expected["choices"]):
+        parts = [one for event in events.data for one in event["choices"] if one["index"] == index]
+        columns = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+        assert len(columns) > 3
+        joined = {name: [value for each in columns for value in each[name]] for name in columns[0]}
+        assert joined == choice["logprobs"]
+        assert "".join(part["text"] for part in parts) == choice["text"]
 
 
 async def test_another_frontend_goes_on_with_a_stream_whose_frontend_is_gone():
