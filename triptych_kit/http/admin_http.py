@@ -25,6 +25,7 @@ from triptych_kit.addresses import (
 )
 from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials
 from triptych_kit.http.pages import MAX_BODY_BYTES, METRICS_PATH, MakePage, Page, Pages, TakeBody
+from triptych_kit.http.targets import in_origin_form
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
 from triptych_kit.security.tls import names_in_certificate
 
@@ -207,7 +208,7 @@ async def _read_head(connection: h11.Connection, reader: asyncio.StreamReader) -
         if event is h11.NEED_DATA:
             connection.receive_data(await reader.read(_READ_BYTES))
         else:
-            return event if isinstance(event, h11.Request) else None
+            return in_origin_form(event) if isinstance(event, h11.Request) else None
 
 
 async def _read_body(

@@ -40,18 +40,21 @@ _ASKS_FOR_KEY = ("www-authenticate", 'Basic realm="triptych"')
 class Page:
     """An answer. The parts of a body that is a generator are written as they come.
 
-    Such a generator is cancelled when the client goes away.
+    Such a generator is cancelled when the client goes away. allow: the methods of a path, where the request's
+    is none of them.
     """
 
     body: bytes | AsyncGenerator[bytes, None]
     content_type: str = "text/plain; charset=utf-8"
     status: int = 200
+    allow: Sequence[str] = ()
 
     @property
     def headers(self) -> list[tuple[str, str]]:
         """Those of every answer."""
         asks = [_ASKS_FOR_KEY] if self.status == 401 else []
-        return [("content-type", self.content_type), *_HEADERS, *asks]
+        allows = [("allow", ", ".join(self.allow))] if self.allow else []
+        return [("content-type", self.content_type), *_HEADERS, *asks, *allows]
 
 
 # Called with the request's target, its query included.
@@ -119,7 +122,8 @@ class Pages:
         if method == "POST" and path in self.posts:
             return _cross_site_refusal(host, headers)
         if method not in ("GET", "HEAD") or path not in self.pages:
-            return refused(405, f"{path} is served to {'GET and HEAD' if path in self.pages else 'POST'}")
+            methods = ["GET", "HEAD"] * (path in self.pages) + ["POST"] * (path in self.posts)
+            return refused(405, f"{path} is served to {' and '.join(methods)}", methods)
         return None
 
     def _denial(self, path: str, headers: Mapping[str, str], certificate_names: Sequence[str]) -> Page | None:
@@ -136,8 +140,8 @@ class Pages:
         return None
 
 
-def refused(status: int, reason: str) -> Page:
-    return Page(f"{reason}\n".encode(), status=status)
+def refused(status: int, reason: str, allow: Sequence[str] = ()) -> Page:
+    return Page(f"{reason}\n".encode(), status=status, allow=allow)
 
 
 def _cross_site_refusal(host: str | None, headers: Mapping[str, str]) -> Page | None:

@@ -28,6 +28,7 @@ from uvicorn.server import ServerState
 from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES
 from frontend_svc.protocols.openai.errors import error_body, error_headers
 from triptych_kit.errors import ServiceError, Unavailable
+from triptych_kit.http.targets import in_origin_form
 from triptych_kit.security.tls import names_in_certificate
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class StrictConnection(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             _check_framing(event)
+            event = in_origin_form(event)
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_end
             self._num_bytes += len(event.data)

@@ -70,9 +70,8 @@ def unknown_route(dialect_of: Callable[[Scope], Dialect]) -> Callable[[Request, 
         path, served = request.url.path, f"{request.method} {request.url.path[:_MAX_PATH_CHARS]}"
         routes = [route for route in request.app.routes if isinstance(route, Route)]
         if methods := _methods_at(request, routes):
-            shown = InvalidArgument(
-                f"{served} is not served: use {' or '.join(methods)}", reason="METHOD_NOT_ALLOWED"
-            )
+            named = " or ".join(method for method in methods if method != "HEAD")
+            shown = InvalidArgument(f"{served} is not served: use {named}", reason="METHOD_NOT_ALLOWED")
         else:
             hint = _hint(path, [route.path for route in routes if route.path != "/"])
             shown = InvalidArgument(f"{served} is not served{hint}", reason="UNKNOWN_URL")
@@ -85,9 +84,9 @@ def unknown_route(dialect_of: Callable[[Scope], Dialect]) -> Callable[[Request, 
 
 
 def _methods_at(request: Request, routes: Sequence[Route]) -> list[str]:
-    """The methods that are served at the path of a request."""
+    """The methods that are served at the path of a request; HEAD with GET."""
     at_path = [route.methods or () for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for methods in at_path for method in methods} - {"HEAD"})
+    return sorted({method for methods in at_path for method in methods})
 
 
 def _hint(path: str, served: Sequence[str]) -> str:

@@ -65,6 +65,8 @@ class App:
                 await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
                 await asyncio.sleep(0)
         seen = {"path": path, "client": scope["client"][0], "scheme": scope["scheme"]}
+        seen["host"] = dict(scope["headers"]).get(b"host", b"").decode()
+        seen["query"] = scope["query_string"].decode()
         await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
 
@@ -228,6 +230,23 @@ async def test_requests_of_a_connection_are_answered_one_after_the_other():
         paths = [json.loads((await connection.reply()).content)["path"] for _ in range(500)]
     assert paths == [f"/{number}" for number in range(500)]
     assert app.max_open == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        ("http://b.example:80/v1/models?a=b", "/v1/models", "a=b"),
+        ("HTTPS://b.example:80", "/", ""),
+        ("http://b.example:80?a=//c", "/", "a=//c"),
+        ("/http://b.example:80/v1", "/http://b.example:80/v1", ""),
+    ],
+)
+async def test_a_target_may_have_the_absolute_form(target, path, query):
+    async with listening() as (_, address):
+        reply = await exchange(address, f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    seen = json.loads(reply.content)
+    host = "a" if target.startswith("/") else "b.example:80"
+    assert (seen["path"], seen["query"], seen["host"]) == (path, query, host)
 
 
 async def test_headers_of_a_proxy_count_where_it_is_named():

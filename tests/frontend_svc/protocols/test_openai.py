@@ -410,8 +410,10 @@ async def test_models_health_and_version_and_what_there_is_not():
         assert "version" in (await client.call("GET", "/version")).body
         missing = await client.call("GET", "/v1/nothing", **{"x-request-id": "mine"})
         wrong = await client.call("GET", "/v1/completions")
+        written = await client.call("POST", "/v1/models", {})
     assert (missing.status, missing.body["error"]["code"]) == (404, "unknown_url")
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert (written.status, written.headers["allow"]) == (405, "GET, HEAD")
     assert wrong.body["error"]["message"].endswith("use POST")
     assert (listed["object"], card["root"]) == ("list", "/models/tiny")
 

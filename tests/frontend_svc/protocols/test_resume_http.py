@@ -111,7 +111,7 @@ async def test_a_stream_that_broke_at_any_event_goes_on_without_loss_or_repetiti
 
 
 @pytest.mark.parametrize("num_read", [None, 3])
-async def test_log_probabilities_of_a_stream_are_joined_those_of_the_whole_answer(num_read: int | None):
+async def test_log_probabilities_of_a_stream_are_joined_those_of_the_whole_answer(num_read):
     asked = {**ASKED, "logprobs": 2}
     if num_read is None:
         # The tokens of a prompt that is repeated count, too.

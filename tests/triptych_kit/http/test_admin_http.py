@@ -116,6 +116,27 @@ async def test_refusals_have_a_status(text: bytes, status: str):
         assert (await answer_of(address, text))[0].split()[1] == status
 
 
+@pytest.mark.parametrize(
+    ("text", "allow"), [(post("/echo", b"hi"), b"allow: GET, HEAD"), (request("/take"), b"allow: POST")]
+)
+async def test_a_method_that_is_not_served_is_answered_with_those_that_are(text: bytes, allow: bytes):
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(text)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        writer.close()
+    assert allow in head.splitlines()
+
+
+async def test_a_target_may_have_the_absolute_form_whose_host_counts():
+    """As a proxy sends it. A browser that another site leads here names that site there."""
+    async with serving() as address:
+        own = request("HTTP://localhost:1/echo?a=1", host="other.example")
+        assert await answer_of(address, own) == ("HTTP/1.1 200 ", b"/echo?a=1")
+        other = await answer_of(address, request("http://other.example/echo"))
+    assert other[0].split()[1] == "421"
+
+
 async def test_a_post_of_the_same_origin_has_its_body_taken():
     rest = "Content-Type: application/json; charset=utf-8\r\nOrigin: http://localhost\r\n"
     async with serving() as address:
