@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-ANY = "(?s:.)"
-_CLASSES = {
-    "d": "0-9",
-    "w": "0-9A-Za-z_",
-    "s": r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff",
-}
+_Ranges = tuple[tuple[int, int], ...]  # of code points
+
+_LAST = 0x10FFFF
+# Control characters without a short escape: no output has them.
+_UNWRITABLE: _Ranges = ((0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
+UNWRITABLE = frozenset(chr(code) for first, last in _UNWRITABLE for code in range(first, last + 1))
+_NEVER = r"[^\x00-\U0010ffff]"
+_CLASSES: dict[str, _Ranges] = {
+    "d": ((0x30, 0x39),),
+    "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+    "s": (
+        (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
+        (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+    ),
+}  # fmt: skip
+_LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
 _CODE = re.compile(r"\\(?:x..|u....|U........)")
@@ -185,9 +195,11 @@ class _Translation:
             self._at -= 1
             self._quantifier(character)
         elif character == ".":
-            self._out.append(r"[^\n\r\u2028\u2029]")
+            self._out.append(_class_text(_LINE_ENDS, is_negated=True))
         elif character in "{}]":
             self._out.append("\\" + character)
+        elif character in UNWRITABLE:
+            self._out.append(_NEVER)
         else:
             self._out.append(character)
 
@@ -220,10 +232,12 @@ class _Translation:
         if letter == "k" or (letter in "123456789" and letter):
             raise UnsupportedPattern(f"the backreference \\{letter}")
         member = self._member()
-        return f"[{member}]" if member in _CLASSES.values() else member
+        if isinstance(member, str):
+            return _class_text([], [member])
+        return _class_text(member)
 
-    def _member(self) -> str:
-        """An escape, inside or outside of a class, as members of a class or as a nested one."""
+    def _member(self) -> _Ranges | str:
+        """An escape, inside or outside of a class, as ranges; a property as it is, without its ranges."""
         letter = self._text[self._at + 1 : self._at + 2]
         self._at += 2
         if not letter:
@@ -231,14 +245,14 @@ class _Translation:
         if letter in _CLASSES:
             return _CLASSES[letter]
         if letter.lower() in _CLASSES:
-            return f"[^{_CLASSES[letter.lower()]}]"
+            return _without(_CLASSES[letter.lower()])
         if letter in "pP":
             name = re.compile(r"\{[\w=]+\}").match(self._text, self._at)
             if not name:
                 raise UnsupportedPattern(f"\\{letter} without a property")
             self._at += len(name[0])
             return f"\\{letter}{name[0]}"
-        return _code(self._character(letter))
+        return _one(self._character(letter))
 
     def _character(self, letter: str) -> int:
         """The code of an escaped character, behind its backslash and letter."""
@@ -269,43 +283,87 @@ class _Translation:
         self._at += 1
         is_negated = self._text.startswith("^", self._at)
         self._at += is_negated
-        if self._text.startswith("]", self._at):
-            self._at += 1
-            return ANY if is_negated else r"[^\x00-\U0010ffff]"
-        members: list[str] = []
-        while True:
-            if self._at >= len(self._text):
-                raise UnsupportedPattern("a character class without end")
-            if self._text[self._at] == "]":
-                self._at += 1
-                return ("[^" if is_negated else "[") + "".join(members) + "]"
+        ranges: list[tuple[int, int]] = []
+        properties: list[str] = []
+        while not self._text.startswith("]", self._at):
             first = self._class_member()
+            if isinstance(first, str):
+                properties.append(first)
+                continue
             is_range = (
                 self._text.startswith("-", self._at)
                 and self._text[self._at + 1 : self._at + 2] not in ("]", "")
-                and _CODE.fullmatch(first)
+                and len(first) == 1
+                and first[0][0] == first[0][1]
             )
             if is_range:
                 self._at += 1
                 last = self._class_member()
-                if not _CODE.fullmatch(last):
+                if isinstance(last, str) or len(last) > 1 or last[0][0] != last[0][1]:
                     raise UnsupportedPattern("a range that ends with a class")
-                first = f"{first}-{last}"
-            members.append(first)
+                first = ((first[0][0], last[0][0]),)
+                if first[0][0] > first[0][1]:
+                    raise UnsupportedPattern("a range whose end is before its start")
+            ranges += first
+        self._at += 1
+        return _class_text(ranges, properties, is_negated=is_negated)
 
-    def _class_member(self) -> str:
+    def _class_member(self) -> _Ranges | str:
+        if self._at >= len(self._text):
+            raise UnsupportedPattern("a character class without end")
         character = self._text[self._at]
         if character != "\\":
             self._at += 1
-            return _code(ord(character))
+            return _one(ord(character))
         if self._text.startswith("\\b", self._at):
             self._at += 2
-            return _code(8)
+            return _one(8)
         return self._member()
 
 
+def _one(code: int) -> _Ranges:
+    _code(code)
+    return ((code, code),)
+
+
+def _without(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+    """The code points outside of ranges."""
+    others, start = [], 0
+    for first, last in sorted(ranges):
+        if start < first:
+            others.append((start, first - 1))
+        start = max(start, last + 1)
+    return (*others, *([(start, _LAST)] if start <= _LAST else ()))
+
+
+def _class_text(
+    ranges: Iterable[tuple[int, int]], properties: Iterable[str] = (), *, is_negated: bool = False
+) -> str:
+    """One of some characters in the syntax of the translation, without those that no output has.
+
+    llguidance takes a class with all control characters for one with the quote and the backslash, and a
+    character that cannot be written for any text.
+    """
+    members = "".join(properties)
+    if is_negated:
+        ranges = _without(_without([*ranges, *_UNWRITABLE]))
+        return f"[^{_range_text(ranges)}{members}]"
+    ranges = _without([*_UNWRITABLE, *_without(ranges)])
+    if members:
+        return f"[{_range_text(ranges)}{members}&&[^{_range_text(_UNWRITABLE)}]]"
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _code(ranges[0][0])
+    return f"[{_range_text(ranges)}]" if ranges else _NEVER
+
+
+def _range_text(ranges: _Ranges) -> str:
+    return "".join(
+        _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in ranges
+    )
+
+
 def _code(code: int) -> str:
-    if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+    if 0xD800 <= code < 0xE000 or code > _LAST:
         raise UnsupportedPattern(f"the code {code:#x}, which is no character")
     # Spelled so that Python reads it, too.
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -25,6 +25,7 @@ from engine_svc.features.structured_output.json_schema.logic import (
 )  # fmt: skip
 from engine_svc.features.structured_output.json_schema.negation import CannotNegate, negation
 from engine_svc.features.structured_output.json_schema.patterns import (
+    UNWRITABLE,
     UnsupportedPattern,
     rust_pattern,
     texts_of,
@@ -44,7 +45,6 @@ PLAIN_KEYWORDS = (
 IN_PLACE = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf"})
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
 _NO_OBJECT = {"type": [kind for kind in _TYPES if kind != "object"]}
-_CONTROLS = frozenset(map(chr, range(32))) - set("\b\f\n\r\t") | {"\x7f"}
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
 _D = "[0-9]"
 # With leap years, which the backend's own format does not know.
@@ -580,7 +580,7 @@ def _matches_all(pattern: str) -> bool:
 
 def _has_control(value: Any) -> bool:
     if isinstance(value, str):
-        return not _CONTROLS.isdisjoint(value)
+        return not UNWRITABLE.isdisjoint(value)
     if isinstance(value, dict):
         return any(_has_control(key) or _has_control(entry) for key, entry in value.items())
     return isinstance(value, list) and any(map(_has_control, value))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,7 @@ from engine_svc.features.structured_output.json_schema.keywords import (
     UnenforcedKeywords,
     serve,
 )  # fmt: skip
+from engine_svc.features.structured_output.json_schema.patterns import literal
 from engine_svc.features.structured_output.json_schema.rules import FORMATS
 from engine_svc.features.structured_output.llguidance_text import grammar_text, parser_limits
 from tests.engine_svc.features.structured_output.test_check import KEYWORDS, written
@@ -215,6 +218,80 @@ PROBED: list[tuple[Any, str, str]] = [
     ({"prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 2}, "[1, null]", "[null, 1]"),
     ({"contains": {"type": "null"}, "maxContains": 0}, "1", "[]"),
 ]
+
+
+_NAMED = {
+    "type": "object",
+    "properties": {"k": {"type": "string"}, "v": {"type": "integer"}},
+    "required": ["k", "v"],
+    "additionalProperties": False,
+}
+
+# Characters that JSON escapes, or that dialects of patterns read differently: a value, one that is invalid.
+TEXTS: list[tuple[Any, Any, Any]] = [
+    ({"type": "string", "pattern": '^[^"]*$'}, "say \\ hi\n", 'say "hi"'),
+    ({"type": "string", "pattern": r"^[^\\]*$"}, 'C:"dir', "C:\\dir"),
+    ({"type": "string", "pattern": r"^[\x00-!#-[\]-~]*$"}, "a\t!", '"'),
+    ({"type": "string", "pattern": r"^\P{P}$"}, "\n", '"'),
+    ({"type": "string", "pattern": r"^[\P{P}]$"}, "a", "\\"),
+    ({"type": "string", "pattern": r"^\p{Cc}$"}, "\b", '"'),
+    ({"type": "string", "pattern": r"^[^\p{L}\u0022]$"}, "\\", '"'),
+    ({"type": "string", "pattern": r"^\w$|\x1f"}, "a", "é"),
+    ({"type": "string", "pattern": r"^\u0001*$"}, "", "a"),
+    ({"type": "string", "pattern": "^.$"}, "\\", "\n"),
+    ({"type": "string", "pattern": r"^\s$"}, "\ufeff", "\x85"),
+    ({"type": "string", "pattern": r"^\/\S\W$"}, "/éé", "/ é"),
+    ({"type": "string", "not": {"const": '"'}}, "\\", '"'),
+    ({"type": "string", "not": {"enum": ["\\", "\n\t"]}}, "\n", "\n\t"),
+    ({"oneOf": [{"type": "string"}, {"enum": ['5" pipe']}]}, '5 " pipe', '5" pipe'),
+    (
+        _NAMED | {"if": {"properties": {"k": {"const": 'a"'}}}, "then": {"properties": {"v": {"const": 1}}}},
+        {"k": "a\\", "v": 2},
+        {"k": 'a"', "v": 2},
+    ),
+    ({"type": "object", "propertyNames": {"pattern": '^[^"]+$'}}, {"\\": 1}, {'"': 1}),
+    ({"type": "object", "patternProperties": {"^[^\\\\]*$": False}}, {"\\": 1}, {'"': 1}),
+    ({"properties": {'a"': {"const": 1}}, "additionalProperties": {"const": 2}}, {'a\\"': 2}, {'a"': 2}),
+    ({"type": "array", "maxItems": 2, "contains": {"pattern": '^[^"]$'}}, ["\\", '"'], ['"', '"']),
+    ({"dependentSchemas": {'"': {"required": ["\\"]}}}, {"\\": 1}, {'"': 1}),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), TEXTS)
+def test_a_schema_limits_texts_not_their_spelling(schema, valid, invalid):
+    text = serve(json.dumps(schema)).text
+    assert accepts(text, json.dumps(valid, ensure_ascii=False))
+    assert not accepts(text, json.dumps(invalid, ensure_ascii=False))
+
+
+CHARACTERS = ('"', "\\", "/", "a", "é", "\n", "\t", "😀", "\u2028", "-", "0")
+
+
+def test_random_patterns_take_the_texts_that_they_match():
+    noise = random.Random(3)
+
+    def pattern(depth: int) -> str:
+        def part() -> str:
+            text = "".join(map(literal, noise.sample(CHARACTERS, noise.randint(1, 3))))
+            one = noise.choice([text, f"[{text}]", f"[^{text}]", r"[^\n-~]", r"\w", r"\D"])
+            return f"(?:{pattern(depth - 1)})" if depth and noise.random() < 0.3 else one
+
+        parts = [part() + noise.choice(["", "", "*", "?", "{1,2}"]) for _ in range(noise.randint(1, 3))]
+        return noise.choice(["", "|"]).join(parts)
+
+    num_matches = 0
+    for _ in range(60):
+        written = f"^(?:{pattern(2)})$"
+        matcher = matcher_of(serve(json.dumps({"type": "string", "pattern": written})).text)
+        expected = re.compile(written.replace("$", r"\Z"), re.ASCII)
+        for text in ("", *CHARACTERS, *("".join(noise.sample(CHARACTERS, 2)) for _ in range(8))):
+            tokens = list(json.dumps(text, ensure_ascii=False).encode())
+            count = matcher.try_consume_tokens(tokens)
+            is_allowed = count == len(tokens) and matcher.is_accepting()
+            assert is_allowed == bool(expected.match(text)), (written, text)
+            num_matches += is_allowed
+            matcher.reset()
+    assert num_matches > 100
 
 
 @pytest.mark.parametrize(
