@@ -27,6 +27,7 @@ from engine_svc.features.structured_output.json_schema.logic import (
     kind_of,
     kinds_of_type,
 )  # fmt: skip
+from engine_svc.features.structured_output.json_schema.productivity import without_endless
 from engine_svc.features.structured_output.json_schema.rules import (
     IN_PLACE,
     PLAIN_KEYWORDS,
@@ -92,6 +93,9 @@ class _Rewriting:
             raise InvalidSchema("json_schema is false, which no output satisfies")
         schema = {} if root is True else dict(root)
         _check_cycles(schema, definitions)
+        schema, definitions = without_endless(schema, definitions)
+        if schema is False:
+            raise InvalidSchema("json_schema has no finite value: each one needs another within it")
         if definitions:
             schema["$defs"] = definitions
         return Rewritten(schema, tuple(self._unenforced.values()))
