@@ -66,6 +66,7 @@ class ChatOutput:
     cumulative_logprob: float | None
     error_message: str = ""
     is_incomplete: bool = False  # of a constraint
+    error_fields: tuple[str, ...] = ()
 
     def as_message(self) -> ChatMessage:
         """The message to append to the conversation."""
@@ -144,6 +145,7 @@ def _output(output: chat_message_pb2.ChatOutput) -> ChatOutput:
         output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
         output.error_message,
         output.is_incomplete,
+        tuple(output.error_fields),
     )
 
 

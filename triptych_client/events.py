@@ -56,8 +56,9 @@ class Finished:
 
     `stop_match` is the stop string or token id if `reason` is stop. `cumulative_logprob` is the sum over the
     tokens, None if no logprobs were requested or one of them is unknown.
-    `error_message` describes an error. `is_incomplete`: whether a constrained output is only the beginning of
-    what its constraint asks for.
+    `error_message` describes an error; `error_fields` are those of the request that leave no token together,
+    if that is the error. `is_incomplete`: whether a constrained output is only the beginning of what its
+    constraint asks for.
     """
 
     output_index: int
@@ -67,6 +68,7 @@ class Finished:
     cumulative_logprob: float | None = None
     error_message: str = ""
     is_incomplete: bool = False
+    error_fields: tuple[str, ...] = ()
 
 
 Event = Started | Delta | Finished
@@ -93,6 +95,7 @@ class Output:
     cumulative_logprob: float | None = None
     error_message: str = ""
     is_incomplete: bool = False
+    error_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,7 @@ def to_completion(response: inference_pb2.GenerateUnaryResponse) -> Completion:
             output.cumulative_logprob if output.HasField("cumulative_logprob") else None,
             output.error_message,
             output.is_incomplete,
+            tuple(output.error_fields),
         )
         for output in response.outputs
     )
@@ -169,6 +173,7 @@ def read_finished(finished: generate_pb2.Finished) -> Finished:
         finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
         finished.error_message,
         finished.is_incomplete,
+        tuple(finished.error_fields),
     )
 
 

@@ -168,6 +168,7 @@ def to_step(
             _set_stop(end, finished, last_token, stop_token_ids[output.handles[finished.row]])
         elif finished.reason is FinishReason.ERROR:
             end.message = finished.message
+            end.error_fields.extend(f"sampling.{rule}" for rule in finished.error_fields)
             if finished.code:
                 end.code = to_number(finished.code)
             if finished.error_reason:

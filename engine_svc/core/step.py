@@ -151,7 +151,7 @@ class StepResult:
     sampled: list[list[int]]  # accepted drafts, then one more token
     drafts: dict[str, list[int]] = field(default_factory=dict)  # proposals for the next step, by request id
     # Rows that end with an error: logits are not finite, or the request's own rules leave no token, or a
-    # feature that the request uses raised, with what it raised.
+    # feature that the request uses raised, with what it raised. A feature may say why rules leave none.
     non_finite: list[int] = field(default_factory=list)
     barred: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)

@@ -95,7 +95,17 @@ class OutputRouter:
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
     failure = output.failure
     code, why, field = ("", "", "") if failure is None else (failure.code, failure.reason, failure.field)
-    return FinishedRow(row, reason, output.stop_token_id, output.message, code, output.drafts, why, field)
+    return FinishedRow(
+        row,
+        reason,
+        output.stop_token_id,
+        output.message,
+        code,
+        output.drafts,
+        why,
+        field,
+        output.error_fields,
+    )
 
 
 def _aborted(handle: int, step_number: int) -> StepOutput:

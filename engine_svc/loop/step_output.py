@@ -29,7 +29,8 @@ class FinishedRow:
     """How the request of one row ended: `stop_token_id` if by a stop token, `message` if by an error.
 
     code: the name of the error's gRPC status code, if it has one, with a reason for programs and the field of
-    the ADD that it refuses, if any.  drafts: None if none was verified.
+    the ADD that it refuses, if any.  error_fields: rules of the request that leave no token, if that is it.
+    drafts: None if none was verified.
     """
 
     row: int
@@ -40,6 +41,7 @@ class FinishedRow:
     drafts: DraftUse | None = None
     error_reason: str = ""
     error_field: str = ""
+    error_fields: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

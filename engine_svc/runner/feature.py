@@ -126,8 +126,8 @@ class RunnerFeature:
         For what `apply` needs and takes time. On a CPU in another thread: it must not use the step's tensors.
         On a GPU, a step in which such rows sample waits for the tokens of the one before, once its forward is
         launched. `add_row` has all tokens until then. Returns rows that cannot go on, with the reason for the
-        client. Where only a draft cannot be followed, `apply` excludes every token after it: the next step
-        comes back to that position without the draft.
+        client, a `RuleConflict` where the request is at fault. Where only a draft cannot be followed, `apply`
+        excludes every token after it: the next step comes back to that position without the draft.
         """
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
@@ -142,6 +142,12 @@ class RunnerFeature:
 
     def after_sampling(self, logits: Tensor, token_ids: Tensor, logit_rows: LogitRows) -> PendingPart | None:
         """token_ids: [N] int64, sampled from the logits [N, V]; those after a draft may not count."""
+
+
+class RuleConflict(str):
+    """Why the own rules of a request leave it no token."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from engine_svc.core.errors import describe_failure
 from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.runner.failures import raise_translated
-from engine_svc.runner.feature import FeaturePart, is_of_device
+from engine_svc.runner.feature import FeaturePart, RuleConflict, is_of_device
 from engine_svc.runner.input_batch import DraftEntries
 from engine_svc.runner.sampler import Sampled
 from engine_svc.runner.sampling.transfer import Ints, to_host
@@ -124,6 +124,7 @@ class RunningStep:
         assert self._rows is not None, "a step with features has rows"
         index_of = {row: index for index, row in enumerate(self._rows.tolist())}
         result.failed.update(self._failed)
+        result.barred.extend(row for row, why in self._failed.items() if isinstance(why, RuleConflict))
         for part in self._parts:
             try:
                 extras = part.read()

@@ -125,9 +125,15 @@ class RequestQueues:
             output.first = FirstOutput(request.num_cached_tokens)
         return output
 
-    def end_broken(self, request: Request, message: str, now: float) -> RequestOutput:
-        """End a request that has no next token, with a message for the client."""
+    def end_broken(
+        self, request: Request, message: str, now: float, *, is_barred: bool = False
+    ) -> RequestOutput:
+        """End a request that has no next token, with a message for the client.
+
+        is_barred: whether its own rules leave none.
+        """
         output = self.end_early(request, FinishReason.ERROR, now)
+        output.error_fields = tuple(request.rules) if is_barred else ()
         named = f": {', '.join(request.rules)}" if message is BARRED and request.rules else ""
         output.message = message + named
         return output

@@ -283,8 +283,11 @@ class Scheduler:
         assert len(result.sampled) == len(rows), "a result has an entry for each row"
         self._updated_step_number = plan.step_number
         self._num_non_finite_rows += sum(not rows[row].is_finished for row in result.non_finite)
-        broken = [(rows[row], why) for row, why in result.faults() if not rows[row].is_finished]
-        outputs = [self._queues.end_broken(request, why, now) for request, why in broken]
+        broken = [(row, why) for row, why in result.faults() if not rows[row].is_finished]
+        outputs = [
+            self._queues.end_broken(rows[row], why, now, is_barred=row in result.barred)
+            for row, why in broken
+        ]
         finished = RequestStatus.FINISHED
         columns = zip(rows, result.sampled, plan.draft_token_ids, range(len(rows)), strict=True)
         for request, tokens, drafts, row in columns:

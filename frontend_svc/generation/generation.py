@@ -93,6 +93,10 @@ class OpenRequest:
                     raise too_late()
         return output
 
+    def error_fields(self, ending: Ending) -> list[str]:
+        """The client's fields that leave an output no token, if that has ended it."""
+        return [self._client_fields.get(field, field) for field in ending.error_fields]
+
     def fill(self, message: Message, index: int = 0) -> None:
         """Add to a message of the answer what the request's options have read of output `index`."""
         self.states[index].fill(message)

@@ -48,6 +48,7 @@ class Ending:
 
     failure: the status with which the engine ended it; it is the whole request's.
     drafts: None if the engine reported none.
+    error_fields: of the request, which leave no token together, if that is the error.
     """
 
     reason: EndReason
@@ -57,6 +58,7 @@ class Ending:
     message: str = ""  # for people
     failure: ServiceError | None = None
     drafts: DraftUse | None = None
+    error_fields: tuple[str, ...] = ()
 
     @property
     def is_by_token(self) -> bool:

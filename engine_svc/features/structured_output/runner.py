@@ -26,7 +26,14 @@ from engine_svc.features.structured_output.backends.backend import (
 from engine_svc.features.structured_output.constraint import Constraint, ConstraintKind
 from engine_svc.features.structured_output.extras import GrammarTimes, StructuredOutput
 from engine_svc.features.structured_output.grammars import Grammar, Grammars
-from engine_svc.runner.feature import HostTokens, LogitRows, PendingPart, RunnerContext, RunnerFeature
+from engine_svc.runner.feature import (
+    HostTokens,
+    LogitRows,
+    PendingPart,
+    RuleConflict,
+    RunnerContext,
+    RunnerFeature,
+)
 from engine_svc.runner.sampling.transfer import Ints, to_device
 from triptych_kit.subsequences import end_of_first
 
@@ -34,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_DEFAULT_THREADS = 8
 
-_TOO_MUCH_WORK = "structured_output: the grammar reached a limit on the work for one token"
+_TOO_MUCH_WORK = RuleConflict("structured_output: the grammar reached a limit on the work for one token")
 
 _Words = npt.NDArray[np.int32]  # 32 tokens each
 
@@ -137,26 +144,28 @@ class _Row:
                 f"{self._num_tokens} of the output"
             )
 
-    def put_ends(self, words: _Words) -> str:
+    def put_ends(self, words: _Words) -> RuleConflict | None:
         """Allow the request's own ends exactly where the output may end. words: the row's mask.
 
         Returns the rules that leave no token then, if they do.
         """
         if self._ends is None or self.matcher is None:
-            return ""
+            return None
         is_accepting = self.matcher.is_accepting
         if is_accepting and self._num_tokens >= self._min_tokens:
             words |= self._ends
-            return ""
+            return None
         words &= ~self._ends
         if words.any():
-            return ""
+            return None
         if is_accepting:
-            return (
+            return RuleConflict(
                 f"structured_output: the constraint allows nothing after {self._num_tokens} tokens, "
                 f"min_tokens is {self._min_tokens}"
             )
-        return "structured_output: the constraint allows stop_token_ids alone, where the output may not end"
+        return RuleConflict(
+            "structured_output: the constraint allows stop_token_ids alone, where the output may not end"
+        )
 
 
 class StructuredOutputRows(RunnerFeature):
@@ -220,7 +229,7 @@ class StructuredOutputRows(RunnerFeature):
                 by_backend.setdefault(state.grammar.backend, []).append((state.matcher, index))
         if len(masked) > len(self._masks):
             self._masks = torch.zeros(len(masked), self._vocabulary.num_words, dtype=torch.int32)
-        conflicts: dict[int, str] = {}
+        conflicts: dict[int, RuleConflict] = {}
         for backend, matchers in by_backend.items():
             for number in backend.fill_masks(matchers, self._masks):
                 conflicts[matchers[number][1]] = _TOO_MUCH_WORK

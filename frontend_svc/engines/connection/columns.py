@@ -147,6 +147,7 @@ def _ending(finished: step_pb2.StepFinished) -> Ending:
         message=message,
         failure=from_status(finished.code, message, finished.details) if finished.code else None,
         drafts=_drafts(finished.drafts) if finished.HasField("drafts") else None,
+        error_fields=tuple(finished.error_fields),
     )
 
 

@@ -143,6 +143,7 @@ def _whole_output(opened: OpenRequest, piece: OutputPiece) -> chat_message_pb2.C
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
+        error_fields=opened.error_fields(piece.ending),
         stats=stats_message(opened, piece.index),
     )
     opened.fill(whole, piece.index)

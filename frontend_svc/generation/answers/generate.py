@@ -25,7 +25,7 @@ from frontend_svc.output.collector import EndReason, Output, OutputKind, OutputP
 from frontend_svc.output.logprobs import fill_logprobs
 from frontend_svc.text.prompt import RequestPrompt
 from triptych.api.v1 import generate_pb2, inference_pb2
-from triptych_kit.errors import InvalidArgument, from_status
+from triptych_kit.errors import InvalidArgument, ServiceError, from_status, with_fields
 
 Response = generate_pb2.GenerateResponse
 
@@ -60,17 +60,18 @@ class GenerateAnswers:
                     yield message
 
     async def stream_all(
-        self, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller
+        self, requests: Sequence[generate_pb2.GenerateRequest], caller: Caller, fields: Sequence[str]
     ) -> AsyncGenerator[tuple[int, Response], None]:
         """The answers to several requests as they are generated, each with its index.
 
-        Raises the first error of any; the others are aborted.
+        Raises the first error of any; the others are aborted. fields: the name of each prompt in errors.
         """
         async with contextlib.aclosing(stream_batch(self._stream_of, requests, caller)) as messages:
             async for message in messages:
                 if message.HasField("error"):
                     error = message.error
-                    raise from_status(error.code, error.message, error.details)
+                    failure = from_status(error.code, error.message, error.details)
+                    raise with_prompt_named(failure, fields[message.item_index])
                 yield message.item_index, message.response
 
     async def whole(
@@ -90,6 +91,11 @@ class GenerateAnswers:
                 outputs=[_output(opened, piece) for piece in output.pieces],
                 usage=usage_message(opened, output, output.pieces),
             )
+
+
+def with_prompt_named(error: ServiceError, field: str) -> ServiceError:
+    """The same error with another name of the request's prompt."""
+    return with_fields(error, lambda path: field if path in ("prompt", "token_ids") else path)
 
 
 async def stream_generate(
@@ -217,6 +223,7 @@ def _output(opened: OpenRequest, piece: OutputPiece) -> generate_pb2.Output:
         stop_match=stop_match_message(piece.ending),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=piece.ending.message,
+        error_fields=opened.error_fields(piece.ending),
         stats=stats_message(opened, piece.index),
     )
     opened.fill(whole, piece.index)

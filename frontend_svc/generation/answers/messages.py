@@ -53,6 +53,7 @@ def finished_message(
         usage=usage_message(opened, output, [piece]),
         cumulative_logprob=piece.cumulative_logprob,
         error_message=ending.message,
+        error_fields=opened.error_fields(ending),
         stats=stats_message(opened, piece.index),
     )
     opened.fill(finished, piece.index)

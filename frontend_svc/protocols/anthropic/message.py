@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from frontend_svc.protocols.openai.answers import reason_of, stop_of
+from frontend_svc.protocols.openai.answers import EndedOutput, reason_of, stop_of
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import output_pb2
 from triptych_kit.errors import Cancelled
@@ -50,20 +50,14 @@ class GrowingMessage:
             events += self._add_call(call)
         return events
 
-    def finish(
-        self,
-        reason: output_pb2.FinishReason,
-        error_message: str,
-        stop_match: output_pb2.StopMatch,
-        usage: output_pb2.Usage,
-    ) -> list[Event]:
-        """The end. Raises Internal for an output that an error ended, Cancelled for one that was aborted."""
+    def finish(self, output: EndedOutput, usage: output_pb2.Usage) -> list[Event]:
+        """The end. Raises what `reason_of` does, and Cancelled for an output that was aborted."""
         calls = [block for block in self._blocks if isinstance(block, _CallBlock)]
         has_calls = len(calls) > 0 and not any(call.is_incomplete for call in calls)
-        ended = reason_of(reason, error_message, has_calls=has_calls)
+        ended = reason_of(output, has_calls=has_calls)
         if ended not in _STOP_REASONS:
             raise Cancelled("the request was aborted")
-        stop = stop_of(stop_match)
+        stop = stop_of(output.stop_match)
         is_sequence = ended == "stop" and isinstance(stop, str)
         self._stop = {
             "stop_reason": "stop_sequence" if is_sequence else _STOP_REASONS[ended],

@@ -53,7 +53,7 @@ class MessageRoutes:
         message.start(answer.started)
         (output,) = answer.outputs
         message.advance(delta_of(output))
-        message.finish(output.reason, output.error_message, output.stop_match, answer.usage)
+        message.finish(output, answer.usage)
         return json_response(message.body(), made.ignored)
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -81,8 +81,7 @@ async def _events(
             elif kind == "delta":
                 events = message.advance(response.delta)
             else:
-                end = response.finished
-                events = message.finish(end.reason, end.error_message, end.stop_match, end.usage)
+                events = message.finish(response.finished, response.finished.usage)
             for event in events:
                 yield event_of(event)
 

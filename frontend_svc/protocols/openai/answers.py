@@ -7,11 +7,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from triptych.api.v1 import chat_message_pb2, chat_pb2, generate_pb2, inference_pb2, model_pb2
 from triptych.common.v1 import output_pb2
-from triptych_kit.errors import Internal
+from triptych_kit.errors import Internal, InvalidArgument, ServiceError
 
 # OpenAI has no reason for an output that repeats itself; it is an end by the server, too.
 _REASONS = {
@@ -22,6 +22,8 @@ _REASONS = {
 }
 _FINGERPRINT_CHARS = 16
 _LEAST_LOGPROB = -9999.0  # as in vLLM: JSON has no infinity
+
+EndedOutput: TypeAlias = generate_pb2.Finished | generate_pb2.Output | chat_message_pb2.ChatOutput
 
 
 class Answer:
@@ -99,7 +101,7 @@ def whole_completion(
     for item, answer in enumerate(answers):
         of_prompt = prompt_of(answer.started, with_logprobs=with_prompt_logprobs)
         for output in answer.outputs:
-            reason, stop = reason_of(output.reason, output.error_message), stop_of(output.stop_match)
+            reason, stop = reason_of(output), stop_of(output.stop_match)
             text, token_ids = output.text, list(output.token_ids)
             parts = [output.logprobs] if output.HasField("logprobs") else []
             if echo is not None:
@@ -141,9 +143,7 @@ def whole_chat(
             "index": output.output_index,
             "message": message | {"refusal": None},
             "logprobs": {"content": content, "refusal": None} if output.HasField("logprobs") else None,
-            "finish_reason": reason_of(
-                output.reason, output.error_message, has_calls=are_whole(output.message.tool_calls)
-            ),
+            "finish_reason": reason_of(output, has_calls=are_whole(output.message.tool_calls)),
             "stop_reason": stop_of(output.stop_match),
         }
         if with_ids:
@@ -198,8 +198,8 @@ def chat_choice(delta: chat_message_pb2.ChatDelta, *, with_ids: bool, with_reaso
 def last_choice(
     index: int, finished: generate_pb2.Finished, *, is_chat: bool, has_calls: bool = False
 ) -> dict[str, Any]:
-    """The choice that ends an output. Raises Internal for one that an error ended."""
-    reason = reason_of(finished.reason, finished.error_message, has_calls=has_calls)
+    """The choice that ends an output. Raises what `reason_of` does."""
+    reason = reason_of(finished, has_calls=has_calls)
     nothing: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
     stop = stop_of(finished.stop_match)
     return {"index": index, **nothing, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
@@ -244,14 +244,26 @@ def _call_delta(call: chat_message_pb2.ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", **shown} if call.id else shown
 
 
-def reason_of(reason: output_pb2.FinishReason, message: str, *, has_calls: bool = False) -> str:
-    """Raises Internal with the engine's message for an output that an error ended.
+def reason_of(ended: EndedOutput, *, has_calls: bool = False) -> str:
+    """How an output ended. has_calls: whether it has calls that a client may run.
 
-    has_calls: whether it has calls that a client may run.
+    Raises for one that an error ended: InvalidArgument if its request leaves it no token, else Internal.
     """
+    reason = ended.reason
     if reason not in _REASONS:
-        raise Internal(message or "the engine ended the output with an error", reason="OUTPUT_FAILED")
+        raise _failure_of(ended)
     return "tool_calls" if has_calls and reason == output_pb2.FINISH_REASON_STOP else _REASONS[reason]
+
+
+def _failure_of(ended: EndedOutput) -> ServiceError:
+    if not ended.error_fields:
+        message = ended.error_message or "the engine ended the output with an error"
+        return Internal(message, reason="OUTPUT_FAILED")
+    # Engines name the rules, too, by names of their own.
+    what = ended.error_message.removeprefix("structured_output: ").partition(": ")[0]
+    first, *others = ended.error_fields
+    texts = [(first, f"{what}: {first}"), *((field, field) for field in others)]
+    return InvalidArgument("; ".join(text for _, text in texts), violations=texts, reason="NO_TOKEN_LEFT")
 
 
 def stop_of(match: output_pb2.StopMatch) -> str | int | None:

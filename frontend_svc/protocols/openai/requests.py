@@ -74,7 +74,7 @@ class Streamable(Protocol):
 
 def completion_names() -> FieldNames:
     """Names of a completion's fields, before its translation adds its own."""
-    return FieldNames(wholes={"token_ids": "prompt"})
+    return FieldNames()
 
 
 def chat_names() -> FieldNames:
@@ -99,6 +99,7 @@ def generate_requests(body: CompletionBody, names: FieldNames) -> list[generate_
         if isinstance(prompt, str):
             request.prompt = prompt
         else:
+            request.token_ids.SetInParent()
             _checked(field, prompt, request.token_ids.ids.extend)
         requests.append(request)
     if len(requests) > 1 and body.request_id is not None:
@@ -363,6 +364,11 @@ def _fill_request(
     for name in _OF_REQUEST:
         set_field(request, name, getattr(body, name))
     request.return_prompt_token_ids = bool(body.return_token_ids)
+
+
+def prompt_fields(body: CompletionBody) -> list[str]:
+    """Where each prompt of the body is."""
+    return [field for field, _ in _prompts(body.prompt)]
 
 
 def _prompts(given: str | list[Any]) -> list[tuple[str, str | list[int]]]:

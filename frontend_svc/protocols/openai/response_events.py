@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from frontend_svc.protocols.openai.answers import prompt_of, reason_of
+from frontend_svc.protocols.openai.answers import EndedOutput, prompt_of, reason_of
 from triptych.api.v1 import chat_message_pb2, generate_pb2
 from triptych.common.v1 import output_pb2
-from triptych_kit.errors import InvalidTransition, ResourceExhausted, ServiceError
+from triptych_kit.errors import InvalidArgument, InvalidTransition, ResourceExhausted, ServiceError
 
 Event = dict[str, Any]
 
@@ -40,6 +40,10 @@ _END_EVENTS = {
     ResponseStatus.INCOMPLETE: "response.incomplete",
     ResponseStatus.CANCELLED: "response.incomplete",
     ResponseStatus.FAILED: "response.failed",
+}
+_ERROR_CODES: dict[type[ServiceError], str] = {
+    ResourceExhausted: "rate_limit_exceeded",
+    InvalidArgument: "invalid_prompt",
 }
 LAST_EVENTS = frozenset(_END_EVENTS.values())
 
@@ -87,11 +91,9 @@ class GrowingResponse:
             events += self._add_call(call)
         return events
 
-    def finish(
-        self, reason: output_pb2.FinishReason, error_message: str, usage: output_pb2.Usage
-    ) -> list[Event]:
-        """The end of the output. Raises Internal for one that an error ended."""
-        ended = status = _ENDS[reason_of(reason, error_message)]
+    def finish(self, output: EndedOutput, usage: output_pb2.Usage) -> list[Event]:
+        """The end of the output. Raises what `reason_of` does."""
+        ended = status = _ENDS[reason_of(output)]
         if status is ResponseStatus.INCOMPLETE:
             self._incomplete_reason = "max_output_tokens"
         elif status is ResponseStatus.COMPLETED and any(item.is_broken for item in self._items):
@@ -109,8 +111,8 @@ class GrowingResponse:
 
     def fail(self, error: ServiceError) -> list[Event]:
         """The end by an error after the start."""
-        code = "rate_limit_exceeded" if isinstance(error, ResourceExhausted) else "server_error"
-        self._error = {"code": code, "message": error.message}
+        codes = [code for kind, code in _ERROR_CODES.items() if isinstance(error, kind)]
+        self._error = {"code": codes[0] if codes else "server_error", "message": error.message}
         return [*self._close("incomplete"), self._end(ResponseStatus.FAILED)]
 
     def body(self) -> dict[str, Any]:

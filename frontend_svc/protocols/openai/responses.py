@@ -228,7 +228,7 @@ class ResponseRoutes:
         response.start(answer.started)
         (output,) = answer.outputs
         response.advance(delta_of(output))
-        response.finish(output.reason, output.error_message, answer.usage)
+        response.finish(output, answer.usage)
         self._keep(turn)
         return json_response(response.body(), ignored)
 
@@ -350,8 +350,7 @@ async def _events_of(
             elif kind == "delta":
                 events = response.advance(each.delta)
             else:
-                finished = each.finished
-                events = response.finish(finished.reason, finished.error_message, finished.usage)
+                events = response.finish(each.finished, each.finished.usage)
             for event in events:
                 yield event
     except ServiceError as error:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from frontend_svc.generation.answers.chat import ChatAnswers
-from frontend_svc.generation.answers.generate import GenerateAnswers
+from frontend_svc.generation.answers.generate import GenerateAnswers, with_prompt_named
 from frontend_svc.generation.answers.models import ModelAnswers
 from frontend_svc.generation.answers.pooling import PoolingAnswers
 from frontend_svc.generation.answers.tokenizer import TokenizerAnswers
@@ -75,16 +75,15 @@ from frontend_svc.protocols.openai.requests import (
     completion_names,
     generate_requests,
     note_unstreamed,
+    prompt_fields,
     template_request,
 )
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.responses import ResponseRoutes
 from frontend_svc.protocols.openai.unknown_routes import unknown_route
-from triptych.api.v1 import chat_message_pb2, generate_pb2, tokenize_pb2
+from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2, tokenize_pb2
 from triptych.common.v1 import output_pb2
-from triptych_kit.errors import (
-    InvalidArgument,
-)
+from triptych_kit.errors import InvalidArgument, ServiceError
 from triptych_kit.http.pages import Pages
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.identity import Identity
@@ -273,21 +272,29 @@ class OpenAIRoutes:
         api_requests, caller = generate_requests(body, names), caller_of(request)
         request.state.name_of = names
         choose_rank(request, api_requests)
-        echo = None
+        fields, echo = prompt_fields(body), None
         if body.echo:
             prompts = [one.prompt for one in api_requests]
             echo = Echo(prompts, has_logprobs=body.logprobs is not None, is_all=body.max_tokens == 0)
         if body.stream:
             if len(api_requests) == 1:
+                names.note_whole("token_ids", fields[0])
+                names.note_whole("prompt", fields[0])
                 responses = _numbered(self._generate.stream(api_requests[0], caller))
             else:
-                responses = self._generate.stream_all(api_requests, caller)
+                responses = self._generate.stream_all(api_requests, caller, fields)
             return await streamed(request, self._completion_chunks(body, responses, echo=echo), ignored)
 
-        async def answer_all() -> list[Any]:
+        async def answer(item: int) -> inference_pb2.GenerateUnaryResponse:
+            try:
+                return await self._generate.whole(api_requests[item], caller)
+            except ServiceError as error:
+                raise with_prompt_named(error, fields[item]) from error
+
+        async def answer_all() -> list[inference_pb2.GenerateUnaryResponse]:
             async with asyncio.TaskGroup() as tasks:
-                answers = [tasks.create_task(self._generate.whole(one, caller)) for one in api_requests]
-            return [answer.result() for answer in answers]
+                answers = [tasks.create_task(answer(item)) for item in range(len(api_requests))]
+            return [each.result() for each in answers]
 
         answers = await unless_disconnected(request, answer_all())
         whole = whole_completion(

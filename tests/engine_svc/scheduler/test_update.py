@@ -59,6 +59,7 @@ def test_a_row_whose_rules_leave_no_token_ends_its_request_and_names_them():
         ("d", "the request's own rules leave no token to choose: min_tokens, only_these"),
         ("a", ""),
     ]
+    assert [output.error_fields for output in outputs] == [(), (), ("min_tokens", "only_these"), ()]
 
 
 # Row 154.

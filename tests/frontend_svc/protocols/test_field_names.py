@@ -14,9 +14,10 @@ from frontend_svc.protocols.anthropic.requests import MessagesBody
 from frontend_svc.protocols.openai.bodies import Base, ChatBody, CompletionBody
 from frontend_svc.protocols.openai.responses import ResponseBody
 from tests.field_values import field_values
-from tests.frontend_svc.fakes import TOKENIZER, FakeEngine, answer
+from tests.frontend_svc.fakes import TOKENIZER, FakeEngine, FakeRequest, answer
 from tests.frontend_svc.protocols.test_openai import TEMPLATE, TEXT, served
-from triptych.common.v1 import sampling_pb2
+from triptych.common.v1 import output_pb2, sampling_pb2
+from triptych.engine.v1 import step_pb2
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 Body = dict[str, Any]
@@ -107,6 +108,12 @@ ELSEWHERE: list[tuple[str, Body, str]] = [
     ("/v1/completions", {"prompt": "a", "response_format": SCHEMA}, "response_format"),
     ("/v1/completions", {"prompt": "a", "guided_regex": "a"}, "guided_regex"),
     ("/v1/completions", {"prompt": [9999]}, "prompt"),
+    ("/v1/completions", {"prompt": [[]]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": ["a" * 9999]}, "prompt[0]"),
+    ("/v1/completions", {"prompt": ["a", "a" * 9999]}, "prompt[1]"),
+    ("/v1/completions", {"prompt": [[5], [9999]], "stream": True}, "prompt[1]"),
+    ("/v1/completions", {"prompt": [[]], "stream": True}, "prompt[0]"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
     (
         "/v1/completions",
         {"prompt": "a", "structured_outputs": {"regex": "a"}},
@@ -174,6 +181,45 @@ async def test_an_error_names_the_field_where_the_request_has_another_one() -> N
     async with served(FakeEngine(answer(TEXT), chat_template=TEMPLATE)) as client:
         for path, body, field in ELSEWHERE:
             error = (await client.post(path, body)).body["error"]
-            assert re.search(rf"(^|: ){re.escape(field)}\b", error["message"]), error
+            assert re.search(rf"(^|: ){re.escape(field)}(?!\w)", error["message"]), error
             assert "sampling" not in error["message"]
             assert error.get("param", field).startswith(field), error
+
+
+def without_a_token(engine: FakeEngine, request: FakeRequest) -> None:
+    """As an engine ends an output whose request's own rules leave it no token."""
+    fields = ["sampling.min_tokens", "sampling.structured_output"]
+    ended = step_pb2.StepFinished(
+        reason=output_pb2.FINISH_REASON_ERROR,
+        message="the request's own rules leave no token to choose: min_tokens, structured_output",
+        error_fields=fields,
+    )
+    engine.step({request: TOKENIZER.encode("the").ids})
+    engine.step({request: []}, finished={request: ended})
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_leaves_itself_no_token_is_at_fault_also_late(
+    protocol: str, stream: bool
+) -> None:
+    """Clients send a request again by themselves after a status from 500 on."""
+    path, _, base, _ = PROTOCOLS[protocol]
+    engine = FakeEngine(without_a_token, chat_template=TEMPLATE, structured_output_backends=["llguidance"])
+    choice: Body
+    name, choice = "structured_outputs.choice", {"structured_outputs": {"choice": ["a"]}}
+    if protocol == "messages":
+        name, choice = "output_format.schema", {"output_format": {"type": "json_schema", "schema": {}}}
+    async with served(engine) as client:
+        reply = await client.post(path, {**base, "min_tokens": 5, **choice, "stream": stream})
+    text = f"the request's own rules leave no token to choose: min_tokens; {name}"
+    if stream:
+        assert reply.status == 200
+        last = [line for line in reply.content.decode().splitlines() if text in line]
+        assert len(last) == 1
+        assert not re.search("server_error|api_error", last[0])
+        return
+    error = reply.body["error"]
+    assert (reply.status, error["message"]) == (400, text)
+    if protocol != "messages":
+        assert (error["param"], error["code"]) == ("min_tokens", "no_token_left")

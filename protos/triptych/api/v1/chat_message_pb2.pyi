@@ -178,7 +178,7 @@ class ChatResponse(_message.Message):
     def __init__(self, position: _Optional[int] = ..., started: _Optional[_Union[_generate_pb2.Started, _Mapping]] = ..., delta: _Optional[_Union[ChatDelta, _Mapping]] = ..., finished: _Optional[_Union[_generate_pb2.Finished, _Mapping]] = ...) -> None: ...
 
 class ChatOutput(_message.Message):
-    __slots__ = ("output_index", "message", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats", "is_incomplete")
+    __slots__ = ("output_index", "message", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class ChatOutput(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     IS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELDS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     message: ChatMessage
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -199,4 +200,5 @@ class ChatOutput(_message.Message):
     error_message: str
     stats: _output_pb2.OutputStats
     is_incomplete: bool
-    def __init__(self, output_index: _Optional[int] = ..., message: _Optional[_Union[ChatMessage, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ...) -> None: ...
+    error_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, output_index: _Optional[int] = ..., message: _Optional[_Union[ChatMessage, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -125,7 +125,7 @@ class Delta(_message.Message):
     def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("output_index", "reason", "stop_match", "usage", "cumulative_logprob", "error_message", "stats", "is_incomplete")
+    __slots__ = ("output_index", "reason", "stop_match", "usage", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Finished(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     IS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELDS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     reason: _output_pb2.FinishReason
     stop_match: _output_pb2.StopMatch
@@ -142,10 +143,11 @@ class Finished(_message.Message):
     error_message: str
     stats: _output_pb2.OutputStats
     is_incomplete: bool
-    def __init__(self, output_index: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ...) -> None: ...
+    error_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, output_index: _Optional[int] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., usage: _Optional[_Union[_output_pb2.Usage, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("output_index", "text", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats", "is_incomplete")
+    __slots__ = ("output_index", "text", "token_ids", "logprobs", "reason", "stop_match", "cumulative_logprob", "error_message", "stats", "is_incomplete", "error_fields")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +158,7 @@ class Output(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     IS_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELDS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -166,4 +169,5 @@ class Output(_message.Message):
     error_message: str
     stats: _output_pb2.OutputStats
     is_incomplete: bool
-    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ...) -> None: ...
+    error_fields: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[_output_pb2.Logprobs, _Mapping]] = ..., reason: _Optional[_Union[_output_pb2.FinishReason, str]] = ..., stop_match: _Optional[_Union[_output_pb2.StopMatch, _Mapping]] = ..., cumulative_logprob: _Optional[float] = ..., error_message: _Optional[str] = ..., stats: _Optional[_Union[_output_pb2.OutputStats, _Mapping]] = ..., is_incomplete: _Optional[bool] = ..., error_fields: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -209,7 +209,8 @@ def test_rules_that_leave_no_token_end_the_request_with_an_error(plain: Rig):
         assert re.fullmatch("[0-9]*", text_of(answered.token_ids))
     for answered in answers[2:]:
         assert re.search(r"allows nothing after [1-3] tokens, min_tokens is 20", answered.end.message)
-    assert (failures("conflict"), failures("run")) == (before[0] + 2, before[1] + 2)
+        assert answered.end.error_fields == ("min_tokens", "structured_output")
+    assert (failures("conflict"), failures("run")) == (before[0] + 4, before[1])
 
 
 def test_the_constraint_begins_after_the_reasoning(plain: Rig):
