@@ -13,6 +13,7 @@ from coordinator_svc.membership.topology import Topology
 from coordinator_svc.scaling.operation import OperationState
 from coordinator_svc.scaling.scaling import Scaling
 from triptych_kit.telemetry.metrics import Metrics, Reading
+from triptych_kit.telemetry.traces import register_span_export
 
 # A member that is gone is no member.
 _STATES = [state for state in MemberState if state is not MemberState.GONE]
@@ -21,6 +22,7 @@ _STATES = [state for state in MemberState if state is not MemberState.GONE]
 def coordinator_metrics(registry: EngineRegistry, topology: Topology, scaling: Scaling) -> Metrics:
     """Each metric, registered."""
     metrics = Metrics("coordinator")
+    register_span_export(metrics)
     metrics.gauge(
         "triptych_coordinator_engines",
         "Engines that are members, by state.",

@@ -9,6 +9,7 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.parts import EngineParts, RequestParts
 from triptych_kit.telemetry.loop_lag import LAG_BUCKETS
 from triptych_kit.telemetry.metrics import Metrics, Reading, Row
+from triptych_kit.telemetry.traces import register_span_export
 
 _REQUESTS: tuple[Row[RequestParts], ...] = (
     Row("gauge", "triptych_frontend_requests_open", lambda requests: requests.draining.num_open,
@@ -90,3 +91,4 @@ def register_frontend(metrics: Metrics, engines: EngineParts, requests: RequestP
     metrics.table(_REQUESTS, lambda: requests)
     metrics.table(_ENGINES, lambda: engines)
     metrics.table(_CONNECTIONS, lambda: engines.directory)
+    register_span_export(metrics)

@@ -59,7 +59,7 @@ def _spans(operation: Operation, followed: _Followed) -> list[SpanRecord]:
         names.STATE: operation.state.value,
     }
     error = None if operation.error is None else str(operation.error)
-    root = context.root(_NAME, entered[0][1], entered[-1][1], attributes, error=error)
+    root = context.root(_NAME, entered[0][1], entered[-1][1], attributes, error=error, kind="internal")
     return [
         root,
         *(

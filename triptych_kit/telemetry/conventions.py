@@ -1,10 +1,11 @@
 """Names of attributes by OpenTelemetry's semantic conventions, and of our own. No other module spells them.
 
 `gen_ai.*`: open-telemetry/semantic-conventions-genai at 002c8a6ea1c8 (2026), docs/gen-ai/gen-ai-spans.md, the
-span `gen_ai.inference.client`, status Development. It names no span of a server or an engine, so that all
-about those is ours. `rpc.*`, `server.*`, `error.type`: open-telemetry/semantic-conventions, docs/rpc,
-release candidate. The Python package has the older names too, hence this list. Nothing here holds content:
-neither prompts nor outputs nor stop strings.
+span `gen_ai.inference.client`, status Development. It names no span of a server or an engine. That of our
+engine has vLLM's name and attributes (`SpanAttributes` of vllm/tracing) beside those of the conventions that
+fit. `rpc.*`, `server.*`, `error.type`: open-telemetry/semantic-conventions, docs/rpc, release candidate. The
+Python package has the older names too, hence this list. Nothing here holds content: neither prompts nor
+outputs nor stop strings.
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 USAGE_CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 
+# vLLM's, of a span of an engine.
+REQUEST_ID_OF_VLLM = "gen_ai.request.id"
+REQUEST_N = "gen_ai.request.n"
+USAGE_NUM_SEQUENCES = "gen_ai.usage.num_sequences"
+USAGE_PROMPT_TOKENS = "gen_ai.usage.prompt_tokens"
+USAGE_COMPLETION_TOKENS = "gen_ai.usage.completion_tokens"
+LATENCY_TIME_IN_QUEUE = "gen_ai.latency.time_in_queue"
+LATENCY_TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
+LATENCY_PREFILL = "gen_ai.latency.time_in_model_prefill"
+LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
+LATENCY_INFERENCE = "gen_ai.latency.time_in_model_inference"
+LATENCY_END_TO_END = "gen_ai.latency.e2e"
+
 RPC_SYSTEM_NAME = "rpc.system.name"
 RPC_METHOD = "rpc.method"  # package.Service/Method
 RPC_STATUS_CODE = "rpc.response.status_code"  # a name
@@ -44,6 +58,7 @@ ERROR_TYPE = "error.type"
 REQUEST_ID = "triptych.request_id"
 ENGINE = "triptych.engine"
 OUTPUT_INDEX = "triptych.output_index"
+ATTEMPT = "triptych.attempt"
 ERROR_REASON = "triptych.error_reason"
 CAUSE = "triptych.cause"
 FROM_ENGINE = "triptych.from"

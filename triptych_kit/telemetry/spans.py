@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from opentelemetry.trace import TraceState
 
 Value = str | bool | int | float | tuple[str, ...]
+# By OpenTelemetry's kinds. server: of a request that another process sent; client: of one sent to another.
+SpanKind = Literal["internal", "client", "server"]
 
 _ID_MASK = (1 << 64) - 1
 # An odd number, so that the ids of 2^64 children differ.
@@ -44,6 +47,7 @@ class SpanRecord:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     events: Sequence[SpanEvent] = ()
     error: str | None = None
+    kind: SpanKind = "internal"
 
     @property
     def duration_ms(self) -> float:
@@ -63,7 +67,11 @@ class TraceContext:
     @property
     def traceparent(self) -> str:
         """W3C traceparent that makes spans of other processes children of the root."""
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
+        return self._traceparent_of(self.span_id)
+
+    def traceparent_of_child(self, index: int) -> str:
+        """W3C traceparent that makes spans of other processes children of `child(index, ...)`."""
+        return self._traceparent_of(self._child_id(index))
 
     def root(
         self,
@@ -73,6 +81,8 @@ class TraceContext:
         attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
         events: Sequence[SpanEvent] = (),
         error: str | None = None,
+        *,
+        kind: SpanKind = "server",
     ) -> SpanRecord:
         parent = f"{self.parent_id:016x}" if self.parent_id else ""
         return SpanRecord(
@@ -85,6 +95,7 @@ class TraceContext:
             attributes,
             events,
             error,
+            kind,
         )
 
     def child(
@@ -94,18 +105,32 @@ class TraceContext:
         start_unix_ns: int,
         end_unix_ns: int,
         attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
+        error: str | None = None,
+        *,
+        kind: SpanKind = "internal",
+        below: int | None = None,
     ) -> SpanRecord:
-        """A child of the root. index: from 0; the id follows from it, so that it is the same each time."""
-        span_id = (self.span_id + (index + 1) * _ID_STEP) & _ID_MASK
+        """A child of the root. index: from 0; the id follows from it, so that it is the same each time.
+
+        below: the index of the child that is its parent; None: the root is.
+        """
         return SpanRecord(
             name,
             f"{self.trace_id:032x}",
-            f"{span_id or 1:016x}",
-            f"{self.span_id:016x}",
+            f"{self._child_id(index):016x}",
+            f"{self.span_id if below is None else self._child_id(below):016x}",
             start_unix_ns,
             end_unix_ns,
             attributes,
+            error=error,
+            kind=kind,
         )
+
+    def _child_id(self, index: int) -> int:
+        return (self.span_id + (index + 1) * _ID_STEP) & _ID_MASK or 1
+
+    def _traceparent_of(self, span_id: int) -> str:
+        return f"00-{self.trace_id:032x}-{span_id:016x}-{self.is_sampled:02x}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +17,16 @@ from itertools import pairwise
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triptych_kit.config import read_environment
 from triptych_kit.errors import ServiceError
 from triptych_kit.telemetry.logs import bind_log_fields, log_fields, setup_logs
 from triptych_kit.telemetry.metrics import Metrics
+from triptych_kit.telemetry.span_export import ExportCounts, SpanExport, exports_traces
 from triptych_kit.telemetry.spans import RecordedTrace, SpanRecord, TraceContext, Value
 
 __all__ = [
@@ -38,11 +36,13 @@ __all__ = [
     "context_from",
     "current_method",
     "export_metrics",
+    "exports_traces",
     "join_trace",
     "log_fields",
     "recent_spans",
     "recent_traces",
     "record_trace",
+    "register_span_export",
     "setup_telemetry",
     "shutdown_telemetry",
     "this_process",
@@ -53,11 +53,8 @@ MAX_RECENT = 64
 _MAX_TRACESTATE_CHARS = 512
 _MEMBER = r"[a-z0-9][a-z0-9_\-*/@]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
 _TRACESTATE = re.compile(rf"({_MEMBER}([ \t]*,[ \t]*{_MEMBER}){{0,31}})?")
-_EXPORT_DELAY_MS = 250
-_FLUSH_DEADLINE_S = 1.0
-_SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-_SCOPE = InstrumentationScope("triptych")
 _MAX_PHASES = 32
+_NAMESPACE = "triptych"
 
 _ids = RandomIdGenerator()
 # The trace of the call that this task serves and the call's method; 0 and "" if it serves none.
@@ -71,33 +68,20 @@ class _Telemetry:
         self.process: dict[str, str | int] = {"service": service, "instance": instance, "pid": os.getpid()}
         self.traces: deque[RecordedTrace] = deque(maxlen=MAX_RECENT)
         self.provider = TracerProvider(
-            resource=Resource.create(
-                {"service.name": service, "service.instance.id": instance, "process.pid": os.getpid()}
-            ),
+            resource=_resource(service, instance),
             shutdown_on_exit=False,
         )
-        self._exporter: SpanExporter | None = None
-        self._processor: BatchSpanProcessor | None = None
-        if _exports_traces():
-            self._exporter = _otlp_exporter()
-            # Its queue has a limit, OTEL_BSP_MAX_QUEUE_SIZE; what exceeds it is dropped.
-            self._processor = BatchSpanProcessor(self._exporter, schedule_delay_millis=_EXPORT_DELAY_MS)
+        self.span_counts = ExportCounts()
+        self._export = SpanExport(self.provider.resource, self.span_counts) if exports_traces() else None
 
     def record(self, recorded: RecordedTrace, *, is_exported: bool) -> None:
         self.traces.append(recorded)
-        if self._processor is not None and is_exported:
-            for span in recorded.make_spans():
-                self._processor.on_end(_readable(span, recorded.context, self.provider.resource))
+        if self._export is not None and is_exported:
+            self._export.add(recorded)
 
     def shutdown(self) -> None:
-        """Export pending spans; a collector that does not answer delays the shutdown by a second at most."""
-        if self._exporter is None or self._processor is None:
-            return
-        cut = threading.Timer(_FLUSH_DEADLINE_S, self._exporter.shutdown)
-        cut.daemon = True
-        cut.start()
-        self._processor.shutdown()
-        cut.cancel()
+        if self._export is not None:
+            self._export.shutdown()
 
 
 # A process has one telemetry, as it has one stderr. Traces recorded before the setup are kept as well.
@@ -131,6 +115,21 @@ async def export_metrics(metrics: Metrics) -> None:
 
     interval = read_environment("OTEL_METRIC_EXPORT_INTERVAL") or ""
     await run_export(metrics, _current().provider.resource, interval)
+
+
+def register_span_export(metrics: Metrics) -> None:
+    """Register how many spans this process exported, and how many it lost."""
+    metrics.counter(
+        "triptych_spans_exported_total",
+        "Spans that the OTLP collector took.",
+        lambda: _current().span_counts.num_exported,
+    )
+    metrics.counter(
+        "triptych_spans_dropped_total",
+        "Spans that were lost, by cause: queue_full, as the collector is slow, or export_failed.",
+        lambda: _current().span_counts.dropped.values,
+        labels=("cause",),
+    )
 
 
 def begin_trace(name: str, traceparent: str = "", tracestate: str = "") -> TraceContext:
@@ -194,7 +193,7 @@ def traced_operation(name: str, attributes: Mapping[str, Value]) -> Iterator[Non
         error = str(raised) if is_status else type(raised).__name__
         raise
     finally:
-        span = context.root(name, start_ns, time.time_ns(), attributes, error=error)
+        span = context.root(name, start_ns, time.time_ns(), attributes, error=error, kind="internal")
         record_trace(context, lambda: [span], is_notable=True)
 
 
@@ -222,7 +221,7 @@ class StartTrace:
         self._has_ended = True
         end_ns = time.time_ns()
         marks = [*self._phases, ("", end_ns)]
-        spans = [self._context.root(self._name, marks[0][1], end_ns, error=error)]
+        spans = [self._context.root(self._name, marks[0][1], end_ns, error=error, kind="internal")]
         for index, ((name, start_ns), (_, next_ns)) in enumerate(pairwise(marks)):
             spans.append(self._context.child(index, name, start_ns, next_ns))
         record_trace(self._context, lambda: spans, is_notable=True)
@@ -258,59 +257,16 @@ def _current() -> _Telemetry:
     return _telemetry[0]
 
 
-def _exports_traces() -> bool:
-    is_disabled = read_environment("OTEL_SDK_DISABLED").lower() == "true"
-    if is_disabled or read_environment("OTEL_TRACES_EXPORTER") == "none":
-        return False
-    return bool(
-        read_environment("OTEL_EXPORTER_OTLP_ENDPOINT")
-        or read_environment("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    )
-
-
-def _otlp_exporter() -> SpanExporter:
-    # Imported here: the import takes 0.4 s and most processes have no collector.
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    from triptych_kit.telemetry.otlp_failures import FirstFailures
-
-    failures = FirstFailures("traces")
-
-    class QuietExporter(OTLPSpanExporter):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            result = super().export(spans)
-            if result is SpanExportResult.SUCCESS:
-                failures.forget()
-            return result
-
-        def shutdown(self, timeout_millis: float = 30_000, **kwargs: object) -> None:
-            super().shutdown(timeout_millis, **kwargs)
-            failures.close()
-
-    return QuietExporter()
-
-
-def _readable(span: SpanRecord, context: TraceContext, resource: Resource) -> ReadableSpan:
-    """The span as exporters take it. It is marked as sampled: that it is exported has been decided."""
-
-    def of_id(span_id: str, *, is_remote: bool = False) -> trace.SpanContext:
-        return trace.SpanContext(context.trace_id, int(span_id, 16), is_remote, _SAMPLED, context.state)
-
-    is_root = int(span.span_id, 16) == context.span_id
-    status = trace.Status() if span.error is None else trace.Status(trace.StatusCode.ERROR, span.error)
-    return ReadableSpan(
-        name=span.name,
-        context=of_id(span.span_id),
-        parent=of_id(span.parent_span_id, is_remote=is_root) if span.parent_span_id else None,
-        resource=resource,
-        attributes=span.attributes,
-        events=[Event(event.name, event.attributes, event.unix_ns) for event in span.events],
-        kind=trace.SpanKind.SERVER if is_root else trace.SpanKind.INTERNAL,
-        status=status,
-        start_time=span.start_unix_ns,
-        end_time=span.end_unix_ns,
-        instrumentation_scope=_SCOPE,
-    )
+def _resource(service: str, instance: str) -> Resource:
+    """The origin of exports. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME come before the process's own."""
+    own: dict[str, str | int] = {
+        "service.namespace": _NAMESPACE,
+        "service.name": service,
+        "service.instance.id": instance,
+        "process.pid": os.getpid(),
+    }
+    of_environment = OTELResourceDetector().detect().attributes
+    return Resource.create({**own, **of_environment})
 
 
 def _process_start_ns() -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -21,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from triptych_kit.errors import NotFound
 from triptych_kit.telemetry.logs import bind_log_fields, log_fields, set_log_level, setup_logs
+from triptych_kit.telemetry.metrics import Metrics
 from triptych_kit.telemetry.spans import SpanEvent, TraceContext
 from triptych_kit.telemetry.traces import (
     begin_trace,
@@ -28,6 +30,7 @@ from triptych_kit.telemetry.traces import (
     recent_spans,
     recent_traces,
     record_trace,
+    register_span_export,
     setup_telemetry,
     shutdown_telemetry,
     traced_operation,
@@ -208,6 +211,7 @@ def test_spans_reach_an_otlp_collector(clean: None, monkeypatch: pytest.MonkeyPa
         (resource_spans,) = collector.received.get(timeout=60).resource_spans
     resource = {one.key: one.value for one in resource_spans.resource.attributes}
     assert resource["service.name"].string_value == "engine"
+    assert resource["service.namespace"].string_value == "triptych"
     assert resource["service.instance.id"].string_value == "engine-0"
     assert resource["process.pid"].int_value == os.getpid()
     (span,) = resource_spans.scope_spans[0].spans
@@ -219,6 +223,31 @@ def test_spans_reach_an_otlp_collector(clean: None, monkeypatch: pytest.MonkeyPa
     assert [one.string_value for one in attributes["reasons"].array_value.values] == ["stop"]
     assert [(event.name, event.time_unix_nano) for event in span.events] == [("first_token", 1500)]
     assert [span.name for span in recent_spans()] == ["request"]
+
+
+def test_the_environment_names_the_resource(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.namespace=chat,deployment.environment.name=test")
+    collector = FakeCollector()
+    with collecting(monkeypatch, collector):
+        record()
+        (resource_spans,) = collector.received.get(timeout=60).resource_spans
+    resource = {one.key: one.value.string_value for one in resource_spans.resource.attributes}
+    assert (resource["service.name"], resource["service.namespace"]) == ("engine", "chat")
+    assert resource["deployment.environment.name"] == "test"
+
+
+def test_a_child_may_be_a_call_of_another_process(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = FakeCollector()
+    with collecting(monkeypatch, collector):
+        context = begin_trace("request", PARENT)
+        call = context.child(0, "call", 1000, 2000, kind="client", error="lost")
+        below = context.child(1, "wait", 1000, 1500, below=0)
+        record_trace(context, lambda: [context.root("request", 1000, 2000), call, below])
+        (resource_spans,) = collector.received.get(timeout=60).resource_spans
+    spans = {span.name: span for span in resource_spans.scope_spans[0].spans}
+    assert (spans["call"].kind, spans["call"].status.message) == (spans["call"].SPAN_KIND_CLIENT, "lost")
+    assert spans["wait"].parent_span_id == spans["call"].span_id
+    assert context.traceparent_of_child(0) == f"00-{TRACE_ID}-{spans['call'].span_id.hex()}-01"
 
 
 def test_an_unsampled_trace_is_exported_only_if_it_is_notable(
@@ -275,9 +304,42 @@ def test_a_collector_that_never_answers_costs_little(clean: None, monkeypatch: p
         for _ in range(2000):
             record()
         assert time.monotonic() - started_at < 5
+        assert _counted() == {"exported": 0, "queue_full": 2000 - 512, "export_failed": 0}
         shutdown_telemetry()
         assert time.monotonic() - started_at < 10
         released.set()
+
+
+def test_exported_and_failed_spans_are_counted(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(FakeCollector):
+        def Export(self, request: Any, context: Any) -> Any:
+            self.received.put(request)
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no")
+
+    for collector, expected in (
+        (FakeCollector(), {"exported": 2, "queue_full": 0, "export_failed": 0}),
+        (Refusing(), {"exported": 0, "queue_full": 0, "export_failed": 2}),
+    ):
+        with collecting(monkeypatch, collector):
+            context = begin_trace("request")
+            root = context.root("request", 0, 1)
+            record_trace(context, functools.partial(list, [root, context.child(0, "part", 0, 1)]))
+            deadline = time.monotonic() + 60
+            while _counted() != expected and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert _counted() == expected
+            shutdown_telemetry()
+
+
+def _counted() -> dict[str, float]:
+    """What the metrics say of this process's spans."""
+    metrics = Metrics("engine")
+    register_span_export(metrics)
+    exported, dropped = (
+        metrics.families[f"triptych_spans_{name}_total"].read() for name in ("exported", "dropped")
+    )
+    assert isinstance(exported, int) and isinstance(dropped, dict)
+    return {"exported": exported, **{cause: count for (cause,), count in dropped.items()}}
 
 
 @pytest.mark.parametrize("variables", [{}, {"OTEL_TRACES_EXPORTER": "none"}])
