@@ -15,6 +15,7 @@ from engine_svc.loop.pause import RunState
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.speculation.accounting import DraftStats
 from triptych_kit.telemetry.metrics import Metrics, Reading, Row
+from triptych_kit.telemetry.traces import register_span_export
 
 if TYPE_CHECKING:
     from engine_svc.data_parallel.driver import LockstepDriver
@@ -191,6 +192,7 @@ def register_engine(metrics: Metrics, engine: ServedEngine, sessions: Sessions) 
     metrics.table(_LOOP, lambda: engine.stats_snapshot.read())
     metrics.table(_STEPS, lambda: engine)
     metrics.table(_SESSIONS, lambda: sessions)
+    register_span_export(metrics)
     if engine.shares_experts:
         metrics.table(_LOCKSTEP, lambda: None if engine.core is None else engine.core.lockstep)
 

@@ -20,8 +20,8 @@ from triptych_kit.rules import passed_on_fields
 _CORE_FIELDS = frozenset({
     "handle", "request_id", "external_request_id", "group_id", "group_index", "attempt", "prompt_token_ids",
     "output_token_ids", "sampling", "request_seed", "priority", "age_ms", "remaining_ms", "cache_salt",
-    "tenant", "data_parallel_rank", "reasoning_options", "trace_context", "skip_reading_prefix_cache",
-    "orphan_grace_ms", "resume_state",
+    "tenant", "data_parallel_rank", "reasoning_options", "skip_reading_prefix_cache", "orphan_grace_ms",
+    "resume_state",
 })  # fmt: skip
 # Parameters of the core have the names of the contract.
 _CORE_SAMPLING = {parameter.name for parameter in fields(SamplingParams)} | {

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 # before the language that the output has to keep.
 FEATURES = (
     "request_events",
+    "request_spans",
     "kv_events",
     "kv_residency",
     "log_steps",

@@ -28,7 +28,7 @@ from frontend_svc.text.limits import RequestLimits
 from frontend_svc.text.model import ServedModel
 from frontend_svc.text.prompt import Prompt, RequestPrompt
 from triptych.api.v1 import chat_message_pb2, generate_pb2
-from triptych.engine.v1 import add_pb2, engine_pb2
+from triptych.engine.v1 import engine_pb2
 from triptych_kit.errors import InvalidArgument, with_fields
 from triptych_kit.telemetry import conventions as names
 
@@ -307,9 +307,8 @@ class Generation:
         *,
         limit: ReaderLimit | None = None,
     ) -> OpenRequest:
-        trace_context = add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate)
         for entry in prepared.entries:
-            entry.trace_context.CopyFrom(trace_context)
+            entry.trace_context.tracestate = caller.tracestate
         seed = request.sampling.seed if request.sampling.HasField("seed") else None
         is_stream = kind is not OutputKind.FINAL_ONLY
         trace.note_sampling(prepared.entries[0].sampling, len(prepared.entries), seed, is_stream=is_stream)

@@ -78,7 +78,7 @@ class SamplingGroup:
         age_ms = round((self._clock.now() - self._arrived_at) * 1000)
         has_begun = self.has_begun
         entries, states = [], []
-        for entry, state in zip(self._prepared.entries, self.states, strict=True):
+        for index, (entry, state) in enumerate(zip(self._prepared.entries, self.states, strict=True)):
             state.is_continued = has_begun
             if state.has_ended:
                 continue
@@ -86,6 +86,7 @@ class SamplingGroup:
             sent = add_pb2.AddEntry()
             sent.CopyFrom(entry)
             sent.attempt = attempt
+            sent.trace_context.traceparent = self._trace.begin_attempt(index, attempt)
             sent.output_token_ids = id_column(state.output_token_ids)
             sent.age_ms = age_ms
             if remaining_ms is not None:

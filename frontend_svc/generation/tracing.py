@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter_ns, time_ns
 from types import TracebackType
 
@@ -33,6 +34,7 @@ _MAX_ID_CHARS = rules_of(generate_pb2.GenerateRequest, "request_id").max_chars
 _MAX_STAYS = 126
 _MAX_MOMENTS = 128
 _MAX_MOVES = 64
+_MAX_ATTEMPTS = 64
 _PHASES = {EngineTimes.QUEUE: "queue", EngineTimes.PREFILL: "prefill", EngineTimes.DECODE: "decode"}
 _ALWAYS_SHOWN = {
     names.REQUEST_TEMPERATURE: "temperature",
@@ -45,6 +47,22 @@ _SHOWN_IF_SET = {
     names.REQUEST_PRESENCE_PENALTY: "presence_penalty",
 }
 _ENGINE_ERROR = "ENGINE_ERROR"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """An output at an engine. Its span is the parent of the one that the engine makes.
+
+    number: how often the output was sent before.  attributes: empty if it was not sent after all.
+    lost: by what the output had to leave the engine; "": it did not.
+    """
+
+    output_index: int
+    number: int
+    start_ns: int = 0
+    end_ns: int = 0
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+    lost: str = ""
 
 
 @dataclass(slots=True)
@@ -64,7 +82,8 @@ class RequestTimeline:
     events: list[SpanEvent] = field(default_factory=list)
     tokenizing_ns: tuple[int, int] | None = None
     detokenizing: tuple[int, int, int] | None = None  # from and to in unix time, and how long of that
-    stays: list[tuple[Stay, dict[str, Value]]] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    stays: list[StayOfOutput] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -78,8 +97,8 @@ class RequestTimeline:
             {names.OUTPUT_INDEX: index} if len(outputs) > 1 else {} for index in range(len(outputs))
         ]
         stays = [
-            (stay, {names.ENGINE: stay.engine_id, **of_output})
-            for times, of_output in zip(outputs, of_outputs, strict=True)
+            (index, stay, {names.ENGINE: stay.engine_id, **of_outputs[index]})
+            for index, times in enumerate(outputs)
             for stay in times.stays
         ]
         moments = [
@@ -87,6 +106,16 @@ class RequestTimeline:
             for times, of_output in zip(outputs, of_outputs, strict=True)
             for moment in times.moments
         ]
+        for attempt in self.attempts:
+            of_output = outputs[attempt.output_index].stays
+            own = [stay for stay in of_output if stay.attempt == attempt.number]
+            if own:
+                attempt.start_ns, attempt.end_ns = own[0].start_ns, own[-1].end_ns
+                attempt.attributes = {
+                    names.ENGINE: own[0].engine_id,
+                    names.ATTEMPT: attempt.number,
+                    **of_outputs[attempt.output_index],
+                }
         self.stays = stays[:_MAX_STAYS]
         if len(stays) > _MAX_STAYS:
             self.attributes[names.NUM_DROPPED_SPANS] = len(stays) - _MAX_STAYS
@@ -94,17 +123,32 @@ class RequestTimeline:
             self.events.append(SpanEvent(moment.name, self._unix_ns(moment.at_ns), attributes))
 
     def spans(self) -> list[SpanRecord]:
-        """The request's span, then its children: tokenize, stays in engines by output, detokenize."""
-        parts: list[tuple[str, int, int, Mapping[str, Value]]] = []
+        """The request's span, then tokenize, attempts at engines, the stays below them, and detokenize."""
+        numbers = count(_MAX_ATTEMPTS)
+        child = self.context.child
+        children = []
         if self.tokenizing_ns is not None:
             start_ns, end_ns = map(self._unix_ns, self.tokenizing_ns)
-            parts.append(("tokenize", start_ns, end_ns, {}))
-        for stay, attributes in self.stays:
+            children.append(child(next(numbers), "tokenize", start_ns, end_ns))
+        below: dict[tuple[int, int], int] = {}
+        for number, attempt in enumerate(self.attempts):
+            if not attempt.attributes:
+                continue
+            below[attempt.output_index, attempt.number] = number
+            start_ns, end_ns = self._unix_ns(attempt.start_ns), self._unix_ns(attempt.end_ns)
+            error = attempt.lost or None
+            children.append(
+                child(number, "engine", start_ns, end_ns, attempt.attributes, error, kind="client")
+            )
+        for index, stay, attributes in self.stays:
             start_ns, end_ns = self._unix_ns(stay.start_ns), self._unix_ns(stay.end_ns)
-            parts.append((_PHASES[stay.phase], start_ns, end_ns, attributes))
+            parent = below.get((index, stay.attempt))
+            phase = _PHASES[stay.phase]
+            children.append(child(next(numbers), phase, start_ns, end_ns, attributes, below=parent))
         if self.detokenizing is not None:
             start_ns, end_ns, busy_ns = self.detokenizing
-            parts.append(("detokenize", start_ns, end_ns, {names.BUSY_US: busy_ns // 1000}))
+            busy = {names.BUSY_US: busy_ns // 1000}
+            children.append(child(next(numbers), "detokenize", start_ns, end_ns, busy))
         root = self.context.root(
             self.name,
             self.start_unix_ns,
@@ -113,10 +157,14 @@ class RequestTimeline:
             sorted(self.events, key=lambda event: event.unix_ns),
             self.error,
         )
-        return [root, *(self.context.child(index, *part) for index, part in enumerate(parts))]
+        return [root, *children]
 
     def _unix_ns(self, at_ns: int) -> int:
         return self.start_unix_ns + at_ns - self.start_ns
+
+
+# The index of the output, and the attributes of the span.
+StayOfOutput = tuple[int, Stay, dict[str, Value]]
 
 
 class RequestTraces:
@@ -203,6 +251,17 @@ class RequestTrace:
         """W3C traceparent that makes spans of other processes children of this request."""
         return self._timeline.context.traceparent
 
+    def begin_attempt(self, output_index: int, number: int) -> str:
+        """An output is sent to an engine: the W3C traceparent of the span below which the engine has its own.
+
+        That of the request itself, where it has been sent very often.
+        """
+        attempts, context = self._timeline.attempts, self._timeline.context
+        if len(attempts) >= _MAX_ATTEMPTS:
+            return context.traceparent
+        attempts.append(Attempt(output_index, number))
+        return context.traceparent_of_child(len(attempts) - 1)
+
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
         start_ns = perf_counter_ns()
@@ -241,6 +300,10 @@ class RequestTrace:
 
     def note_migration(self, move: Move, num_output_tokens: int) -> None:
         """Record that the request moved to another engine with `num_output_tokens`."""
+        newest = max((attempt.number for attempt in self._timeline.attempts), default=0)
+        for attempt in self._timeline.attempts:
+            if attempt.number < newest and not attempt.lost:
+                attempt.lost = move.cause.value
         if len(self._timeline.events) < _MAX_MOVES:
             self._add_event(
                 "resumed_elsewhere",

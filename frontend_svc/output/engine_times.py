@@ -42,6 +42,7 @@ class Stay:
     engine_id: str
     start_ns: int
     end_ns: int
+    attempt: int = 0  # at engines before this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ class EngineTimes:
             at_ns = max(at_ns, self._since_ns)
             self.spent_ns[self._is_in] += at_ns - self._since_ns
             if len(self.stays) < _MAX_STAYS:
-                self.stays.append(Stay(self._is_in, self._engine_id, self._since_ns, at_ns))
+                stay = Stay(self._is_in, self._engine_id, self._since_ns, at_ns, self.num_migrations)
+                self.stays.append(stay)
         self._is_in, self._since_ns = phase, at_ns
 
     def _note_moment(self, name: str, at_ns: int) -> None:

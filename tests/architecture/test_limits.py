@@ -56,6 +56,7 @@ ALLOWED = {
     "frontend_svc/generation/answers/batch.py _MAX_RUNNING_ITEMS": _OWN,
     "frontend_svc/generation/answers/batch.py _MAX_WAITING_MESSAGES": _OWN,
     "frontend_svc/generation/answers/resumable.py _MAX_READ_LOGS": _OWN,
+    "frontend_svc/generation/tracing.py _MAX_ATTEMPTS": _OWN,
     "frontend_svc/generation/tracing.py _MAX_MOMENTS": _OWN,
     "frontend_svc/generation/tracing.py _MAX_MOVES": _OWN,
     "frontend_svc/generation/tracing.py _MAX_STAYS": _OWN,

@@ -15,7 +15,7 @@ from tests.engine_svc.session.service_rig import StreamClient, make_entry
 from tests.system.generation import collect, request_of
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.api.v1 import inference_pb2_grpc
-from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
 from triptych_cli.services import embedded_model
 from triptych_kit.process.child import Child
 
@@ -44,10 +44,14 @@ class OurEngine:
         self.view = stack.engine(child)
         self._stub = engine_pb2_grpc.EngineCoreServiceStub(stack.channel(child))
 
-    async def greedy(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-        """What it generates for a client that is not disturbed."""
+    async def greedy(
+        self, prompts: Sequence[list[int]], num_tokens: int, **fields: object
+    ) -> list[list[int]]:
+        """What it generates for a client that is not disturbed. fields: of each ADD besides."""
         options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
         entries = [make_entry(number, prompt=one, **options) for number, one in enumerate(prompts)]
+        for entry in entries:
+            entry.MergeFrom(add_pb2.AddEntry(**fields))
         for _ in range(_MAX_TRIES):
             client = StreamClient(self._stub, "reference")
 

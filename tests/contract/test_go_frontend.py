@@ -17,7 +17,9 @@ import pytest
 
 import triptych_cli.tiny_model
 from tests.contract.our_engine import SCHEMA, check_language
-from tests.processes import announced, running_async
+from tests.processes import announced, running_async, source_environment
+from tests.system.otlp import collecting
+from triptych_kit.telemetry import conventions as names
 
 pytestmark = pytest.mark.polyglot
 
@@ -62,6 +64,15 @@ async def test_a_frontend_of_another_language_passes(
         await _run(frontend, scenarios, f"-engines={first},{second}", f"-pids={pid}")
 
 
+async def test_our_engines_spans_are_below_those_of_a_frontend_of_another_language(frontend: str) -> None:
+    trace_id = "5b8aa5a2d2c872e8321cf37308d69df2"
+    async with collecting() as (receiver, variables), _engine(**variables) as (address, _):
+        await _run(frontend, "generate", f"-engines={address}", f"-trace={trace_id}")
+        spans = await receiver.trace(trace_id, bool)
+    assert {(span.service, span.name, span.kind) for span in spans} == {("engine", "llm_request", "server")}
+    assert {span.parent_span_id == span.attributes[names.REQUEST_ID][:16] for span in spans} == {True}
+
+
 async def test_a_frontend_of_another_language_has_every_keyword_of_a_schema(frontend: str) -> None:
     async with _engine() as (address, _):
         output = await _run(frontend, "language", f"-engines={address}", f"-schema={json.dumps(SCHEMA)}")
@@ -81,8 +92,9 @@ async def _run(frontend: str, scenarios: str, *flags: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _engine(*flags: str) -> AsyncIterator[tuple[str, int]]:
-    """Address and process id of an engine, which may be loading still."""
+async def _engine(*flags: str, **variables: str) -> AsyncIterator[tuple[str, int]]:
+    """Address and process id of an engine, which may be loading still. variables: of its environment."""
     command = (sys.executable, "-m", "engine_svc.main", str(MODEL), "--port=0", "--num-threads=1", *flags)
-    async with announced(*command, stderr=asyncio.subprocess.DEVNULL) as (process, record):
+    environment = {**source_environment(), **variables}
+    async with announced(*command, stderr=asyncio.subprocess.DEVNULL, env=environment) as (process, record):
         yield str(record["address"]), process.pid

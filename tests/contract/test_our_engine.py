@@ -25,10 +25,13 @@ from tests.contract.our_engine import (
 from tests.contract.scripted_engine import ScriptedEngine
 from tests.contract.scripted_frontend import ScriptedFrontend
 from tests.system.generation import Answer, collect, request_of
+from tests.system.otlp import OtlpReceiver, collecting
 from tests.system.stack import WAIT_LIMIT_S, Stack
 from tests.system.wire_proxy import proxied
 from triptych.api.v1 import inference_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych.engine.v1 import add_pb2
+from triptych_kit.telemetry import conventions as names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,8 +41,14 @@ NUM_CUTS = 6
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[OurEngine]:
-    async with Stack() as stack:
+async def collector() -> AsyncIterator[tuple[OtlpReceiver, dict[str, str]]]:
+    async with collecting() as collected:
+        yield collected
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(collector: tuple[OtlpReceiver, dict[str, str]]) -> AsyncIterator[OurEngine]:
+    async with Stack(collector[1]) as stack:
         yield await start_engine(stack)
 
 
@@ -82,6 +91,20 @@ async def test_another_frontend_streams_what_our_engine_generates(
         answer = await collect(stub, request_of(prompt, NUM_TOKENS))
     _check([answer], await engine.greedy([prompt], NUM_TOKENS))
     assert answer.text == "".join(f"w{token_id} " for token_id in answer.token_ids)
+
+
+async def test_an_engine_alone_makes_a_span_of_each_sampled_request(
+    engine: OurEngine, collector: tuple[OtlpReceiver, dict[str, str]]
+) -> None:
+    trace_id, parent_id = "5b8aa5a2d2c872e8321cf37308d69df1", "051581bf3cb55c13"
+    for is_sampled in (False, True):
+        parent = add_pb2.TraceContext(traceparent=f"00-{trace_id}-{parent_id}-{is_sampled:02x}")
+        await engine.greedy(prompts_of(3, 1), 4 + is_sampled, trace_context=parent)
+    (span,) = await collector[0].trace(trace_id, bool)
+    assert (span.name, span.kind, span.service, span.parent_span_id) == (
+        "llm_request", "server", "engine", parent_id
+    )  # fmt: skip
+    assert span.attributes[names.USAGE_OUTPUT_TOKENS] == 5
 
 
 async def test_another_frontend_has_every_keyword_of_a_schema(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,11 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 _ERROR = trace_pb2.Status.STATUS_CODE_ERROR
+_KINDS = {
+    trace_pb2.Span.SPAN_KIND_INTERNAL: "internal",
+    trace_pb2.Span.SPAN_KIND_CLIENT: "client",
+    trace_pb2.Span.SPAN_KIND_SERVER: "server",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class ReceivedSpan:
     attributes: dict[str, Any]
     events: tuple[tuple[str, dict[str, Any]], ...]
     error: str | None
-    kind: int
+    kind: str
+    namespace: str
 
     @property
     def duration_s(self) -> float:
@@ -77,7 +84,8 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
                             attributes=_plain(span.attributes),
                             events=tuple((event.name, _plain(event.attributes)) for event in span.events),
                             error=span.status.message if span.status.code == _ERROR else None,
-                            kind=span.kind,
+                            kind=_KINDS[span.kind],
+                            namespace=facts["service.namespace"].string_value,
                         )
                     )
             self._arrived.notify_all()
@@ -93,6 +101,17 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def _of(self, trace_id: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.trace_id == trace_id]
+
+
+@contextlib.asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[OtlpReceiver, dict[str, str]]]:
+    """A receiver of traces, and the environment of a service that exports to it."""
+    receiver = OtlpReceiver()
+    endpoint = await receiver.start()
+    try:
+        yield receiver, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint}
+    finally:
+        await receiver.stop()
 
 
 def _plain(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import grpc
 import pytest
 
 from tests.system.generation import read_to_end, request_of
-from tests.system.otlp import OtlpReceiver, ReceivedSpan
+from tests.system.otlp import OtlpReceiver, ReceivedSpan, collecting
 from tests.system.stack import WAIT_LIMIT_S, Stack, address_of
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych_cli.verbs.trace import draw, read_traces
@@ -22,7 +21,7 @@ from triptych_kit.telemetry import conventions as names
 
 CLIENT_SPAN_ID = "00f067aa0ba902b7"
 PHASES = ("queue", "prefill", "decode")
-CHILDREN = ["tokenize", *PHASES, "detokenize"]
+CHILDREN = ["tokenize", "engine", *PHASES, "detokenize"]
 # Two requests of 6 blocks each do not fit.
 ENGINE_FLAGS = ("--num-kv-blocks=8", "--block-size=16", "--max-model-len=96", "--max-num-seqs=4")
 SHARE = 0.05
@@ -47,28 +46,44 @@ class Traced:
         return trace_id, self._stub.Generate(request, metadata=metadata, timeout=WAIT_LIMIT_S)
 
     async def tree(self, trace_id: str) -> tuple[ReceivedSpan, list[ReceivedSpan]]:
-        """The request's span, below the client's, and its children in the order of their begin."""
-        spans = await self._receiver.trace(trace_id, bool)
+        """The request's span, below the client's, and the frontend's others in the order of their begin."""
+        spans = await self._receiver.trace(trace_id, _has_frontends)
         (root,) = (span for span in spans if span.parent_span_id == CLIENT_SPAN_ID)
-        children = [span for span in spans if span is not root]
-        assert {span.parent_span_id for span in children} <= {root.span_id}
+        own = [span for span in spans if span.service == "frontend" and span is not root]
+        attempts = {span.span_id: span for span in own if span.kind == "client"}
+        for span in own:
+            is_phase = span.name in PHASES
+            assert span.parent_span_id in (attempts if is_phase else {root.span_id})
         assert len({span.span_id for span in spans}) == len(spans)
-        assert {span.service for span in spans} == {"frontend"}
-        return root, sorted(children, key=lambda span: span.start_ns)
+        assert {span.namespace for span in spans} == {"triptych"}
+        assert root.kind == "server"
+        return root, sorted(own, key=lambda span: (span.start_ns, span.kind))
+
+    async def of_engines(self, trace_id: str, num_spans: int = 1) -> list[ReceivedSpan]:
+        """The spans of engines in the order of their begin, each below an attempt of the frontend's."""
+        spans = await self._receiver.trace(
+            trace_id,
+            lambda spans: _has_frontends(spans) and _num_of_engines(spans) == num_spans,
+        )
+        attempts = {span.span_id for span in spans if span.kind == "client"}
+        made = [span for span in spans if span.service == "engine"]
+        assert {span.parent_span_id for span in made} <= attempts
+        assert len({span.parent_span_id for span in made}) == num_spans
+        assert {(span.name, span.kind) for span in made} == {("llm_request", "server")}
+        return sorted(made, key=lambda span: span.start_ns)
 
 
-@pytest.fixture
-async def receiver() -> AsyncIterator[tuple[OtlpReceiver, str]]:
-    receiver = OtlpReceiver()
-    endpoint = await receiver.start()
-    yield receiver, endpoint
-    await receiver.stop()
+def _has_frontends(spans: list[ReceivedSpan]) -> bool:
+    return any(span.parent_span_id == CLIENT_SPAN_ID for span in spans)
 
 
-async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, receiver, tmp_path: Path):
-    received, endpoint = receiver
+def _num_of_engines(spans: list[ReceivedSpan]) -> int:
+    return sum(span.service == "engine" for span in spans)
+
+
+async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, tmp_path: Path):
     sched_trace = tmp_path / "sched.jsonl"
-    async with Stack({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint}) as stack:
+    async with collecting() as (received, variables), Stack(variables) as stack:
         trio = await stack.start_all(slow_llama, *ENGINE_FLAGS, f"--sched-trace-path={sched_trace}")
         stub = stack.inference(trio.frontend)
         traced = Traced(stub, received)
@@ -80,7 +95,9 @@ async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, rece
         tries: list[tuple[list[int], list[ReceivedSpan]]] = []
         for token_id in range(20, 20 + NUM_TRIES):
             began_at = time.perf_counter()
-            streamed_id, call = traced.call(request_of([token_id] * 20, NUM_TOKENS))
+            request = request_of([token_id] * 20, NUM_TOKENS)
+            request.request_id = f"streamed-{token_id}"
+            streamed_id, call = traced.call(request)
             await read_to_end(call)
             client_s = time.perf_counter() - began_at
             streamed = await traced.tree(streamed_id)
@@ -90,6 +107,8 @@ async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, rece
             if deviation < SHARE:
                 break
         assert deviation < SHARE
+        (of_engine,) = await traced.of_engines(streamed_id)
+        _check_of_engine(of_engine, *streamed)
 
         aborted_id, call = traced.call(request_of([6] * 20, 70))
         for _ in range(4):
@@ -101,6 +120,10 @@ async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, rece
         assert root.attributes[names.RPC_STATUS_CODE] == "CANCELLED"
         assert root.attributes[names.RESPONSE_FINISH_REASONS] == ["abort"]
         assert root.error is None
+        (of_engine,) = await traced.of_engines(aborted_id)
+        assert of_engine.attributes[names.RESPONSE_FINISH_REASONS] == ["abort"]
+        assert of_engine.attributes[names.CAUSE] == "client"
+        assert of_engine.attributes[names.USAGE_OUTPUT_TOKENS] >= 3
 
         calls = [traced.call(request_of([7 + index] * 20, 60)) for index in range(2)]
         await asyncio.gather(*(read_to_end(call) for _, call in calls))
@@ -112,6 +135,8 @@ async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, rece
         assert events[:2] == ["scheduled", "first_token"]
         assert events.count("preempted") == events.count("resumed") == max(num_preemptions)
         assert [span.name for span in preempted[1]] == CHILDREN
+        (of_engine,) = await traced.of_engines(preempted[0].trace_id)
+        assert of_engine.attributes[names.NUM_PREEMPTIONS] == max(num_preemptions)
 
         # Of unsampled requests only those that fail are exported.
         unsampled_id, call = traced.call(request_of([9] * 3, 2), is_sampled=False)
@@ -171,11 +196,27 @@ def _check_streamed(root: ReceivedSpan, children: list[ReceivedSpan], address: s
     assert 0 < root.attributes[names.RESPONSE_TIME_TO_FIRST_CHUNK] < root.duration_s
     assert [name for name, _ in root.events] == ["scheduled", "first_token"]
     assert [span.name for span in children] == CHILDREN
-    assert {span.attributes.get(names.ENGINE) for span in children[1:4]} == {
+    assert {span.attributes.get(names.ENGINE) for span in children[1:5]} == {
         root.event("scheduled")[names.ENGINE]
     }
-    queue, prefill, decode = children[1:4]
+    queue, prefill, decode = children[2:5]
     assert (queue.end_ns, prefill.end_ns) == (prefill.start_ns, decode.start_ns)
+
+
+def _check_of_engine(span: ReceivedSpan, root: ReceivedSpan, children: list[ReceivedSpan]) -> None:
+    """The engine's span says the same as the frontend's, whose clock is another."""
+    attempt = next(child for child in children if child.kind == "client")
+    assert span.parent_span_id == attempt.span_id
+    same = (names.REQUEST_ID, names.USAGE_INPUT_TOKENS, names.USAGE_OUTPUT_TOKENS, names.RESPONSE_MODEL,
+            names.USAGE_CACHE_READ_TOKENS, names.RESPONSE_FINISH_REASONS, names.REQUEST_TEMPERATURE,
+            names.REQUEST_TOP_P, names.REQUEST_MAX_TOKENS)  # fmt: skip
+    assert {name: span.attributes[name] for name in same} == {name: root.attributes[name] for name in same}
+    assert attempt.start_ns < span.start_ns < span.end_ns < attempt.end_ns
+    queue_s, first_token_s = (
+        span.attributes[name] for name in (names.LATENCY_TIME_IN_QUEUE, names.LATENCY_TIME_TO_FIRST_TOKEN)
+    )
+    assert 0 < queue_s < first_token_s
+    assert span.attributes[names.LATENCY_END_TO_END] == pytest.approx(span.duration_s, abs=1e-6)
 
 
 def _deviation_from_client(
@@ -186,7 +227,7 @@ def _deviation_from_client(
     The frontend's own part is all before the request is sent, tokenizing above all, and detokenizing; that of
     the transport is what a call takes that is refused at once.
     """
-    before_s = (children[1].start_ns - root.start_ns) / 1e9
+    before_s = (children[1].start_ns - root.start_ns) / 1e9  # up to the attempt
     detokenize = next(span for span in children if span.name == "detokenize")
     frontend_s = before_s + detokenize.attributes[names.BUSY_US] / 1e6
     engine_s = sum(span.duration_s for span in children if span.name in PHASES)
@@ -226,10 +267,9 @@ async def _refusal_s(stub: inference_pb2_grpc.InferenceServiceStub) -> float:
 
 
 @pytest.mark.chaos
-async def test_a_request_whose_engine_is_killed_is_one_tree_with_its_stay_in_each(slow_llama, receiver):
-    received, endpoint = receiver
+async def test_a_request_whose_engine_is_killed_is_one_tree_with_its_stay_in_each(slow_llama):
     flags = ("--port=0", "--deterministic=on")
-    async with Stack({"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}) as stack:
+    async with collecting() as (received, variables), Stack(variables) as stack:
         engines = [await stack.start("engine", slow_llama, *flags, index=index) for index in range(2)]
         known = [f"--engine={address_of(engine)}" for engine in engines]
         frontend = await stack.start("frontend", "--port=0", "--reconnect-window-s=0.5", *known)
@@ -257,6 +297,13 @@ async def test_a_request_whose_engine_is_killed_is_one_tree_with_its_stay_in_eac
         assert root.attributes[names.USAGE_OUTPUT_TOKENS] == 60
         assert root.error is None
         assert [name for name, _ in root.events].count("first_token") == 1
+        lost, other = (span for span in children if span.kind == "client")
+        assert (lost.error, other.error) == (moved[names.CAUSE], None)
+        (of_engine,) = await traced.of_engines(trace_id)
+        assert of_engine.parent_span_id == other.span_id
+        assert of_engine.attributes[names.ATTEMPT] == 1
+        before = moved[names.NUM_OUTPUT_TOKENS]
+        assert of_engine.attributes[names.USAGE_OUTPUT_TOKENS] == 60 - before
 
         # The other one too: there is no engine left, and no hole in the trace.
         trace_id, call = traced.call(request_of([5] * 20, 60))

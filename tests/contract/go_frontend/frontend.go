@@ -15,6 +15,9 @@ import (
 	enginev1 "triptych/engine/v1"
 )
 
+// traceID is of the trace of all requests.
+var traceID string
+
 // request is one request of the frontend, wherever it runs. Fields are guarded by frontend.mu.
 type request struct {
 	id      string
@@ -47,6 +50,8 @@ func (r *request) entry() *enginev1.AddEntry {
 		PromptTokenIds: packed(r.prompt), OutputTokenIds: packed(r.output),
 		Params: &enginev1.AddEntry_Sampling{Sampling: r.params},
 		AgeMs:  uint64(time.Since(r.arrived).Milliseconds()),
+		// The span of a request has the first half of its id.
+		TraceContext: &enginev1.TraceContext{Traceparent: fmt.Sprintf("00-%s-%s-01", traceID, r.id[:16])},
 	}
 }
 

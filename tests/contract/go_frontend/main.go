@@ -76,6 +76,7 @@ func main() {
 	pids := flag.String("pids", "", "process ids of the engines, in the same order, for drain and death")
 	names := flag.String("scenarios", "generate,abort,resume", "scenarios to run: generate, language, abort, resume, lapse, drain, deadline, death")
 	schema := flag.String("schema", "{}", "schema of the outputs of language, whose token ids it prints")
+	flag.StringVar(&traceID, "trace", randomHex(), "trace id of all requests, 32 hex digits")
 	flag.BoolVar(&verbose, "v", false, "write what happens to stderr")
 	flag.Parse()
 	g := given{addrs: strings.Split(*engines, ","), schema: *schema}

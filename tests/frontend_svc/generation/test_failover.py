@@ -167,7 +167,7 @@ async def test_what_is_sent_again_is_the_request_as_it_was_and_the_output_so_far
     assert 0 < after.remaining_ms <= before.remaining_ms
     assert (finished.usage.num_cached_tokens, finished.stats.num_migrations) == (16, 1)
     for entry in (before, after):
-        for name in ("handle", "attempt", "output_token_ids", "age_ms", "remaining_ms"):
+        for name in ("handle", "attempt", "output_token_ids", "age_ms", "remaining_ms", "trace_context"):
             entry.ClearField(name)
     assert before == after
 
@@ -457,12 +457,19 @@ async def test_a_move_is_an_event_of_the_requests_span():
     stays = [(span.name, span.attributes.get("triptych.engine")) for span in children]
     assert stays == [
         ("tokenize", None),
+        ("engine", "engine-0"),
+        ("engine", "engine-1"),
         ("prefill", "engine-0"),
         ("decode", "engine-0"),
         ("prefill", "engine-1"),
         ("decode", "engine-1"),
         ("detokenize", None),
     ]
+    attempts = [span for span in children if span.name == "engine"]
+    assert [span.attributes["triptych.attempt"] for span in attempts] == [0, 1]
+    assert [span.error for span in attempts] == [move.attributes["triptych.cause"], None]
+    sent = [engine.requests[0].entry.trace_context.traceparent for engine in (first, second)]
+    assert sent == [f"00-{trace_id}-{span.span_id}-01" for span in attempts]
 
 
 # A request's way from engine to engine, over engines that are plain objects.

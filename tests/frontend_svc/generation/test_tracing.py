@@ -11,7 +11,7 @@ import pytest
 
 import frontend_svc.generation.tracing
 from frontend_svc.generation.caller import Caller
-from frontend_svc.generation.tracing import RequestTimeline, RequestTraces
+from frontend_svc.generation.tracing import RequestTimeline, RequestTrace, RequestTraces
 from frontend_svc.output.engine_times import EngineTimes, EventKind, Progress
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
@@ -58,8 +58,16 @@ async def test_each_output_of_a_prompt_has_phases_of_its_own(telemetry):
         await client.inference.GenerateOnce(make_request(n=2), timeout=WAIT_S, metadata=METADATA)
     root, *children = recent_spans(TRACE_ID)
     assert phases(children) == [
-        (phase, "engine-0", index) for index in range(2) for phase in ("prefill", "decode")
+        *(("engine", "engine-0", index) for index in range(2)),
+        *((phase, "engine-0", index) for index in range(2) for phase in ("prefill", "decode")),
     ]
+    attempts = {
+        span.attributes[names.OUTPUT_INDEX]: span.span_id for span in children if span.kind == "client"
+    }
+    below = {(span.attributes[names.OUTPUT_INDEX], span.parent_span_id) for span in children[3:-1]}
+    assert below == set(attempts.items())
+    assert {span.parent_span_id for span in children if span.kind == "client"} == {root.span_id}
+    assert root.kind == "server"
     assert root.attributes[names.REQUEST_CHOICE_COUNT] == 2
     assert root.attributes[names.RESPONSE_FINISH_REASONS] == ("length", "length")
     assert root.attributes[names.REQUEST_STREAM] is False
@@ -104,13 +112,13 @@ async def test_a_chat_is_named_so_and_nothing_of_its_content_is_recorded(telemet
 
 
 @pytest.mark.parametrize("flags", ["00", "01"])
-async def test_an_engine_gets_the_decision_of_the_client(telemetry, flags):
+async def test_an_engine_gets_the_span_of_its_attempt_and_the_decision_of_the_client(telemetry, flags):
     engine = FakeEngine(answer("the cat"))
     metadata = (("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-{flags}"),)
     async with serving(engine) as (client, _):
         await read_all(client.generate(metadata=metadata))
-    root, *_ = recent_spans(TRACE_ID)
-    assert engine.requests[0].entry.trace_context.traceparent == f"00-{TRACE_ID}-{root.span_id}-{flags}"
+    (attempt,) = (span for span in recent_spans(TRACE_ID) if span.kind == "client")
+    assert engine.requests[0].entry.trace_context.traceparent == f"00-{TRACE_ID}-{attempt.span_id}-{flags}"
 
 
 async def test_a_refused_request_is_a_failed_span_with_its_code(telemetry):
@@ -139,6 +147,24 @@ def test_a_trace_has_a_limit_of_spans_and_events():
     )  # tokenize, 200 times three phases, detokenize
     assert (children[0].name, children[-1].name) == ("tokenize", "detokenize")
     assert len({span.span_id for span in (root, *children)}) == 129
+
+
+def test_a_trace_has_a_limit_of_attempts_and_each_is_whole():
+    timeline = RequestTimeline(TraceContext(1, 2), "chat", 0, 0)
+    trace = RequestTrace(timeline, "r", slow_ns=0, is_repeated=lambda error: False)
+    parents, outputs = [], []
+    for index in range(100):
+        parents.append(trace.begin_attempt(index, 0))
+        times = EngineTimes()
+        times.begin(0, "e")
+        times.note(Progress([(EventKind.QUEUED, 0), (EventKind.SCHEDULED, 0)], 0))
+        times.end()
+        outputs.append(times)
+    timeline.add_outputs(outputs)
+    root, *children = timeline.spans()
+    made = [span.span_id for span in children if span.kind == "client"]
+    assert [parent.split("-")[2] for parent in parents] == made + [root.span_id] * 36
+    assert len({span.span_id for span in (root, *children)}) == 1 + 64 + 126
 
 
 def test_an_output_that_moves_and_is_preempted_for_ever_keeps_a_part():
