@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine_svc.core.request import FinishReason, Request, Timeline
 from engine_svc.features.request_spans.extras import TracedRequest
-from engine_svc.features.request_spans.wire import SPAN_NAME
 from triptych_kit.telemetry import conventions as names
 from triptych_kit.telemetry.spans import SpanEvent, SpanRecord, Value
 
+SPAN_NAME = "llm_request"
 _MAX_EVENTS = 64
 
 

@@ -1,14 +1,16 @@
-"""Reads the parent of a request's span from its ADD."""
+"""Reads the parent of a request's span from its ADD, and records the span."""
 
 from __future__ import annotations
+
+import functools
 
 from engine_svc.config import EngineConfig
 from engine_svc.convert.feature import AddContext, Parsed, WireFeature
 from engine_svc.features.request_spans.extras import TracedRequest
+from engine_svc.features.request_spans.span import SPAN_NAME
 from triptych.engine.v1 import add_pb2
-from triptych_kit.telemetry.traces import begin_trace, exports_traces
-
-SPAN_NAME = "llm_request"
+from triptych_kit.telemetry.spans import SpanRecord, TraceContext
+from triptych_kit.telemetry.traces import begin_trace, exports_traces, record_trace
 
 
 def make(config: EngineConfig) -> WireFeature:
@@ -32,4 +34,9 @@ class ParentOfAdd(WireFeature):
         if not span.parent_id or not span.is_sampled:
             return None
         request_id = entry.external_request_id or entry.request_id
-        return Parsed(TracedRequest(span, request_id, context.facts.model_name, entry.attempt))
+        record = functools.partial(_record, span)
+        return Parsed(TracedRequest(span, request_id, context.facts.model_name, entry.attempt, record))
+
+
+def _record(context: TraceContext, span: SpanRecord) -> None:
+    record_trace(context, lambda: [span])

@@ -35,28 +35,28 @@ def parsed(trace_id: str, *, is_exported: bool = True, parent: str = "", **field
 class Traced:
     """A scheduler with the feature, whose event loop runs when the test lets it."""
 
-    def __init__(self, trace_id: int) -> None:
+    def __init__(self) -> None:
         self.deferred: list[Callable[[], None]] = []
+        self._recorded: list[SpanRecord] = []
         self.stage = Stage(features=[RequestSpans(FakeClock(), self.deferred.append)])
-        self._trace_id = trace_id
 
     def add(self, added: Request) -> Request:
-        context = TraceContext(self._trace_id, 7, int(PARENT_ID, 16))
-        added.extras[TracedRequest] = TracedRequest(context, "mine", "tiny", 2)
+        context = TraceContext(0xA1, 7, int(PARENT_ID, 16))
+        added.extras[TracedRequest] = TracedRequest(context, "mine", "tiny", 2, self._recorded.append)
         self.stage.add(added)
         return added
 
     def span(self) -> SpanRecord:
         """The only span, made by the only call that the engine thread left to the event loop."""
-        assert recent_spans(f"{self._trace_id:032x}") == []
+        assert self._recorded == []
         (record,) = self.deferred
         record()
-        (span,) = recent_spans(f"{self._trace_id:032x}")
+        (span,) = self._recorded
         return span
 
 
 def test_the_span_is_a_child_of_the_frontends_and_has_its_times_and_counts():
-    traced = Traced(0xA1)
+    traced = Traced()
     added = traced.add(request("a", 8, max_tokens=4))
     assert added.extras == {}  # ranks do not get it
     added.timeline.queued_at = 0.5
@@ -94,7 +94,7 @@ def test_the_span_is_a_child_of_the_frontends_and_has_its_times_and_counts():
 
 
 def test_a_request_of_an_earlier_engine_counts_what_this_one_made():
-    traced = Traced(0xA2)
+    traced = Traced()
     continued = request("a", 8)
     continued.token_ids += [7, 7, 7]
     traced.add(continued)
@@ -106,7 +106,7 @@ def test_a_request_of_an_earlier_engine_counts_what_this_one_made():
 
 
 def test_an_aborted_request_has_a_span_with_the_cause():
-    traced = Traced(0xA3)
+    traced = Traced()
     traced.add(request("a", 8))
     traced.stage.scheduler.abort(["a"], now=2.0, cause="client")
     span = traced.span()
@@ -118,7 +118,7 @@ def test_an_aborted_request_has_a_span_with_the_cause():
 
 
 def test_a_request_that_fails_has_a_failed_span_and_preemptions_are_counted():
-    traced = Traced(0xA4)
+    traced = Traced()
     traced.add(request("a", 8))
     traced.stage.step()
     traced.stage.preempt_running()
@@ -132,7 +132,7 @@ def test_a_request_that_fails_has_a_failed_span_and_preemptions_are_counted():
 
 
 def test_a_request_without_a_parent_has_no_span():
-    traced = Traced(0xA5)
+    traced = Traced()
     traced.stage.add(request("a", 8, max_tokens=1))
     traced.stage.step()
     assert traced.deferred == []
@@ -141,6 +141,8 @@ def test_a_request_without_a_parent_has_no_span():
 def test_an_add_names_the_parent_and_the_clients_id():
     trace_id = f"{0xB1:032x}"
     traced = parsed(trace_id, external_request_id="mine", attempt=3).extras[TracedRequest]
+    traced.record(traced.context.root("llm_request", 0, 1))
+    assert [span.parent_span_id for span in recent_spans(trace_id)] == [PARENT_ID]
     assert (f"{traced.context.trace_id:032x}", f"{traced.context.parent_id:016x}") == (trace_id, PARENT_ID)
     assert (traced.request_id, traced.model, traced.attempt) == ("mine", "fake", 3)
 
