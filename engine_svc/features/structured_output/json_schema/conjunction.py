@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from engine_svc.features.structured_output.json_schema.document import SchemaDocument, pointer
+from engine_svc.features.structured_output.json_schema.languages import STEPS, has_lookahead, rust_pattern
 from engine_svc.features.structured_output.json_schema.logic import Prover, kinds_of_type
-from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, rust_pattern
+from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class Node:
 
     def pattern(self, pattern: str, keyword: str) -> str | None:
         """The translated pattern; None, and a report of the keyword, if it has no translation."""
+        if has_lookahead(pattern):
+            self.prover.spend(STEPS)
         try:
             return rust_pattern(pattern)
         except UnsupportedPattern as error:

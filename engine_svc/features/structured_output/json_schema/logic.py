@@ -13,7 +13,7 @@ from engine_svc.features.structured_output.json_schema.document import (
     SchemaDocument,
     SchemaTooLarge,
 )
-from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, rust_pattern
+from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, translated
 
 # "fraction" is a number that is not an integer.
 KINDS = frozenset({"null", "boolean", "object", "array", "string", "integer", "fraction"})
@@ -351,7 +351,7 @@ def _mismatches(pattern: str, text: str) -> bool:
     if len(_UNBOUNDED.findall(pattern)) > 2:
         return False
     try:
-        return not re.search(rust_pattern(pattern).replace("$", r"\Z"), text)
+        return not re.search(translated(pattern).replace("$", r"\Z"), text)
     except (re.error, RecursionError, UnsupportedPattern):
         return False
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
+from engine_svc.features.structured_output.json_schema.languages import STEPS, Texts, pattern_of
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     ANY_VALUE,
@@ -19,7 +20,7 @@ from engine_svc.features.structured_output.json_schema.logic import (
     kinds_of_type,
     type_of_kinds,
 )  # fmt: skip
-from engine_svc.features.structured_output.json_schema.patterns import pattern_without
+from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, pattern_without
 
 MAX_NEGATED = 16  # branches of a oneOf: all pairs are compared
 _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}  # by the end of a keyword
@@ -104,6 +105,8 @@ class _Negation:
             case "minLength" | "minItems" | "minProperties":
                 size = keyword.removeprefix("min")
                 return {"type": _SIZED[size], f"max{size}": value - 1} if value > 0 else False
+            case "pattern":
+                return self._without_pattern(value)
             case "maxLength" | "maxItems" | "maxProperties":
                 size = keyword.removeprefix("max")
                 return {"type": _SIZED[size], f"min{size}": value + 1}
@@ -119,6 +122,14 @@ class _Negation:
         if "fraction" in others and "integer" not in others and "integer" in self.known.kinds:
             raise CannotNegate("type")
         return {"type": type_of_kinds(others)} if others else False
+
+    def _without_pattern(self, pattern: str) -> Any:
+        self.prover.spend(STEPS)
+        try:
+            others = pattern_of(~Texts.of(pattern))
+        except UnsupportedPattern:
+            raise CannotNegate("pattern") from None
+        return False if others is None else {"type": "string", "pattern": others}
 
     def _are_disjoint(self, branches: list[Any]) -> bool:
         return len(branches) <= MAX_NEGATED and all(

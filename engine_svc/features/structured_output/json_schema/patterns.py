@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_Ranges = tuple[tuple[int, int], ...]  # of code points
+Ranges = tuple[tuple[int, int], ...]  # of code points
 
-_LAST = 0x10FFFF
+LAST_CODE = 0x10FFFF
 # Control characters without a short escape: no output has them.
-_UNWRITABLE: _Ranges = ((0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
-UNWRITABLE = frozenset(chr(code) for first, last in _UNWRITABLE for code in range(first, last + 1))
+UNWRITABLE_CODES: Ranges = ((0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F))
+UNWRITABLE = frozenset(chr(code) for first, last in UNWRITABLE_CODES for code in range(first, last + 1))
 _NEVER = r"[^\x00-\U0010ffff]"
-_CLASSES: dict[str, _Ranges] = {
+_CLASSES: dict[str, Ranges] = {
     "d": ((0x30, 0x39),),
     "w": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
     "s": (
@@ -25,12 +25,13 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
 _CODE = re.compile(r"\\(?:x..|u....|U........)")
 # Parts of a translated pattern.
-_ONE = r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}|[^\\\[\](){}|*+?.]"
-_SINGLE = re.compile(rf"{_ONE}|\\[{{}}\]]")
-_RANGE = re.compile(rf"({_ONE})(?:-({_ONE}))?")
-_CLASS = re.compile(rf"\[((?:{_ONE})+)\]")
+ONE = r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}|[^\\\[\](){}|*+?.]"
+_SINGLE = re.compile(rf"{ONE}|\\[{{}}\]]")
+_RANGE = re.compile(rf"({ONE})(?:-({ONE}))?")
+_CLASS = re.compile(rf"\[((?:{ONE})+)\]")
 _COUNT = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
-_LOOKAROUND = re.compile(r"\(\?(=|!|<=|<!)")
+_LOOKBEHIND = re.compile(r"\(\?(<=|<!)")
+LOOKAHEADS = ("(?=", "(?!")
 _NAMED_GROUP = re.compile(r"\(\?P?<[A-Za-z_$][\w$]*>")
 
 
@@ -38,8 +39,8 @@ class UnsupportedPattern(ValueError):
     """A construct without a translation, which the message names."""
 
 
-def rust_pattern(pattern: str) -> str:
-    """The pattern in Rust's syntax, unanchored as before. Raises UnsupportedPattern."""
+def translated(pattern: str) -> str:
+    """The pattern in Rust's syntax, unanchored as before, but with lookaheads. Raises UnsupportedPattern."""
     return _Translation(pattern).run()
 
 
@@ -146,21 +147,22 @@ class _Texts:
             return texts
         if single := _SINGLE.match(self._text, self._at):
             self._at = single.end()
-            return [_character(single[0])]
+            return [chr(code_of(single[0]))]
         if (members := _CLASS.match(self._text, self._at)) is None:
             raise UnsupportedPattern("a part with many texts")
         self._at = members.end()
         codes: list[int] = []
         for first, last in _RANGE.findall(members[1]):
-            low, high = ord(_character(first)), ord(_character(last or first))
+            low, high = code_of(first), code_of(last or first)
             if high - low >= self._max_texts:
                 raise UnsupportedPattern(f"more than {self._max_texts} texts")
             codes += range(low, high + 1)
         return self._distinct(map(chr, codes))
 
 
-def _character(text: str) -> str:
-    return chr(int(text.lstrip("\\xuU"), 16)) if _CODE.fullmatch(text) else text.removeprefix("\\")
+def code_of(text: str) -> int:
+    """The code of one character of a translated pattern."""
+    return int(text.lstrip("\\xuU"), 16) if _CODE.fullmatch(text) else ord(text.removeprefix("\\"))
 
 
 class _Translation:
@@ -213,8 +215,12 @@ class _Translation:
             self._at += 1  # lazy: the same language
 
     def _group(self) -> None:
-        if lookaround := _LOOKAROUND.match(self._text, self._at):
-            raise UnsupportedPattern(f"lookaround (?{lookaround[1]}")
+        if lookbehind := _LOOKBEHIND.match(self._text, self._at):
+            raise UnsupportedPattern(f"lookbehind (?{lookbehind[1]}")
+        if self._text.startswith(LOOKAHEADS, self._at):
+            self._out.append(self._text[self._at : self._at + 3])
+            self._at += 3
+            return
         if opening := _NAMED_GROUP.match(self._text, self._at):
             self._at += len(opening[0])
         elif self._text.startswith("(?:", self._at):
@@ -236,7 +242,7 @@ class _Translation:
             return _class_text([], [member])
         return _class_text(member)
 
-    def _member(self) -> _Ranges | str:
+    def _member(self) -> Ranges | str:
         """An escape, inside or outside of a class, as ranges; a property as it is, without its ranges."""
         letter = self._text[self._at + 1 : self._at + 2]
         self._at += 2
@@ -245,7 +251,7 @@ class _Translation:
         if letter in _CLASSES:
             return _CLASSES[letter]
         if letter.lower() in _CLASSES:
-            return _without(_CLASSES[letter.lower()])
+            return outside(_CLASSES[letter.lower()])
         if letter in "pP":
             name = re.compile(r"\{[\w=]+\}").match(self._text, self._at)
             if not name:
@@ -308,7 +314,7 @@ class _Translation:
         self._at += 1
         return _class_text(ranges, properties, is_negated=is_negated)
 
-    def _class_member(self) -> _Ranges | str:
+    def _class_member(self) -> Ranges | str:
         if self._at >= len(self._text):
             raise UnsupportedPattern("a character class without end")
         character = self._text[self._at]
@@ -321,19 +327,19 @@ class _Translation:
         return self._member()
 
 
-def _one(code: int) -> _Ranges:
+def _one(code: int) -> Ranges:
     _code(code)
     return ((code, code),)
 
 
-def _without(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+def outside(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The code points outside of ranges."""
     others, start = [], 0
     for first, last in sorted(ranges):
         if start < first:
             others.append((start, first - 1))
         start = max(start, last + 1)
-    return (*others, *([(start, _LAST)] if start <= _LAST else ()))
+    return (*others, *([(start, LAST_CODE)] if start <= LAST_CODE else ()))
 
 
 def _class_text(
@@ -346,24 +352,42 @@ def _class_text(
     """
     members = "".join(properties)
     if is_negated:
-        ranges = _without(_without([*ranges, *_UNWRITABLE]))
+        ranges = outside(outside([*ranges, *UNWRITABLE_CODES]))
         return f"[^{_range_text(ranges)}{members}]"
-    ranges = _without([*_UNWRITABLE, *_without(ranges)])
+    ranges = outside([*UNWRITABLE_CODES, *outside(ranges)])
     if members:
-        return f"[{_range_text(ranges)}{members}&&[^{_range_text(_UNWRITABLE)}]]"
+        return f"[{_range_text(ranges)}{members}&&[^{_range_text(UNWRITABLE_CODES)}]]"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _code(ranges[0][0])
     return f"[{_range_text(ranges)}]" if ranges else _NEVER
 
 
-def _range_text(ranges: _Ranges) -> str:
+def written_class(ranges: Iterable[tuple[int, int]]) -> str:
+    """One of some characters in the syntax of ECMA-262."""
+    ranges = outside(outside(ranges))
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _literal(chr(ranges[0][0]))
+    return (
+        "["
+        + "".join(
+            _ecma(first) if first == last else f"{_ecma(first)}-{_ecma(last)}" for first, last in ranges
+        )
+        + "]"
+    )
+
+
+def _ecma(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\u{{{code:x}}}"
+
+
+def _range_text(ranges: Ranges) -> str:
     return "".join(
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in ranges
     )
 
 
 def _code(code: int) -> str:
-    if 0xD800 <= code < 0xE000 or code > _LAST:
+    if 0xD800 <= code < 0xE000 or code > LAST_CODE:
         raise UnsupportedPattern(f"the code {code:#x}, which is no character")
     # Spelled so that Python reads it, too.
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -27,8 +27,8 @@ from engine_svc.features.structured_output.json_schema.negation import CannotNeg
 from engine_svc.features.structured_output.json_schema.patterns import (
     UNWRITABLE,
     UnsupportedPattern,
-    rust_pattern,
     texts_of,
+    translated,
 )
 
 MAX_BRANCHES = 64  # that one keyword may become
@@ -190,7 +190,7 @@ def with_named_patterns(node: Node) -> Node:
 def _names_of(pattern: str) -> list[str]:
     """All names that a pattern has, if they are few and can be written."""
     try:
-        names = texts_of(rust_pattern(pattern), MAX_NAMED)
+        names = texts_of(translated(pattern), MAX_NAMED)
     except UnsupportedPattern:
         return []
     return [] if _has_control(names) else names

@@ -190,7 +190,7 @@ def test_123_a_constraint_that_no_backend_takes_is_refused_with_its_cause(kind, 
     ("kind", "document"),
     [
         (ConstraintKind.JSON_SCHEMA, {"type": "q" * 100_000}),
-        (ConstraintKind.JSON_SCHEMA, {"properties": {"q" * 10_000: {"not": {"pattern": "a"}}}}),
+        (ConstraintKind.JSON_SCHEMA, {"properties": {"q" * 10_000: {"not": {"format": "email"}}}}),
         (ConstraintKind.STRUCTURAL_TAG, {"format": {"type": "q" * 100_000}}),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaTooLarge
-from engine_svc.features.structured_output.json_schema.patterns import rust_pattern, texts_of
+from engine_svc.features.structured_output.json_schema.patterns import texts_of, translated
 from engine_svc.features.structured_output.json_schema.rewrite import rewrite
 
 NAMES = ("a", "b", "c")
@@ -149,15 +149,16 @@ def test_random_schemas_keep_their_instances(seed):
 UNENFORCED = [
     ({"uniqueItems": True}, "uniqueItems", ""),
     ({"properties": {"a/b": {"contains": {"const": 1}}}}, "contains", "/properties/a~1b"),
-    ({"not": {"pattern": "a"}}, "not", ""),
-    ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "oneOf", ""),
+    ({"not": {"pattern": r"a\b"}}, "not", ""),
+    ({"not": {"pattern": "^[ab]*a[ab]{12}$"}}, "not", ""),
+    ({"oneOf": [{"format": "email"}, {"format": "uri"}]}, "oneOf", ""),
     ({"if": {"format": "date"}, "then": False}, "if", ""),
     ({"items": {"minProperties": 2}}, "minProperties", "/items"),
     ({"properties": {"a": {}}, "maxProperties": 3}, "maxProperties", ""),
     ({"propertyNames": {"not": {"const": "a"}}}, "propertyNames", ""),
     ({"anyOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties", ""),
     ({"allOf": [{"prefixItems": [{}]}], "unevaluatedItems": False}, "unevaluatedItems", ""),
-    ({"anyOf": [{"pattern": "(?=a)b"}]}, "pattern", "/anyOf/0"),
+    ({"anyOf": [{"pattern": "(?<=a)b"}]}, "pattern", "/anyOf/0"),
     ({"pattern": r"(a)\1"}, "pattern", ""),
     ({"pattern": r"\bword"}, "pattern", ""),
     ({"patternProperties": {"(?<!a)b": {}}, "additionalProperties": False}, "patternProperties", ""),
@@ -334,7 +335,7 @@ def test_branches_are_distinguished_by_what_stands_beside(schema, valid, invalid
 
 def test_a_pattern_that_takes_exponential_time_is_not_searched():
     schema = {"oneOf": [{"pattern": "^(a+)+$"}, {"const": "a" * 100 + "b"}]}
-    assert [found.keyword for found in rewrite(json.dumps(schema)).unenforced] == ["oneOf"]
+    assert not rewrite(json.dumps(schema)).unenforced
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_a_pattern_that_takes_exponential_time_is_not_searched():
     ],
 )
 def test_a_pattern_with_few_texts_is_enumerated(pattern, texts):
-    assert texts_of(rust_pattern(pattern), 16) == texts
+    assert texts_of(translated(pattern), 16) == texts
 
 
 def test_spellings_of_earlier_drafts():
