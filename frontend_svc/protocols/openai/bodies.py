@@ -154,6 +154,7 @@ class Message(Base):
     reasoning: str | None = None
     audio: None = None
     function_call: None = None
+    refusal: str | None = None  # as in an answer, in place of its text
 
 
 def _struct_of(message: type[ProtoMessage]) -> type[Base]:

@@ -43,7 +43,6 @@ IGNORED_IN_MESSAGES = frozenset(
         "cache_control",
         "provider_specific_fields",
         "reasoning_details",
-        "refusal",
         "thinking_blocks",
     }
 )

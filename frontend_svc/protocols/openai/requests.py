@@ -194,6 +194,8 @@ def message_of(message: Message, field: str) -> chat_message_pb2.ChatMessage:
         texts = [content]
     else:
         texts = [text_of(part, f"{field}.content[{index}]") for index, part in enumerate(content or ())]
+    if message.refusal:
+        texts.append(message.refusal)
     return chat_message_pb2.ChatMessage(
         role=f"CHAT_ROLE_{message.role.upper()}",
         parts=[chat_message_pb2.ChatPart(text=text) for text in texts],

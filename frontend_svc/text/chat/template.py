@@ -6,12 +6,13 @@ A model without a template gets a fallback. If the vocabulary has `<|im_start|>`
 ChatML: `<|im_start|>role`, a line break, the content, `<|im_end|>`, a line break. Otherwise it is the BOS
 token, if there is one, then a line `role: content` per message, and `assistant:` to open the answer.
 
-Tools and calls that a template does not show are refused: the model would not see them. Neither fallback
-shows them.
+Tools, calls and messages that a template does not show are refused: the model would not see them. Neither
+fallback shows tools and calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from frontend_svc.text.chat.shown_messages import Conversation, in_other_form, missing_messages
 from frontend_svc.text.chat.template_facts import TemplateFacts, facts_of
 from frontend_svc.text.chat.template_messages import shape_messages
 from frontend_svc.text.tokenize.text_files import TextRefused
@@ -71,6 +73,43 @@ class _Compiled:
     facts: TemplateFacts
 
 
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """Renders messages by one template, with the other variables of a conversation."""
+
+    template: Template
+    variables: Mapping[str, Any]
+    max_chars: int
+    is_continued: bool  # the last message goes on
+
+    def text_of(self, messages: list[dict[str, object]]) -> str:
+        """The prompt, in which all messages are. Raises TextRefused."""
+        conversation = Conversation(messages, list(range(len(messages))))
+        text = self._written(messages)
+        missing = missing_messages(messages, text, self._marked)
+        if missing and (other := in_other_form(conversation, missing)) is not None:
+            with contextlib.suppress(TextRefused):
+                text = self._written(other.messages)
+                missing, conversation = missing_messages(other.messages, text, self._marked), other
+        if missing:
+            field = f"messages[{conversation.origins[missing[0]]}]"
+            raise TextRefused(f"{field}: the chat template does not show this message", field=field)
+        return text
+
+    def _written(self, messages: list[dict[str, object]]) -> str:
+        if not self.is_continued:
+            return _render(self.template, {**self.variables, "messages": messages}, self.max_chars)
+        opened = [*messages[:-1], dict(messages[-1])]
+        final_text = _open_final(opened)
+        text = _render(self.template, {**self.variables, "messages": opened}, self.max_chars)
+        return _cut_open_end(text, final_text)
+
+    def _marked(self, messages: list[dict[str, object]]) -> str:
+        with contextlib.suppress(TextRefused):
+            return _render(self.template, {**self.variables, "messages": messages}, self.max_chars)
+        return ""
+
+
 class ChatTemplate:
     """The chat templates of one model by name, and the special tokens that they may use by variable."""
 
@@ -95,15 +134,15 @@ class ChatTemplate:
             raise TextRefused("continue_final_message and add_generation_prompt exclude each other")
         compiled = self._compile(self._chosen(conversation.get("chat_template"), has_tools=tools is not None))
         messages = shape_messages(conversation.get("messages"), compiled.facts)
-        final_text = _open_final(messages) if is_continued else ""
         variables = self._variables | _arguments(conversation.get("arguments"))
-        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
+        variables |= {"tools": tools, "add_generation_prompt": opens_answer}
         variables.setdefault("documents", None)
         _check_calls(messages, compiled.facts)
-        text = _render(compiled.template, variables, max_chars)
+        rendering = _Rendering(compiled.template, variables, max_chars, is_continued)
+        text = rendering.text_of(messages)
         if conversation.get("may_hide_tools") is not True:
             _check_tools(tools, text, compiled.facts)
-        return _cut_open_end(text, final_text) if is_continued else text
+        return text
 
     def _chosen(self, given: object, *, has_tools: bool) -> str:
         if isinstance(given, str) and given:

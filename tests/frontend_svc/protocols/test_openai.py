@@ -506,6 +506,43 @@ async def test_messages_are_tokenized_with_the_options_of_chats():
     assert unread.headers["x-triptych-ignored-fields"] == "chat_template_kwargs"
 
 
+SYSTEM_FIRST = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+async def test_no_message_is_lost_and_one_that_cannot_be_shown_is_refused_by_its_field():
+    engine = FakeEngine(answer(TEXT), chat_template=SYSTEM_FIRST)
+    user, developer = {"role": "user", "content": "hi"}, {"role": "developer", "content": "D"}
+    refusal = {"role": "assistant", "content": None, "refusal": "no"}
+    late = {"role": "system", "content": "late"}
+    turns: list[tuple[str, dict[str, Any], str]] = [
+        ("chat/completions", {"messages": [developer, user]}, "S:D;hi;"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "system", "content": "S"}, developer, user]},
+            "S:S\n\nD;hi;",
+        ),
+        ("chat/completions", {"messages": [user, refusal, user]}, "hi;no;hi;"),
+        ("responses", {"instructions": "I", "input": [developer, user]}, "S:I\n\nD;hi;"),
+    ]
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("chat/completions", {"messages": [user, late]}, "messages[1]"),
+        ("responses", {"input": [user, late]}, "input[1]"),
+        ("messages", {"messages": [user, late]}, "messages[1]"),
+    ]
+    async with served(engine) as client:
+        for path, body, prompt in turns:
+            assert (await client.post(f"/v1/{path}", body)).status == 200
+            assert TOKENIZER.decode(engine.requests[-1].prompt) == prompt
+        for path, body, field in refused:
+            reply = await client.post(f"/v1/{path}", body)
+            assert reply.status == 400
+            assert reply.body["error"]["message"].startswith(f"{field}: the chat template does not show")
+
+
 async def test_the_id_of_a_call_is_the_clients_own():
     async with served(FakeEngine(answer(TEXT))) as client:
         reply = await client.post("/v1/completions", {"prompt": "the"}, **{"x-request-id": "mine"})

@@ -185,8 +185,10 @@ def test_content_comes_as_the_template_reads_it(source, content, prompt):
 def test_parts_that_are_no_text_are_for_templates_that_go_through_parts():
     picture = [{"type": "image"}, *PARTS]
     assert (
-        render_message("{% for part in messages[0].content %}{{ part.type }} {% endfor %}", picture)
-        == "image text text "
+        render_message(
+            "{% for part in messages[0].content %}{{ part.text or part.type }} {% endfor %}", picture
+        )
+        == "image one two "
     )
     with pytest.raises(TextRefused, match="message 0 has more than text"):
         render_message("{{ messages[0].content }}", picture)
@@ -205,13 +207,15 @@ def test_continuing_and_opening_an_answer_exclude_each_other():
 
 
 def test_templates_have_names_and_that_for_tools_is_used_with_tools():
-    for_tools = "{{ tools[0].function.name }}"
-    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": for_tools}]
+    text = "{{ messages[0].content }}"
+    for_tools = text + "{{ tools[0].function.name }}"
+    named = [{"name": "default", "template": text}, {"name": "tool_use", "template": for_tools}]
     config = {"chat_template": named}
     both = ChatTemplate(read_templates(config, ""), {})
-    assert both.render({"messages": ASKED}, max_chars=10) == "d"
-    assert both.render({"messages": ASKED, "tools": []}, max_chars=10) == "d"
-    assert both.render({"messages": ASKED, "tools": [WEATHER]}, max_chars=10) == "weather"
+    hi = [{"role": "user", "content": "hi"}]
+    assert both.render({"messages": hi}, max_chars=99) == "hi"
+    assert both.render({"messages": hi, "tools": []}, max_chars=99) == "hi"
+    assert both.render({"messages": hi, "tools": [WEATHER]}, max_chars=99) == "hiweather"
     only_named = ChatTemplate(read_templates({"chat_template": {"rag": "r"}}, ""), {})
     with pytest.raises(TextRefused, match="none of the model's chat templates is the default one: rag"):
         only_named.render({"messages": ASKED}, max_chars=10)
@@ -238,9 +242,10 @@ def test_a_client_s_own_template_is_used_instead_of_the_model_s():
 
 
 def test_arguments_reach_the_template_but_do_not_change_the_conversation():
-    assert render_message("{{ colour }}", arguments={"colour": "red"}) == "red"
+    source = "{{ colour }} {{ messages[0].content }}"
+    assert render_message(source, arguments={"colour": "red"}) == "red hi"
     with pytest.raises(TextRefused, match="must not be named messages"):
-        render_message("{{ colour }}", arguments={"messages": []})
+        render_message(source, arguments={"messages": []})
 
 
 @pytest.mark.parametrize(
@@ -249,7 +254,8 @@ def test_arguments_reach_the_template_but_do_not_change_the_conversation():
 )
 def test_a_developer_is_the_system_where_the_template_does_not_name_the_role(condition, role):
     messages = [{"role": "developer", "content": "Be brief."}]
-    assert render("{{ messages[0].role }}" + condition, {"messages": messages}) == role
+    source = "{{ messages[0].role }}: {{ messages[0].content }}" + condition
+    assert render(source, {"messages": messages}) == f"{role}: Be brief."
 
 
 def test_chatml_without_a_template():
@@ -283,7 +289,7 @@ def test_lines_without_a_template():
         "{% for m in messages %}{{ m.content }}{% endfor %}weather",
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}You have tools.{% endif %}",
         "{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}",
-        "{% for tool in (tools or [])[:1] %}{{ tool.function.name }}{% endfor %}",
+        "{% for tool in (tools or [])[:1] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}",
     ],
 )
 def test_tools_that_the_template_does_not_show_are_refused(source):
@@ -328,9 +334,65 @@ def test_what_leaves_the_sandbox_or_goes_wrong_is_refused(source):
 def test_size_of_templates_and_of_prompts_is_limited():
     with pytest.raises(TextRefused, match=rf"must have at most {MAX_TEMPLATE_CHARS}"):
         render_message("x" * (MAX_TEMPLATE_CHARS + 1))
-    assert render("xxxx", {"messages": ASKED}, max_chars=4) == "xxxx"
+    source, hi = "xx{{ messages[0].content }}", {"messages": [{"role": "user", "content": "hi"}]}
+    assert render(source, hi, max_chars=4) == "xxhi"
     with pytest.raises(TextRefused, match="more than 3 characters"):
-        render("xxxx", {"messages": ASKED}, max_chars=3)
+        render(source, hi, max_chars=3)
+
+
+def said(role: str, content: object, **more: object) -> dict[str, object]:
+    return {"role": role, "content": content, **more}
+
+
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content | trim }};"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }};"
+    "{% elif m.role == 'assistant' %}A:{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+    "{% else %}{{ m.content }}{% endif %};{% endif %}{% endfor %}"
+)
+CALL_OF_F = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([said("developer", "D"), said("user", "U")], "S:D;U:U;"),
+        ([said("system", "S"), said("developer", "D"), said("user", "U")], "S:S\n\nD;U:U;"),
+        ([said("system", " "), said("developer", "D"), said("user", "U")], "S:D;U:U;"),
+        ([said("user", "a"), said("assistant", "", tool_calls=CALL_OF_F)], "U:a;A:f;"),
+        ([said("user", "a"), said("assistant", "S", tool_calls=CALL_OF_F)], "U:a;A:S;A:f;"),
+    ],
+)
+def test_messages_that_a_template_leaves_out_are_rendered_in_a_form_that_it_shows(messages, prompt):
+    assert render(FIRST_SYSTEM, {"messages": messages}) == prompt
+
+
+@pytest.mark.parametrize(
+    ("messages", "index"),
+    [
+        # The text of each is also elsewhere in the prompt.
+        ([said("user", "U"), said("system", "U")], 1),
+        ([said("user", "U" * 99), said("tool", "U" * 99)], 1),
+        ([said("system", "S"), said("user", "U"), said("developer", ":")], 2),
+    ],
+)
+def test_a_message_that_a_template_cannot_show_is_refused(messages, index):
+    with pytest.raises(TextRefused, match="does not show this message") as caught:
+        render(FIRST_SYSTEM, {"messages": messages})
+    assert caught.value.field == f"messages[{index}]"
+
+
+def test_a_part_that_a_template_does_not_show_is_no_less_a_message():
+    first = "{{ messages[0].content[0].text }}{% for part in messages[0].content %}{% endfor %}"
+    with pytest.raises(TextRefused, match="does not show this message"):
+        render_message(first, PARTS)
+
+
+@pytest.mark.parametrize("text", ["  padded  ", "<think>hm</think>said", '"quoted" <&> \\n', "日本"])
+def test_a_text_that_a_template_changes_is_shown(text):
+    source = "{{ messages[0].content.split('</think>')[-1] | trim | tojson }}"
+    assert render_message(source, text)
 
 
 @pytest.mark.parametrize("messages", [None, [], ["x"], [{"role": "user", "content": 5}]])

@@ -282,7 +282,7 @@ async def test_half_a_character_is_refused(make_workers):
     with pytest.raises(InvalidArgument, match="half a character"):
         await encode(workers, "a\ud800")
     with pytest.raises(InvalidArgument, match="half a character"):
-        await workers.render(files(), chat("{{ '\\ud800' }}"))
+        await workers.render(files(), chat("{{ messages[0].content + '\\ud800' }}"))
 
 
 async def test_closing_ends_idle_and_busy_workers(make_workers):
