@@ -90,6 +90,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
     admin = AdminServicer("coordinator", f"coordinator-{config.index}", topology.status, lifecycle=lifecycle)
     metrics = coordinator_metrics(registry, topology, operations)
     security = listener_security(config)
+    security.register(metrics, "coordinator")
     servers: list[Listener] = [
         Server(
             listen=listen_at(config.uds, config.host, config.port),

@@ -103,6 +103,7 @@ def build_frontend(
     clock = MonotonicClock()
     security, credentials = listener_security(config, config.client_keys), peer_credentials(config)
     metrics = Metrics("frontend")
+    security.register(metrics, "frontend")
     text_workers = TextWorkers(config.text_workers, time_limit_s=config.text_time_limit_s)
     loop_lag = LoopLag(clock)
     # Sampled only while requests are open: a 10 ms timer would cause most of an idle process's CPU time.

@@ -23,6 +23,7 @@ from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from triptych_cli.services import embedded_model
 from triptych_kit.clock import FakeClock
+from triptych_kit.security.listeners import OPEN_LISTENERS
 from triptych_kit.telemetry.metrics import Family, Metrics
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -38,6 +39,8 @@ async def registered() -> dict[str, Metrics]:
     engine = build_served_engine(config)
     engine.shares_experts = True  # for the metrics of lockstep
     register_engine(engine.metrics, engine, EngineCoreServicer(engine))
+    OPEN_LISTENERS.register(engine.metrics, "engine")
+    OPEN_LISTENERS.register(coordinator, "coordinator")
     configs = SchedulerConfig(64), CacheConfig(10, (FullAttention(4),))
     scheduler_features(config, SchedulerContext(clock, lambda work: None, *configs, engine.metrics))
     frontend = build_frontend(FrontendConfig(engine=("127.0.0.1:1",)))

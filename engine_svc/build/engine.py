@@ -137,6 +137,7 @@ def build_servers(
     """The listener for frontends, then the admin listeners. Raises ConfigError for unusable certificates."""
     security = listener_security(config)
     register_engine(engine.metrics, engine, servicer)
+    security.register(engine.metrics, "engine")
     admin = AdminServicer(
         "engine",
         f"engine-{config.index}",

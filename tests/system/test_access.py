@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import http.client
 import json
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,14 +187,16 @@ async def test_every_role_at_every_rpc_of_every_listener(guarded: Guarded) -> No
     assert num_cells > 2000
 
 
-async def http_answer(address: str, method: str, path: str, key: str) -> tuple[int, bytes]:
-    """The status and the body of an answer to an empty object."""
+async def http_answer(
+    address: str, method: str, path: str, key: str, body: bytes = b"{}"
+) -> tuple[int, bytes]:
+    """The status and the body of an answer."""
 
     def answer() -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         try:
-            connection.request(method, path, body=b"{}", headers=headers)
+            connection.request(method, path, body=body, headers=headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -268,6 +271,91 @@ def hello(frontend_id: str, session_id: str, epoch: int) -> engine_pb2.ConnectRe
             role=session_pb2.PEER_ROLE_FRONTEND,
         )
     )
+
+
+def replace_by_folder(keys: Path) -> None:
+    keys.unlink()
+    keys.mkdir()
+
+
+def replace_by_loop(keys: Path) -> None:
+    """No user can read it, root neither."""
+    keys.unlink()
+    keys.symlink_to(keys)
+
+
+# What becomes of the file, with the status of its keys and that of /ready.
+FILE_FAULTS: dict[str, tuple[Callable[[Path], object], int, int]] = {
+    "emptied": (lambda keys: keys.write_text(""), 401, 200),
+    "removed": (lambda keys: keys.unlink(), 401, 503),
+    "unreadable": (replace_by_loop, 503, 503),
+    "a folder": (replace_by_folder, 503, 503),
+    "broken": (lambda keys: keys.write_text(entries()[:-9]), 503, 503),
+}
+
+
+@pytest.mark.chaos
+async def test_no_key_is_served_two_seconds_after_its_file_was_lost_under_load(guarded: Guarded) -> None:
+    address, keys = guarded.address("frontend.http"), guarded.keys
+    answered: list[tuple[float, int]] = []  # when it was sent, and its status
+    arrived = asyncio.Condition()
+    is_over = False
+
+    async def load(key: str) -> None:
+        body = json.dumps({"prompt": "Once upon", "max_tokens": 8, "temperature": 0}).encode()
+        while not is_over:
+            sent_at = time.monotonic()
+            status, _ = await http_answer(address, "POST", "/v1/completions", key, body)
+            answered.append((sent_at, status))
+            async with arrived:
+                arrived.notify_all()
+
+    async def first_after(began_at: float, status: int, limit_s: float) -> None:
+        """Wait for an answer with this status to a request that was sent after `began_at`."""
+
+        def has_come() -> bool:
+            return any(sent_at >= began_at and each == status for sent_at, each in answered)
+
+        async with asyncio.timeout(limit_s), arrived:
+            await arrived.wait_for(has_come)
+
+    running = [asyncio.ensure_future(load(key_of("client"))) for _ in range(8)]
+    try:
+        for name, (fault, status, ready_status) in FILE_FAULTS.items():
+            await first_after(time.monotonic(), 200, LIMIT_S)
+            fault_at = time.monotonic()
+            fault(keys)
+            await first_after(fault_at, status, 2.0)
+            refused_at = time.monotonic()
+            ready, body = await http_answer(address, "GET", "/ready", "")
+            assert (name, ready) == (name, ready_status)
+            assert (b"KEYS_UNREADABLE".lower() in body) is (ready_status == 503)
+            metrics, shown = await http_answer(address, "GET", "/metrics", key_of("client"))
+            assert metrics == status, shown
+            async with open_channel(
+                guarded.address("frontend.address"), credentials=ChannelCredentials(api_key=key_of("client"))
+            ) as channel:
+                error = await ask(channel, next(one for one in METHODS if one.name == "ListModels"))
+            expected = grpc.StatusCode.UNAUTHENTICATED if status == 401 else grpc.StatusCode.UNAVAILABLE
+            assert error is not None and error.code is expected
+            # A few more of each sender.
+            for _ in range(3):
+                await first_after(time.monotonic(), status, LIMIT_S)
+            assert {each for sent_at, each in answered if sent_at >= refused_at} == {status}, name
+            restore(keys)
+    finally:
+        is_over = True
+        await asyncio.gather(*running)
+        restore(keys)
+    assert {status for _, status in answered} == {200, 401, 503}
+
+
+def restore(keys: Path) -> None:
+    if keys.is_dir():
+        keys.rmdir()
+    whole = keys.with_suffix(".new")
+    whole.write_text(entries())
+    whole.replace(keys)
 
 
 async def test_the_session_of_a_frontend_cannot_be_taken_over(guarded: Guarded) -> None:

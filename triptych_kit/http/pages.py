@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from prometheus_client.metrics_core import Metric
 
 from triptych_kit.addresses import is_loopback
-from triptych_kit.errors import PermissionDenied, Unauthenticated
+from triptych_kit.errors import PermissionDenied, Unauthenticated, Unavailable
 from triptych_kit.security.access import ANY_ROLE, check_role
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.identity import Role
@@ -137,6 +137,8 @@ class Pages:
             return refused(401, error.message)
         except PermissionDenied as error:
             return refused(403, error.message)
+        except Unavailable as error:
+            return refused(503, error.message)
         return None
 
 

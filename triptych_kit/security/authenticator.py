@@ -33,8 +33,18 @@ class Authenticator:
         """Whether a caller has to prove who it is."""
         return self._credentials is not None or self._verifies_certificates
 
+    @property
+    def has_file(self) -> bool:
+        """Whether credentials are in a file."""
+        return self._credentials is not None and self._credentials.has_file
+
+    @property
+    def fault(self) -> str:
+        """Why callers cannot be identified by the file of credentials now; empty if they can."""
+        return "" if self._credentials is None else self._credentials.fault
+
     def identify(self, authorization: str, certificate_names: Iterable[str]) -> Identity:
-        """The identity of a caller. Raises Unauthenticated.
+        """The identity of a caller. Raises Unauthenticated, or Unavailable where it cannot be known now.
 
         authorization: the header of that name, Bearer KEY or, as browsers send it, Basic with the key as the
         password; empty without one.  certificate_names: of the certificate that the connection has proved.

@@ -3,7 +3,7 @@
 A YAML list. An entry has a `name`, a `role`, and one of `sha256` (of a key, in hex), `key` and `certificate`
 (the common name, or a DNS or URI name of a certificate that the listener's CA has signed). Optional are
 `tenant`, `expires` (an ISO date or time, UTC) and the limits of the tenant. Several entries may have the same
-name, so that a new key is valid before the old one is removed.
+name, so that a new key is valid before the old one is removed. An empty file has no entries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import yaml
 
 from triptych_kit.clock import Clock, MonotonicClock
 from triptych_kit.config import ConfigError
-from triptych_kit.errors import Unauthenticated
-from triptych_kit.security.files import version_of
+from triptych_kit.errors import Unauthenticated, Unavailable
+from triptych_kit.security.files import Version, is_recent, version_of
 from triptych_kit.security.identity import Identity, Role, TenantLimits
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ MIN_KEY_CHARACTERS = 16
 _MAX_ENTRIES = 1024
 _MAX_BYTES = 1024 * 1024
 _LOOK_S = 1.0  # how long a removed key may still be accepted
+_RETRY_MS = 1000
 _NAME = re.compile(r"[A-Za-z0-9._:/@-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIMITS = tuple(field.name for field in fields(TenantLimits))
@@ -53,18 +54,29 @@ class Entry:
 class Credentials:
     """The entries of a file, which is read again when it changes, and keys that are given otherwise.
 
-    Raises ConfigError if the file cannot be read or has an error. If that happens after a change, the entries
-    read before stay valid and the error is logged.
+    Raises ConfigError if the file cannot be read or has an error. If that happens after a change, no entry of
+    the file is valid, as any of them may have been removed: callers get Unavailable until it can be read
+    again, or Unauthenticated where it is gone.
     """
 
     def __init__(self, path: str | None, extra: Iterable[Entry] = (), *, clock: Clock | None = None) -> None:
         self._path = path
         self._extra = tuple(extra)
         self._clock = clock or MonotonicClock()
-        self._version = version_of([path] if path else [])
-        self._is_unread = False
+        self._version: Version | None = version_of([path] if path else [])
         self._looked_at = self._clock.now()
         self._entries = (*self._extra, *(read_entries(path) if path else ()))
+        self._fault: ConfigError | None = None
+
+    @property
+    def has_file(self) -> bool:
+        return self._path is not None
+
+    @property
+    def fault(self) -> str:
+        """Why the file cannot be read now; empty if it can."""
+        self._current()
+        return "" if self._fault is None else str(self._fault)
 
     def by_key(self, key: str) -> Identity:
         """The identity of a key. Raises Unauthenticated for one that is unknown or has expired."""
@@ -75,6 +87,7 @@ class Credentials:
             if entry.digest is not None and hmac.compare_digest(entry.digest, presented):
                 match = entry
         if match is None:
+            self._check_known()
             raise Unauthenticated("the API key is not known", reason="UNKNOWN_KEY")
         return _unless_expired(match, "API key")
 
@@ -84,7 +97,15 @@ class Credentials:
         for entry in self._current():
             if entry.certificate is not None and entry.certificate in known:
                 return _unless_expired(entry, "certificate")
+        self._check_known()
         return None
+
+    def _check_known(self) -> None:
+        """Raises Unavailable if the file may have an entry that cannot be read."""
+        if self._fault is not None and not isinstance(self._fault.__cause__, FileNotFoundError):
+            raise Unavailable(
+                "the file of API keys cannot be read", reason="KEYS_UNREADABLE", retry_after_ms=_RETRY_MS
+            )
 
     def _current(self) -> tuple[Entry, ...]:
         now = self._clock.now()
@@ -92,16 +113,23 @@ class Credentials:
             return self._entries
         self._looked_at = now
         version = version_of([self._path])
-        if version != self._version or self._is_unread:
-            is_new, self._version, self._is_unread = version != self._version, version, False
-            try:
-                self._entries = (*self._extra, *read_entries(self._path))
-                logger.info("credentials read again", extra={"num_entries": len(self._entries)})
-            except ConfigError as error:
-                # Such as for lack of file descriptors, which is over without a change of the file.
-                self._is_unread = isinstance(error.__cause__, OSError)
-                if is_new:
-                    logger.error("credentials not read again", extra={"cause": str(error)})
+        if version == self._version:
+            return self._entries
+        known, fault = self._entries, self._fault
+        try:
+            self._entries, self._fault = (*self._extra, *read_entries(self._path)), None
+            # Two changes within a tick of the file system's clock have one version.
+            self._version = None if is_recent(version) else version
+        except ConfigError as error:
+            self._entries, self._fault = self._extra, error
+            # A lack of file descriptors is over without a change of the file.
+            self._version = None if isinstance(error.__cause__, OSError) else version
+        if self._fault is not None and str(self._fault) != str(fault):
+            logger.error(
+                "API keys cannot be read, none of the file is valid", extra={"cause": str(self._fault)}
+            )
+        elif self._fault is None and (fault is not None or self._entries != known):
+            logger.info("API keys read again", extra={"num_entries": len(self._entries)})
         return self._entries
 
 
@@ -123,6 +151,8 @@ def parse_entries(content: bytes | str, what: str) -> tuple[Entry, ...]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         # Its own message would quote the line, which may be a key.
         raise ConfigError(f"{what} is not YAML{_mark_of(error)}") from None
+    if document is None:
+        return ()
     if not isinstance(document, list):
         raise ConfigError(f"{what} is not a list of entries")
     if len(document) > _MAX_ENTRIES:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 Version = tuple[tuple[int, int, int, int], ...]
+
+# Longer than a tick of the clock by which file systems stamp changes; FAT's has 2 s.
+_TICK_NS = 2_000_000_000
 
 
 def version_of(paths: Sequence[str]) -> Version:
@@ -14,6 +18,12 @@ def version_of(paths: Sequence[str]) -> Version:
     A file that is missing counts as a version.
     """
     return tuple(map(_version, paths))
+
+
+def is_recent(version: Version) -> bool:
+    """Whether a file changed so lately that a further change could leave its version as it is."""
+    newest_ns = max((changed_ns for _, changed_ns, *_ in version), default=0)
+    return abs(time.time_ns() - newest_ns) < _TICK_NS
 
 
 def _version(path: str) -> tuple[int, int, int, int]:

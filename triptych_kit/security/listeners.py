@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.tls import ListenerTLS
+from triptych_kit.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,24 @@ class ListenerSecurity:
 
     authenticator: Authenticator
     tls: ListenerTLS | None = None
+
+    def register(self, metrics: Metrics, service: str) -> None:
+        """Register a metric of the files that are read again when they change."""
+        metrics.gauge(
+            f"triptych_{service}_security_files_usable",
+            "Whether the files of this kind can be used as they are now: api_keys, of which else no key is "
+            "valid; certificates, in whose place else the ones read before are used.",
+            self._usable_files,
+            labels=("files",),
+        )
+
+    def _usable_files(self) -> dict[tuple[str, ...], float]:
+        usable: dict[tuple[str, ...], float] = {}
+        if self.authenticator.has_file:
+            usable["api_keys",] = not self.authenticator.fault
+        if self.tls is not None:
+            usable["certificates",] = self.tls.is_usable
+        return usable
 
 
 # Everyone may call; such listeners are on loopback, or were asked for.

@@ -47,9 +47,16 @@ class ListenerTLS:
         # gRPC asks in a thread of its own.
         self._lock = threading.Lock()
         self._version = version_of(files.paths)
-        self._unusable, self._tried_at = self._version, 0.0
+        self._unusable, self._tried_at, self._fault = self._version, 0.0, ""
         self._context = _server_context(files)
         self._configuration = _configuration(files)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the files, as they are now, can be used."""
+        with self._lock:
+            self._read_if_changed()
+            return self._version == version_of(self._files.paths)
 
     @property
     def verifies_clients(self) -> bool:
@@ -100,8 +107,11 @@ class ListenerTLS:
             # A certificate and its key may be replaced one after the other: tried again, but not for everyone
             # who connects.
             self._unusable, self._tried_at = version, time.monotonic()
-            logger.warning("certificates not read again", extra={"cause": str(error)})
+            if str(error) != self._fault:
+                self._fault = str(error)
+                logger.error("certificates not read again", extra={"cause": self._fault})
             return
+        self._fault = ""
         self._version, self._context, self._configuration = version, context, configuration
         logger.info("certificates read again", extra={"certificate": self._files.certificate})
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend_svc.protocols.openai.call import Dialect
 from frontend_svc.protocols.openai.errors import error_headers, status_of
-from triptych_kit.errors import PermissionDenied, Unauthenticated
+from triptych_kit.errors import PermissionDenied, Unauthenticated, Unavailable
 from triptych_kit.security.access import CLIENTS, check_role
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
 from triptych_kit.security.identity import bind_identity
@@ -48,7 +48,7 @@ class Authorization:
         if scope["type"] == "http" and scope["path"] not in self._exempt:
             try:
                 self._identify(scope)
-            except (Unauthenticated, PermissionDenied) as error:
+            except (Unauthenticated, PermissionDenied, Unavailable) as error:
                 logger.info(
                     "call",
                     extra={

@@ -83,7 +83,7 @@ from frontend_svc.protocols.openai.responses import ResponseRoutes
 from frontend_svc.protocols.openai.unknown_routes import unknown_route
 from triptych.api.v1 import chat_message_pb2, generate_pb2, inference_pb2, tokenize_pb2
 from triptych.common.v1 import output_pb2
-from triptych_kit.errors import InvalidArgument, ServiceError
+from triptych_kit.errors import InvalidArgument, ServiceError, Unavailable
 from triptych_kit.http.pages import Pages
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.identity import Identity
@@ -120,6 +120,7 @@ class OpenAIRoutes:
     ) -> None:
         self._generate, self._chat, self._served, self._tokenizer = generate, chat, models, tokenizer
         self._requests, self._is_ready, self._grpc_port = requests, is_ready, grpc_port
+        self._authenticator = authenticator
         self._created = int(time.time())
         response_routes = ResponseRoutes(chat, tokenizer, requests, responses)
         page_routes = None if pages is None else PageRoutes(pages)
@@ -188,6 +189,9 @@ class OpenAIRoutes:
         return json_response({"server_load": len(self._requests)})
 
     async def _ready(self, request: Request) -> Response:
+        if self._authenticator.fault:
+            # The log has the file and its fault; this route is for everyone.
+            raise Unavailable("the file of API keys cannot be read", reason="KEYS_UNREADABLE")
         return Response(status_code=200 if self._is_ready() else 503)
 
     async def _version(self, request: Request) -> Response:

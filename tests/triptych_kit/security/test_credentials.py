@@ -1,4 +1,5 @@
 import hashlib
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from unittest.mock import Mock
@@ -7,9 +8,10 @@ import pytest
 
 from triptych_kit.clock import FakeClock, MonotonicClock
 from triptych_kit.config import ConfigError
-from triptych_kit.errors import Unauthenticated
-from triptych_kit.security.credentials import Credentials, new_key, read_entries
-from triptych_kit.security.identity import Role, TenantLimits
+from triptych_kit.errors import Unauthenticated, Unavailable
+from triptych_kit.security.credentials import Credentials, Entry, digest_of, new_key, read_entries
+from triptych_kit.security.files import is_recent, version_of
+from triptych_kit.security.identity import Identity, Role, TenantLimits
 
 KEY = "triptych-0123456789abcdef"
 
@@ -61,15 +63,66 @@ def test_two_keys_of_one_name_are_valid_at_once_and_a_removed_one_is_refused(tmp
         credentials.by_key(old)
 
 
-def test_a_file_that_is_broken_later_leaves_the_keys_as_they_were(tmp_path, caplog):
-    clock = FakeClock()
-    path = write(tmp_path / "keys", f"- {{name: a, key: {KEY}, role: client}}")
-    credentials = Credentials(path, clock=clock)
-    write(tmp_path / "keys", f"- {{name: a, key: {KEY}, role: clown}}")
+def replaced_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+UNREADABLE = (Unavailable, "KEYS_UNREADABLE")
+UNKNOWN = (Unauthenticated, "UNKNOWN_KEY")
+FAULTS: dict[str, tuple[Callable[[Path], object], tuple[type[Exception], str], bool]] = {
+    "emptied": (lambda path: path.write_text(""), UNKNOWN, False),
+    "a comment alone": (lambda path: path.write_text("# none\n"), UNKNOWN, False),
+    "a list without entries": (lambda path: path.write_text("[]"), UNKNOWN, False),
+    "removed": (lambda path: path.unlink(), UNKNOWN, True),
+    "replaced by a folder": (replaced_by_folder, UNREADABLE, True),
+    "no YAML": (lambda path: path.write_text(f"- {{name: a, key: {KEY}, role: client"), UNREADABLE, True),
+    "an entry that is none": (
+        lambda path: path.write_text(f"- {{name: a, key: {KEY}, role: clown}}"),
+        UNREADABLE,
+        True,
+    ),
+    "no text": (lambda path: path.write_bytes(b"\xff\x00"), UNREADABLE, True),
+    "too large": (lambda path: path.write_text("#" * 1_048_577), UNREADABLE, True),
+}
+
+
+@pytest.mark.parametrize(("change", "refusal", "is_fault"), FAULTS.values(), ids=list(FAULTS))
+def test_no_key_of_a_file_outlives_what_the_file_was(tmp_path, caplog, change, refusal, is_fault):
+    """Which of its keys were to be removed cannot be known of a file that cannot be read."""
+    caplog.set_level("INFO")
+    clock, own = FakeClock(), new_key()
+    text = f"- {{name: a, key: {KEY}, role: client}}\n- {{name: c, certificate: c.example, role: client}}"
+    path = write(tmp_path / "keys", text)
+    other = Entry(Identity("own", frozenset((Role.CLIENT,))), digest=digest_of(own, "own"))
+    credentials = Credentials(path, [other], clock=clock)
+    change(Path(path))
+    for _ in range(3):
+        clock.advance(1.1)
+        with pytest.raises(refusal[0]) as caught:
+            credentials.by_key(KEY)
+        assert caught.value.reason == refusal[1]
+        assert credentials.by_key(own).name == "own"
+        assert bool(credentials.fault) is is_fault
+        if refusal is UNREADABLE:
+            with pytest.raises(Unavailable):
+                credentials.by_certificate(["c.example"])
+        else:
+            assert credentials.by_certificate(["c.example"]) is None
+    message = "API keys cannot be read, none of the file is valid" if is_fault else "API keys read again"
+    assert [record.getMessage() for record in caplog.records] == [message]
+    assert KEY not in caplog.text
+    if Path(path).is_dir():
+        Path(path).rmdir()
+    write(Path(path), text)
     clock.advance(1.1)
     assert credentials.by_key(KEY).name == "a"
-    assert [record.getMessage() for record in caplog.records] == ["credentials not read again"]
-    assert KEY not in caplog.text
+    assert credentials.fault == ""
+
+
+def test_a_file_may_be_empty_at_the_start(tmp_path):
+    with pytest.raises(Unauthenticated, match="not known"):
+        Credentials(write(tmp_path / "keys", "")).by_key(KEY)
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
@@ -83,13 +136,22 @@ def test_a_file_that_can_be_read_again_is(tmp_path, monkeypatch, caplog, is_chan
         patched.setattr(Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied")))
         for _ in range(3):
             clock.advance(1.1)
-            assert credentials.by_key(KEY).name == "a"
-    assert [record.getMessage() for record in caplog.records] == ["credentials not read again"]
+            with pytest.raises(Unavailable):
+                credentials.by_key(KEY)
+    assert len(caplog.records) == 1
     if is_changed:
         (tmp_path / "keys").chmod(0o640)
     clock.advance(1.1)
+    assert credentials.by_key(new).name == "a"
     with pytest.raises(Unauthenticated, match="not known"):
         credentials.by_key(KEY)
+
+
+def test_a_version_counts_as_recent_while_a_further_change_may_have_the_same(tmp_path):
+    path = write(tmp_path / "keys", "")
+    assert is_recent(version_of([path]))
+    (mtime_ns, ctime_ns, *rest), old_ns = version_of([path])[0], 3_000_000_000
+    assert not is_recent(((mtime_ns - old_ns, ctime_ns - old_ns, rest[0], rest[1]),))
 
 
 def test_a_key_expires(tmp_path):

@@ -150,10 +150,12 @@ async def test_a_replaced_certificate_is_used_from_the_next_connection_on(
         second = [await serial_of(address, ca) for address in addresses]
         Path(files.key).write_text("half of a key")
         third = [await serial_of(address, ca) for address in addresses]
+        assert not tls.is_usable
         # Those who connect cannot fill the log.
         assert [one.getMessage() for one in caplog.records].count("certificates not read again") == 1
         ca.issue("server")
         fourth = [await serial_of(address, ca) for address in addresses]
+        assert tls.is_usable
     finally:
         for listener in listeners:
             await listener.stop(0)
