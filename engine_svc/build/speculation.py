@@ -32,6 +32,12 @@ _TEXT_PROPOSERS: dict[str, Callable[[], RowProposer]] = {
     # Without a network: what it costs where nothing pays is never noticed.
     "auto": SuffixProposer,
 }
+_SCALAR_COSTS = (
+    "seconds_per_read",
+    "seconds_per_draw",
+    "seconds_per_drafted_step",
+    "seconds_per_drafted_row",
+)
 # Blocks and their tokens have 32-bit indexes.
 _MAX_CACHED_TOKENS = 1 << 30
 _TOKENIZER = "tokenizer.json"
@@ -44,7 +50,9 @@ class NoProposer(Proposer):
 
 def make_drafting(config: EngineConfig, proposer: Proposer) -> MakeStepDrafts:
     """What makes the drafts of a runner's steps."""
-    return NoDrafting if config.speculation.method == "off" else partial(Drafting, proposer)
+    if config.speculation.method == "off":
+        return NoDrafting
+    return partial(Drafting, proposer, config.steps_in_flight)
 
 
 def make_proposer(config: EngineConfig, loaded: LoadedModel) -> Proposer:
@@ -172,9 +180,8 @@ def measure_step_costs(config: EngineConfig, control: RunnerControl) -> StepCost
     return StepCosts(
         tuple(measured[0]["counts"]),
         _slowest(measured, "seconds"),
-        seconds_per_read=max(answer["seconds_per_read"] for answer in measured),
-        seconds_per_draw=max(answer["seconds_per_draw"] for answer in measured),
         proposal_seconds=_slowest(measured, "proposal_seconds"),
+        **{name: max(answer[name] for answer in measured) for name in _SCALAR_COSTS},
     )
 
 

@@ -116,7 +116,9 @@ class StepCosts:
     seconds: of a step, by `counts`, with short contexts.
     seconds_per_read: added per position and per token of context.
     seconds_per_draw: added per position whose token is drawn.
-    proposal_seconds: to propose one draft per row by `counts`; () where that takes no time.
+    proposal_seconds: of a network to propose one draft per row by `counts`; () without one.
+    seconds_per_drafted_step, seconds_per_drafted_row: of the host, added once if any row may have drafts, and
+    for each row that may.
     """
 
     counts: tuple[int, ...]
@@ -124,6 +126,8 @@ class StepCosts:
     seconds_per_read: float = 0.0
     seconds_per_draw: float = 0.0
     proposal_seconds: tuple[float, ...] = ()
+    seconds_per_drafted_step: float = 0.0
+    seconds_per_drafted_row: float = 0.0
 
     def of(self, num_positions: int) -> float:
         """Seconds of a step: linear between measurements, in proportion beyond them."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine_svc.core.control import WakeTag
-from engine_svc.core.step import StepCosts, StepPlan
+from engine_svc.core.sampling_params import SamplingParams
+from engine_svc.core.step import AdmittedRequest, StepCosts, StepPlan
 from engine_svc.model.context import ForwardContext
 from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
 from engine_svc.model.expert_exchange import GroupExchange
@@ -34,6 +35,9 @@ from engine_svc.runner.step_drafts import MakeStepDrafts, NoDrafting
 from engine_svc.runner.warm_up import rows_to_compute, warm_up_sampler
 from engine_svc.tensors.to_torch import torch_dtype
 from triptych_kernels import AttentionBatch, Ops
+
+# So many that the end of a text of equal tokens has occurred before.
+_REHEARSED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +263,39 @@ class ModelRunner:
     def step_costs(self, max_positions: int) -> StepCosts:
         """Measured times of steps of up to `max_positions` positions. All ranks measure at the same time."""
         vocab_size = self._resident.facts.vocab_size
-        timer = StepTimer(self._ops, self._kv.device, vocab_size, self._compute_alone, self._drafting)
+        timer = StepTimer(
+            self._ops, self._kv.device, vocab_size, self._compute_alone, self._drafting, self._rehearse
+        )
         return measure_costs(timer, max_positions, self._max_num_seqs, self._max_model_len)
+
+    def _rehearse(self, num_rows: int, num_drafts: int) -> None:
+        """Run a step of rows that belong to no request, whose short text repeats itself.
+
+        They read and write block 0, which no request reads.
+        """
+        names = [f"rehearsed {index}" for index in range(num_rows)]
+        sampling = SamplingParams(1, temperature=0.0)
+        no_blocks: list[list[int]] = [[0] for _ in range(1 + max(layer.group for layer in self._kv.layers))]
+        plan = StepPlan(
+            0,
+            admitted=[
+                AdmittedRequest(name, [1] * _REHEARSED_TOKENS, _REHEARSED_TOKENS, sampling, no_blocks)
+                for name in names
+            ],
+            request_ids=names,
+            num_tokens=[1 + num_drafts] * num_rows,
+            num_computed_tokens=[_REHEARSED_TOKENS - 1] * num_rows,
+            new_block_ids=[[]] * num_rows,
+            draft_token_ids=[[-1] * num_drafts for _ in names],
+            samples=[True] * num_rows,
+        )
+        try:
+            with nullcontext() if self._exchange is None else self._exchange.alone():
+                self._execute(plan).result()
+        finally:
+            end = StepPlan(0, released=names)
+            self._drafting.read(end, has_drafts=False)
+            self._apply(end)
 
     def sleep(self, level: int) -> None:
         """See Resident.sleep. No step may be in flight, and no request may keep its KV."""

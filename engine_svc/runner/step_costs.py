@@ -27,6 +27,7 @@ class StepTimer:
     """Times the parts of a step on a device, in seconds.
 
     compute: logits of rows with the given numbers of new tokens at a context length.
+    rehearse: runs a whole step of rows with the given number of drafts each, returns when it is done.
     """
 
     ops: Ops
@@ -34,6 +35,7 @@ class StepTimer:
     vocab_size: int
     compute: Callable[[Sequence[int], int], Tensor]
     drafting: StepDrafts
+    rehearse: Callable[[int, int], None]
 
     def decode(self, num_rows: int, context_length: int) -> float:
         """One decode step."""
@@ -55,6 +57,14 @@ class StepTimer:
         """Proposing one draft for each row."""
         return self._shortest(lambda: self.drafting.rehearse(num_rows))
 
+    def host_of_drafts(self, num_rows: int) -> float:
+        """One draft for each row, beside the forwards of what proposes and of what verifies it."""
+        drafted = self._shortest(lambda: self.rehearse(num_rows, 1))
+        plain = self._shortest(lambda: self.rehearse(num_rows, 0))
+        verified = self.decode(2 * num_rows, 1) - self.decode(num_rows, 1)
+        proposed = self.propose(num_rows) if self.drafting.costs_time else 0.0
+        return max(0.0, drafted - plain - max(0.0, verified) - proposed)
+
     def _shortest(self, run: Callable[[], object]) -> float:
         return min(self._timed(run) for _ in range(_NUM_REPETITIONS))
 
@@ -75,12 +85,17 @@ def measure_costs(timer: StepTimer, max_positions: int, max_num_seqs: int, max_m
         proposing = [timer.propose(min(count, max_num_seqs)) for count in counts]
     num_rows, long = min(_NUM_ROWS, max_positions), min(_LONG_CONTEXT, max_model_len)
     reads = timer.decode(num_rows, long) - timer.decode(num_rows, 1)
+    num_drafted = min(_NUM_ROWS, max_num_seqs)
+    of_one, of_several = timer.host_of_drafts(1), timer.host_of_drafts(num_drafted)
+    per_row = max(0.0, of_several - of_one) / max(1, num_drafted - 1)
     return StepCosts(
         tuple(counts),
         _ascending([timer.decode(count, 1) for count in counts]),
         seconds_per_read=max(0.0, reads) / (num_rows * long),
         seconds_per_draw=timer.draw(num_rows) / num_rows,
         proposal_seconds=_ascending(proposing),
+        seconds_per_drafted_step=max(0.0, of_one - per_row),
+        seconds_per_drafted_row=per_row,
     )
 
 

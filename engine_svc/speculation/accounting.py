@@ -54,9 +54,14 @@ def grant_drafts(limit: DraftLimit, running: Iterable[Request]) -> None:
         for request in running
         if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens == 1
     ]
-    limit.begin_step(rows)
-    for request in rows:
-        request.draft_token_ids = [UNKNOWN_DRAFT] * limit.allowed(request)
+    granted = limit.grant(rows)
+    if not granted:
+        for request in rows:
+            if request.draft_token_ids:
+                request.draft_token_ids = []
+        return
+    for request, num_drafts in zip(rows, granted, strict=True):
+        request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:

@@ -16,21 +16,20 @@ from engine_svc.runner.sampling.transfer import Ints, to_device
 from engine_svc.runner.step_drafts import StepDrafts
 from engine_svc.speculation.proposer import Draw, IntArray, Proposer
 
-# More than a plan is ever made before the result of a step is known.
-_MAX_STEPS_AHEAD = 64
-
 
 class Drafting(StepDrafts):
     """Replaces what a plan does not know yet: its drafts, and where rows begin if earlier ones were rejected.
 
     A plan is made as if every draft before it were accepted. Where rows begin follows from how many of their
-    tokens are known, so all ranks agree. On a GPU a step with drafts, and the one after it, wait for the
+    tokens are known, so all ranks agree. Once the results of all steps with drafts were known to the
+    scheduler, plans are taken as they are. On a GPU a step with drafts, and the one after it, wait for the
     tokens of the step before; all steps do where hidden states are read.
     """
 
-    def __init__(self, proposer: Proposer, batch: InputBatch, draw: Draw) -> None:
+    def __init__(self, proposer: Proposer, max_steps_in_flight: int, batch: InputBatch, draw: Draw) -> None:
         self.costs_time = proposer.has_network
         self._proposer = proposer
+        self._max_steps_in_flight = max_steps_in_flight
         self._batch = batch
         self._draw = draw
         self._is_on_host = batch.device.type == "cpu"
@@ -38,7 +37,7 @@ class Drafting(StepDrafts):
             batch.token_ids.numpy() if self._is_on_host else np.zeros(batch.token_ids.shape, dtype=np.int32)
         )
         self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
-        self._num_plain_steps = 0  # without drafts, since the last with any
+        self._num_plain_steps = max_steps_in_flight  # without drafts, since the last with any
         self._unread: deque[tuple[StepInputs, RunningStep]] = deque()
 
     def wanted_hidden(self) -> HiddenStates | None:
@@ -55,24 +54,15 @@ class Drafting(StepDrafts):
         self._proposer.remove_row(row, self._known(row))
 
     def read(self, plan: StepPlan, *, has_drafts: bool) -> None:
-        needs_newest = self._is_on_host or bool(plan.released) or has_drafts
-        needs_newest |= self._proposer.hidden_layers is not None
-        while self._unread and (
-            needs_newest or len(self._unread) > 1 or self._unread[0][0].drafts is not None
-        ):
-            inputs, step = self._unread.popleft()
-            token_ids = step.sampled_ids()
-            is_valid = token_ids >= 0
-            rows, positions = inputs.sampling_rows[is_valid], inputs.sampling_positions[is_valid]
-            if not self._is_on_host:
-                self._token_ids[rows, positions] = token_ids[is_valid]
-            # In ascending order of positions, so the last of a row stays.
-            self._num_known[rows] = positions + 1
+        is_exact = not has_drafts and self._num_plain_steps + 1 >= self._max_steps_in_flight
+        needs_newest = not is_exact or bool(plan.released) or self._proposer.hidden_layers is not None
+        while self._unread and (needs_newest or len(self._unread) > 1):
+            self._note_sampled(*self._unread.popleft())
 
     def settle(self, plan: StepPlan) -> StepPlan:
         has_drafts = any(plan.draft_token_ids)
         self._num_plain_steps = 0 if has_drafts else self._num_plain_steps + 1
-        if self._num_plain_steps > _MAX_STEPS_AHEAD:
+        if self._num_plain_steps >= self._max_steps_in_flight:
             return plan
         rows = [self._batch.row_of[request_id] for request_id in plan.request_ids]
         starts = np.minimum(plan.num_computed_tokens, self._num_known[rows] - 1).tolist()
@@ -95,7 +85,11 @@ class Drafting(StepDrafts):
         )
 
     def keep(self, inputs: StepInputs, step: RunningStep) -> None:
-        self._unread.append((inputs, step))
+        unread = self._unread
+        # A CPU's tokens are in the rows already. Of steps with the same rows the newest tells how many.
+        if self._is_on_host and unread and unread[-1][0].sampling_rows is inputs.sampling_rows:
+            unread.pop()
+        unread.append((inputs, step))
 
     def rehearse(self, num_rows: int) -> None:
         self._proposer.rehearse(num_rows)
@@ -105,6 +99,17 @@ class Drafting(StepDrafts):
 
     def allocate_cache(self) -> None:
         self._proposer.allocate_cache()
+
+    def _note_sampled(self, inputs: StepInputs, step: RunningStep) -> None:
+        rows, positions = inputs.sampling_rows, inputs.sampling_positions
+        if inputs.drafts is not None or not self._is_on_host:
+            token_ids = step.sampled_ids()
+            is_valid = token_ids >= 0
+            rows, positions = rows[is_valid], positions[is_valid]
+            if not self._is_on_host:
+                self._token_ids[rows, positions] = token_ids[is_valid]
+        # In ascending order of positions, so the last of a row stays.
+        self._num_known[rows] = positions + 1
 
     def _propose(self, rows: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         """Drafts of each row, at most as many as its limit."""
@@ -124,10 +129,10 @@ class Drafting(StepDrafts):
 
     def _put(self, rows: Sequence[int], proposed: Sequence[Sequence[int]]) -> None:
         """Write drafts behind the rows' known tokens."""
-        counts = [len(drafts) for drafts in proposed]
         flat = np.array([draft for drafts in proposed for draft in drafts], dtype=np.int64)
         if len(flat):
+            counts = np.fromiter(map(len, proposed), np.int64, len(rows))
             of_rows = np.repeat(rows, counts)
-            offsets = np.concatenate([np.arange(count) for count in counts])
+            offsets = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
             positions = self._num_known[of_rows] + offsets
             self._batch.append(of_rows, positions, to_device(flat, self._batch.device))

@@ -6,6 +6,7 @@ Knows no proposer and no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from engine_svc.core.request import Request
@@ -23,8 +24,8 @@ _SHARED_WEIGHT = 2.0
 _FADING = 0.9
 _SHARED_FADING = 0.99
 # Steps without drafts until a row tries one again, doubled each time that it is in vain.
-_FIRST_WAIT = 16
-_LONGEST_WAIT = 256
+_FIRST_WAIT = 32
+_LONGEST_WAIT = 512
 # Costs change with the contexts' lengths, so decisions are made anew at least this often.
 _MAX_SETTLED_STEPS = 64
 
@@ -32,14 +33,11 @@ _MAX_SETTLED_STEPS = 64
 class DraftLimit(Protocol):
     """Decides how many drafts rows may have."""
 
-    def begin_step(self, rows: Sequence[Request]) -> None:
-        """Decide for the step's rows with one known token to compute."""
-
-    def allowed(self, request: Request) -> int:
-        """How many drafts the row may have in this step."""
+    def grant(self, rows: Sequence[Request]) -> Sequence[int]:
+        """How many drafts each of a step's rows with one known token to compute may have; () if none may."""
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count a row's drafts of one step. num_drafts: verified ones; 0 where none was proposed."""
+        """Count the drafts of a row that was granted any. num_drafts: verified ones; 0: none was proposed."""
 
     def forget(self, request: Request) -> None:
         """Release what is kept of a request that ended."""
@@ -51,10 +49,8 @@ class FixedLimit:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def begin_step(self, rows: Sequence[Request]) -> None: ...
-
-    def allowed(self, request: Request) -> int:
-        return _capped(request, self._num_drafts)
+    def grant(self, rows: Sequence[Request]) -> Sequence[int]:
+        return [_capped(request, self._num_drafts) for request in rows]
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
 
@@ -78,13 +74,19 @@ class _Chances:
 
 
 class _DraftHistory:
-    """The drafts of a request so far. survivals: by depth, the chance that all drafts up to it are right."""
+    """The drafts of a request so far.
 
-    __slots__ = ("allowed", "own", "probe_at", "survivals", "wait")
+    proposals: whether any was proposed, of one depth.  chance: that one will be.  survivals: by depth, the
+    chance that all drafts up to it are right, if they are proposed.
+    """
+
+    __slots__ = ("allowed", "chance", "own", "probe_at", "proposals", "survivals", "wait")
 
     def __init__(self, num_depths: int) -> None:
         self.own = _Chances(num_depths, _FADING)
+        self.proposals = _Chances(1, _FADING)
         self.survivals: list[float] = []
+        self.chance = 1.0
         self.allowed = 0
         self.wait = _FIRST_WAIT
         self.probe_at = 0  # the step at which a row without drafts tries one; 0: it has drafts
@@ -99,94 +101,105 @@ class SurvivalLimit:
         self._seconds = [0.0]  # of a step, by its positions; as far as it was needed
         self._proposing: list[float] = []  # to propose for one row more, by the rows; as far as needed
         self._shared = _Chances(max_drafts, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
+        self._shared_proposals = _Chances(1, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
         self._histories: dict[str, _DraftHistory] = {}  # by request id
         self._step = 0
-        self._num_rows = 0
+        # Of the newest decision.
+        self._names: list[str] = []
+        self._granted: list[int] = []
         self._settled_until = 0  # before this step, nothing changes unless something becomes known
 
-    def begin_step(self, rows: Sequence[Request]) -> None:
+    def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         self._step += 1
-        if not rows or (self._step < self._settled_until and len(rows) == self._num_rows):
-            return
-        self._num_rows = len(rows)
-        self._settled_until = self._step + _MAX_SETTLED_STEPS
-        self._decide(rows)
-        for request in rows:
-            history = self._histories[request.request_id]
-            if history.allowed:
-                history.probe_at = 0
-            else:
-                self._probe(request, history)
-
-    def allowed(self, request: Request) -> int:
-        history = self._histories.get(request.request_id)
-        if history is None:
-            self._settled_until = 0
-            return 0
-        return history.allowed
+        if not rows:
+            return ()
+        names = [request.request_id for request in rows]
+        if self._step >= self._settled_until or names != self._names:
+            self._names = names
+            self._settled_until = self._step + _MAX_SETTLED_STEPS
+            self._decide(rows)
+            granted = [self._histories[name].allowed for name in names]
+            self._granted = granted if any(granted) else []
+        return self._granted
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         history = self._histories.get(request.request_id)
         if history is None:
             return
-        if num_drafts:
-            history.own.add(num_drafts, num_accepted)
-            self._shared.add(num_drafts, num_accepted)
-            self._estimate(history)
-            self._settled_until = 0
-        if num_accepted or not num_drafts:
+        for proposals in (history.proposals, self._shared_proposals):
+            proposals.add(1, num_drafts > 0)
+        history.own.add(num_drafts, num_accepted)
+        self._shared.add(num_drafts, num_accepted)
+        self._estimate(history)
+        self._settled_until = 0
+        if num_accepted:
             history.wait = _FIRST_WAIT
 
     def forget(self, request: Request) -> None:
         self._histories.pop(request.request_id, None)
 
     def _decide(self, rows: Sequence[Request]) -> None:
-        ranked: list[tuple[float, int, float, _DraftHistory]] = []
-        more = 0.0  # seconds beside those of the positions, of what every row computes anyway
-        for request in rows:
-            history = self._histories.get(request.request_id)
-            if history is None:
-                history = self._histories[request.request_id] = _DraftHistory(self._max_drafts)
-                self._estimate(history)
-            history.allowed = 0
-            extra = self._extra_seconds(request)
-            more += extra
-            for depth, survival in enumerate(history.survivals[: _capped(request, self._max_drafts)]):
-                if survival < _LEAST_SURVIVAL:
-                    break
-                ranked.append((survival, depth, extra, history))
-        ranked.sort(key=_survival, reverse=True)
         num_rows = len(rows)
-        expected, num_granted = float(num_rows), 0
+        histories = [self._history_of(request) for request in rows]
+        extras = [self._extra_seconds(request) for request in rows]
+        # Of each draft: the tokens that it gains, its depth, the row's seconds for a position, the row.
+        candidates: list[tuple[float, int, float, _DraftHistory]] = []
+        for request, history, extra in zip(rows, histories, extras, strict=True):
+            history.allowed = 0
+            for depth, survival in enumerate(history.survivals[: _capped(request, self._max_drafts)]):
+                gain = history.chance * survival
+                if gain < _LEAST_SURVIVAL:
+                    break
+                candidates.append((gain, depth, extra, history))
+        candidates.sort(key=itemgetter(0), reverse=True)
+        costs = self._costs
+        expected, num_positions, num_granted = float(num_rows), float(num_rows), 0
+        more = sum(extras)  # seconds beside those of the positions
         fastest = _LEAST_GAIN * expected / (self._seconds_of(num_rows) + more)
+        more += costs.seconds_per_drafted_step
         num_proposed = [0] * self._max_drafts  # by depth: a forward of what proposes for each
-        for num, (survival, depth, extra, _) in enumerate(ranked, 1):
-            expected += survival
-            more += extra + self._proposal_seconds(num_proposed[depth])
+        for num, (gain, depth, extra, history) in enumerate(candidates, 1):
+            expected += gain
+            num_positions += history.chance
+            more += history.chance * extra + self._proposal_seconds(num_proposed[depth])
+            if depth == 0:
+                more += costs.seconds_per_drafted_row
             num_proposed[depth] += 1
-            speed = expected / (self._seconds_of(num_rows + num) + more)
+            speed = expected / (self._seconds_of(num_positions) + more)
             if speed > fastest:
                 fastest, num_granted = speed, num
-        for _, _, _, history in ranked[:num_granted]:
+        for _, _, _, history in candidates[:num_granted]:
             history.allowed += 1
+        for request, history, extra in zip(rows, histories, extras, strict=True):
+            if history.allowed:
+                history.probe_at = 0
+            else:
+                self._probe(request, history, extra, num_rows)
 
-    def _probe(self, request: Request, history: _DraftHistory) -> None:
+    def _history_of(self, request: Request) -> _DraftHistory:
+        history = self._histories.get(request.request_id)
+        if history is None:
+            history = self._histories[request.request_id] = _DraftHistory(self._max_drafts)
+            self._estimate(history)
+        return history
+
+    def _probe(self, request: Request, history: _DraftHistory, extra: float, num_rows: int) -> None:
         """Have a row without drafts try one after a while, where drafts that are right would pay."""
         if not history.probe_at:
             history.probe_at = self._step + history.wait
         elif self._step >= history.probe_at:
             history.wait = min(2 * history.wait, _LONGEST_WAIT)
             history.probe_at = self._step + history.wait
-            history.allowed = int(self._could_pay(request))
+            history.allowed = int(self._could_pay(request, extra, num_rows))
             if history.allowed:
                 # Only in this step.
                 self._settled_until = self._step + 1
         self._settled_until = min(self._settled_until, history.probe_at)
 
-    def _could_pay(self, request: Request) -> bool:
-        limit, num_rows = _capped(request, self._max_drafts), self._num_rows
-        extra = self._extra_seconds(request)
+    def _could_pay(self, request: Request, extra: float, num_rows: int) -> bool:
+        limit, costs = _capped(request, self._max_drafts), self._costs
         seconds = self._seconds_of(num_rows + limit) + (num_rows + limit) * extra
+        seconds += costs.seconds_per_drafted_step + costs.seconds_per_drafted_row
         seconds += limit * self._proposal_seconds(0)
         least = _LEAST_GAIN * num_rows / (self._seconds_of(num_rows) + num_rows * extra)
         return (num_rows + limit) / seconds > least
@@ -209,20 +222,25 @@ class SurvivalLimit:
         return seconds + costs.seconds_per_draw if request.sampling.temperature > 0.0 else seconds
 
     def _estimate(self, history: _DraftHistory) -> None:
+        history.chance = _blended(history.proposals, self._shared_proposals, 0)
         survival, survivals = 1.0, []
-        shared, own = self._shared, history.own
         for depth in range(self._max_drafts):
-            prior = shared.hits[depth] / shared.trials[depth]
-            survival *= (own.hits[depth] + _SHARED_WEIGHT * prior) / (own.trials[depth] + _SHARED_WEIGHT)
+            survival *= _blended(history.own, self._shared, depth)
             survivals.append(survival)
         history.survivals = survivals
 
-    def _seconds_of(self, num_positions: int) -> float:
-        seconds = self._seconds
-        while len(seconds) <= num_positions:
+    def _seconds_of(self, num_positions: float) -> float:
+        seconds, whole = self._seconds, int(num_positions)
+        while len(seconds) <= whole + 1:
             # Measurements are noisy, but more positions never take less.
             seconds.append(max(seconds[-1], self._costs.of(len(seconds))))
-        return seconds[num_positions]
+        return seconds[whole] + (num_positions - whole) * (seconds[whole + 1] - seconds[whole])
+
+
+def _blended(own: _Chances, shared: _Chances, depth: int) -> float:
+    """The chance at a depth by a request's own observations and those of all."""
+    prior = shared.hits[depth] / shared.trials[depth]
+    return (own.hits[depth] + _SHARED_WEIGHT * prior) / (own.trials[depth] + _SHARED_WEIGHT)
 
 
 def make_limit(costs: StepCosts | None, max_drafts: int) -> DraftLimit:
@@ -234,7 +252,3 @@ def _capped(request: Request, num_drafts: int) -> int:
     """`num_drafts`, capped by the request's `max_draft_tokens`."""
     limit = request.sampling.max_draft_tokens
     return num_drafts if limit is None else min(limit, num_drafts)
-
-
-def _survival(entry: tuple[float, int, float, _DraftHistory]) -> float:
-    return entry[0]

@@ -41,6 +41,7 @@ class TinyModel:
         takes_embeds: bool = False,
         model: Model | None = None,
         proposer: Proposer | None = None,
+        max_steps_in_flight: int = 2,
         on_failed: OnFailed | None = None,
         on_prepared: OnPrepared = lambda number, failure: None,
     ) -> ModelRunner:
@@ -61,7 +62,9 @@ class TinyModel:
                 *make_runner_features(context, takes_embeds=takes_embeds),
                 *features,
             ],
-            make_drafting=NoDrafting if proposer is None else partial(Drafting, proposer),
+            make_drafting=(
+                NoDrafting if proposer is None else partial(Drafting, proposer, max_steps_in_flight)
+            ),
             on_failed=on_failed,
             on_prepared=on_prepared,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +16,7 @@ from engine_svc.core.request import Request, RequestOutput
 from engine_svc.core.step import AdmittedRequest, StepPlan, TokenLogprobs
 from engine_svc.features.thinking_budget.extras import ThinkingBudget
 from engine_svc.runner.feature import LogitRows, RunnerFeature
+from engine_svc.runner.model_runner import ModelRunner
 from engine_svc.runner.running_step import RunningStep
 from engine_svc.runner.sampling.transfer import Ints
 from engine_svc.scheduler.config import SchedulerConfig
@@ -97,6 +98,7 @@ def serve(
     num_blocks: int = 200,
     max_num_batched_tokens: int = 64,
     features: Sequence[RunnerFeature] = (),
+    prepare: Callable[[ModelRunner], object] = lambda runner: None,
 ) -> Answers:
     """Serve requests with these options, at most eight at a time."""
     config = SchedulerConfig(
@@ -114,7 +116,8 @@ def serve(
     )
     scheduler = build_core(config, CacheConfig(num_blocks + 10 * (len(groups) - 1), groups)).scheduler
     chains = ChainRows(model.ours.facts.vocab_size)
-    runner = model.runner(features=(chains, *features), proposer=proposer)
+    runner = model.runner(features=(chains, *features), proposer=proposer, max_steps_in_flight=depth)
+    prepare(runner)
     answers, requests = Answers(), {}
     for seed, (name, its_options) in enumerate(options.items()):
         its_options = {"max_tokens": NUM_TOKENS, "seed": seed, "eos_token_id": None} | its_options
@@ -160,10 +163,11 @@ def serve(
     [
         {"depth": 1},
         {"depth": 2},
+        {"depth": 3},
         {"depth": 2, "num_blocks": 30, "max_num_batched_tokens": 20},
         {"depth": 1, "num_blocks": 30, "max_num_batched_tokens": 20},
     ],
-    ids=["one step", "two steps", "two steps, preempted", "one step, preempted"],
+    ids=["one step", "two steps", "three steps", "two steps, preempted", "one step, preempted"],
 )
 def test_drafts_change_no_answer(tiny_model, chance, how):
     model = tiny_model("llama", "native")
@@ -200,6 +204,33 @@ def test_a_row_without_finite_logits_keeps_the_tokens_before(tiny_model, depth):
     assert found.texts == expected.texts
     assert found.ends() == expected.ends()
     assert sum("not finite" in str(end) for end in found.ends().values()) > 4
+
+
+@pytest.mark.parametrize("period", [3, 40])
+def test_steps_between_those_with_drafts_change_no_answer(tiny_model, period):
+    """period: of known tokens, in every second of which nothing is proposed."""
+    model = tiny_model("llama", "native")
+    expected = serve(model, OPTIONS)
+
+    class Pausing(Scripted):
+        def propose(self, row: int, token_ids: IntArray, limit: int) -> list[int]:
+            return super().propose(row, token_ids, limit) if len(token_ids) // period % 2 else []
+
+    found = serve(model, OPTIONS, ByRow(Pausing(list(expected.texts.values()), 0.7)), depth=2)
+    assert found.texts == expected.texts
+    assert found.num_accepted > 0
+
+
+def test_rehearsed_steps_leave_no_rows_and_change_no_answer(tiny_model):
+    model = tiny_model("llama", "native")
+    expected = serve(model, OPTIONS)
+
+    def rehearse(runner: ModelRunner) -> None:
+        runner.step_costs(16)
+        assert not runner.batch.row_of
+
+    found = serve(model, OPTIONS, ByRow(SuffixProposer()), prepare=rehearse)
+    assert found.texts == expected.texts
 
 
 def test_a_row_that_was_entered_in_part_can_be_released(tiny_model, monkeypatch):
