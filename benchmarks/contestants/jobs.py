@@ -18,10 +18,11 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Job:
-    """Requests that all come at once, greedy, each with exactly `num_output_tokens` of output.
+    """Requests that all come at once, each with exactly `num_output_tokens` of output.
 
     json_schema: what every output is constrained to; it has to have room for so many tokens.
     given: the prompts, if they are not random ones of these lengths.
+    temperature: 0, greedy, for contestants that do not read it.
     """
 
     prompt_lengths: list[int]
@@ -29,6 +30,7 @@ class Job:
     seed: int
     json_schema: str = ""
     given: Prompts | None = None
+    temperature: float = 0.0
 
     def prompts(self) -> Prompts:
         """The prompts: the same for every contestant, and none that an earlier job had."""

@@ -21,12 +21,14 @@ def main() -> None:
     pairs = dict(option.split("=", 1) for option in options)
     llm = LLM(
         model,
-        dtype=dtype,
-        num_threads=1,
-        max_model_len=2176,
-        max_num_batched_tokens=4096,
-        kv_cache_memory=_KV_BYTES,
-        **{name: json.loads(value) for name, value in pairs.items()},
+        **{
+            "dtype": dtype,
+            "num_threads": 1,
+            "max_model_len": 2176,
+            "max_num_batched_tokens": 4096,
+            "kv_cache_memory": _KV_BYTES,
+            **{name: json.loads(value) for name, value in pairs.items()},
+        },
     )
     for thread in threading.enumerate():
         if thread.name == "model" and thread.native_id is not None:
@@ -35,12 +37,16 @@ def main() -> None:
     facts: dict[str, float] = {}
 
     def generate(prompts: Prompts, job: Job) -> list[int]:
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=job.num_output_tokens,
-            ignore_eos=True,
-            structured_output=StructuredOutput(json_schema=job.json_schema) if job.json_schema else None,
-        )
+        sampling = [
+            SamplingParams(
+                temperature=job.temperature,
+                seed=seed,
+                max_tokens=job.num_output_tokens,
+                ignore_eos=True,
+                structured_output=StructuredOutput(json_schema=job.json_schema) if job.json_schema else None,
+            )
+            for seed in range(len(prompts))
+        ]
         results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
         facts["accepted_drafts"] = sum(result.usage.num_accepted_draft_tokens or 0 for result in results)
         return [len(result.outputs[0].token_ids) for result in results]

@@ -32,7 +32,7 @@ class Contestant:
         started_at = time.perf_counter()
         cores = {core} if entry.is_pinned else None
         self.process = LineProcess(entry.command, environment=entry.environment, cores=cores)
-        self.do(Job([16], 1, seed=0))
+        self.do(Job([], 1, seed=0, given=[list(range(10, 26))]))
         self.startup_s = time.perf_counter() - started_at  # from nothing to the first token
 
     def do(self, job: Job) -> float:
