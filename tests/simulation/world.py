@@ -36,10 +36,11 @@ class RandomLimit:
     rng: random.Random
     max_drafts: int
 
-    def begin_step(self, rows: Sequence[Request]) -> None: ...
-
-    def allowed(self, request: Request) -> int:
-        return self.rng.randrange(self.max_drafts + 1)
+    def grant(self, rows: Sequence[Request]) -> Sequence[int]:
+        """In a third of the steps none."""
+        if self.rng.random() < 1 / 3:
+            return ()
+        return [self.rng.randrange(self.max_drafts + 1) for _ in rows]
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
 
