@@ -12,6 +12,7 @@ from frontend_svc.parsers.registry import DEMANDED_CALLS, tool_parser
 from triptych.api.v1 import chat_message_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import session_pb2
+from triptych_kit import exact_json
 from triptych_kit.rules import Violation, rules_of, shown
 
 _MAX_NAME_CHARS = rules_of(chat_message_pb2.Tool, "name").max_chars
@@ -127,7 +128,7 @@ def call_tags(request: chat_message_pb2.ChatRequest, tool_format: ToolParserForm
             begin, end = form.preface
             content = {"type": "regex", "pattern": form.text}
             calls["preface"] = {"type": "tag", "begin": begin, "content": content, "end": end}
-    return json.dumps({"type": "structural_tag", "format": calls})
+    return exact_json.dumps({"type": "structural_tag", "format": calls})
 
 
 def has_schema_beside_calls(request: chat_message_pb2.ChatRequest) -> bool:
@@ -153,14 +154,15 @@ def forbids_calls(choice: chat_message_pb2.ToolChoice) -> bool:
 
 
 def _text_of_schema(constraint: sampling_pb2.StructuredOutput) -> dict[str, Any]:
-    schema = json.loads(constraint.json_schema) if constraint.json_schema else {"type": "object"}
+    schema = exact_json.loads(constraint.json_schema) if constraint.json_schema else {"type": "object"}
     content = {"type": "json_schema", "json_schema": schema}
     return content | {"lenient": True} if constraint.lenient else content
 
 
 def _tag(tool_format: ToolParserFormat, tool: chat_message_pb2.Tool) -> dict[str, Any]:
     form = tool_format.form
-    schema = json.loads(tool.parameters_json_schema) if tool.parameters_json_schema else _NO_ARGUMENTS
+    text = tool.parameters_json_schema
+    schema = exact_json.loads(text) if text else _NO_ARGUMENTS
     # Arguments are an object in every format.
     kind = "keyword_arguments" if form.has_keywords else "json_schema"
     content: dict[str, Any] = {"type": kind, "json_schema": schema | {"type": "object"}}

@@ -6,7 +6,6 @@ Rewriting may take seconds and much memory, so it runs in the grammar worker.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from engine_svc.features.structured_output.constraint import (
 from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaTooLarge
 from engine_svc.features.structured_output.json_schema.keywords import UnenforcedKeywords, serve
 from engine_svc.features.structured_output.structural_tags import Tag, read_structural_tags, schema_content
+from triptych_kit.exact_json import dumps, loads
 
 # Reasons of a refusal. The first two hold for the constraint whenever it comes again.
 INVALID = "CONSTRAINT_INVALID"
@@ -104,21 +104,21 @@ def _tags_for(constraint: Constraint, backend: str, *, is_lenient: bool) -> str:
             return tag
         own = is_lenient or tag.is_lenient
         try:
-            text = _schema_for(json.dumps(tag.schema), constraint, backend, is_lenient=own)
+            text = _schema_for(dumps(tag.schema), constraint, backend, is_lenient=own)
         except InvalidSchema as error:
             if not tag.is_lenient:
                 place = f"the schema of {tag.begin!r}: " if tag.begin else ""
                 raise InvalidSchema(f"{place}{error}") from None
-            text = json.dumps(_ANY_OBJECT)
+            text = dumps(_ANY_OBJECT)
         except UnenforcedKeywords as error:
             where = f", in the tag {tag.begin!r}" if tag.begin else ""
             raise UnenforcedKeywords(
                 [dataclasses.replace(one, reason=one.reason + where) for one in error.unenforced]
             ) from None
-        return dataclasses.replace(tag, schema=json.loads(text), is_lenient=own)
+        return dataclasses.replace(tag, schema=loads(text), is_lenient=own)
 
     tags = read_structural_tags(constraint.text).map(rewritten)
-    return json.dumps(tags.document(schema_content))
+    return dumps(tags.document(schema_content))
 
 
 def _schema_for(text: str, constraint: Constraint, backend: str, *, is_lenient: bool) -> str:

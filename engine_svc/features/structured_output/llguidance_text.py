@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import TYPE_CHECKING, Any, cast
 
 from llguidance import LLMatcher, LLParserLimits
@@ -22,6 +22,14 @@ from engine_svc.features.structured_output.constraint import (
     GrammarTooComplex,
     Spacing,
 )
+from engine_svc.features.structured_output.json_schema.lark_rules import (
+    SchemaRules,
+    has_true_numbers,
+    needs_rules,
+    slashed,
+)
+from engine_svc.features.structured_output.json_schema.numbers import MAX_DIGITS, exact, is_number, whole
+from engine_svc.features.structured_output.json_schema.shapes import UnsupportedShape
 from engine_svc.features.structured_output.limits import (
     SCHEMA_MAPS,
     ConjoinedPatterns,
@@ -32,6 +40,7 @@ from engine_svc.features.structured_output.limits import (
     subschemas,
 )
 from engine_svc.features.structured_output.structural_tags import Tag, keyword_arguments, read_structural_tags
+from triptych_kit.exact_json import dumps
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -57,6 +66,7 @@ MAX_PROPERTIES = 2_000  # of one object; 0.4 s, and the cube of the number, outs
 # Escapes of strings. Without "u" a key cannot be spelled in two ways, so that a property cannot pass as an
 # additional one under another schema.
 _ESCAPES = '"\\bfnrt'
+_EXACT = Context(prec=2 * MAX_DIGITS)
 _MAX_ERROR_CHARS = 300
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s\[\]]+>')
 _JSON_PARTS = re.compile(r'"[^"]*"|[,:] ?|[{}\[\]]|[^"{}\[\],:]+|"')
@@ -131,8 +141,8 @@ def _check_keywords(schema: dict[str, Any], multiple: int) -> int:
         elif name == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 check_repetitions(pattern, name, MAX_REPETITIONS)
-        elif name == "multipleOf" and type(value) in (int, float) and 0 < value < float("inf"):
-            number = Decimal(str(value)).normalize()
+        elif name == "multipleOf" and is_number(value) and value > 0:
+            number = Decimal(value).normalize(_EXACT)
             multiple = math.lcm(multiple, int("".join(map(str, number.as_tuple().digits))))
             if multiple > MAX_MULTIPLE:
                 raise GrammarTooComplex(f"multipleOf: the least common multiple exceeds {MAX_MULTIPLE}")
@@ -155,7 +165,7 @@ def _check_literals(name: str, value: Any) -> None:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_float=exact, parse_int=whole)
     except ValueError as error:
         raise GrammarError(f"json_schema is not JSON: {error}") from None
     if schema is True:
@@ -164,7 +174,6 @@ def _parsed(text: str) -> dict[str, Any]:
         raise GrammarError("json_schema is false, which no output satisfies")
     if not isinstance(schema, dict):
         raise GrammarError("json_schema is neither a JSON object nor a bool")
-    _check_schema(schema)
     return schema
 
 
@@ -214,10 +223,25 @@ def _json_options(constraint: Constraint) -> JsonCompileOptions:
     return options
 
 
+def _schema_rules(schema: dict[str, Any], constraint: Constraint) -> str | None:
+    """The schema as rules of a grammar; None where llguidance's own form of it has the same numbers."""
+    if not needs_rules(schema):
+        return None
+    try:
+        return SchemaRules(schema, cast(dict[str, Any], _json_options(constraint)), _check_schema).text()
+    except UnsupportedShape as error:
+        if has_true_numbers(schema):
+            return None
+        raise GrammarError(f"json_schema: {error}") from None
+
+
 def _json_grammar(schema: dict[str, Any], constraint: Constraint) -> str:
     options = _json_options(constraint)
+    if (rules := _schema_rules(schema, constraint)) is not None:
+        return LLMatcher.grammar_from_lark(rules)
+    _check_schema(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        return LLMatcher.grammar_from_json_schema(dumps(schema), overrides=options)
     except ValueError as error:
         raise GrammarError(f"json_schema: {short_message(str(error))}") from None
 
@@ -250,8 +274,10 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
     rules: list[str] = []
 
     def value(schema: dict[str, Any]) -> str:
+        if (rules := _schema_rules(schema, constraint)) is not None:
+            return f"%lark {{\n{rules}}}"
         _check_schema(schema)
-        return f"%json {json.dumps(_prepared_schema(schema, constraint) | {'x-guidance': options})}"
+        return f"%json {dumps(_prepared_schema(schema, constraint) | {'x-guidance': options})}"
 
     def arguments(tag: Tag) -> str:
         """The name of a rule for them: any of the optional ones behind those that are required."""
@@ -278,7 +304,7 @@ def _tags_lark(constraint: Constraint, special_ids: dict[str, int]) -> str:
             raise GrammarError(f"structural_tag: the schema of {tag.begin!r} is false")
         if tag.pattern:
             check_repetitions(tag.pattern, "regex", MAX_REPETITIONS)
-            rules.append(f"TEXT_{len(rules)}: /{_slashed(tag.pattern)}/")
+            rules.append(f"TEXT_{len(rules)}: /{slashed(tag.pattern)}/")
             content = f"TEXT_{len(rules) - 1}"
         else:
             content = arguments(tag) if tag.is_keywords else value(schema)
@@ -334,11 +360,6 @@ def _literals(text: str, special_ids: dict[str, int]) -> list[str]:
     return [
         f"<[{special_ids[piece]}]>" if piece in special_ids else _quoted(piece) for piece in pieces if piece
     ]
-
-
-def _slashed(pattern: str) -> str:
-    """The pattern between slashes."""
-    return re.sub(r"\\.|/", lambda match: match[0] if len(match[0]) > 1 else "\\/", pattern, flags=re.DOTALL)
 
 
 def _quoted(text: str) -> str:

@@ -15,13 +15,13 @@ object as Python's keyword arguments, required ones first, with their values as 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from engine_svc.features.structured_output.constraint import GrammarError
+from triptych_kit import exact_json
 
 MAX_TAGS = 1024
 _KEYWORD = re.compile(r"[^\W\d]\w*")
@@ -139,7 +139,7 @@ def _references(value: Any) -> list[str]:
 
 def read_structural_tags(text: str) -> StructuralTags:
     try:
-        document = json.loads(text)
+        document = exact_json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"structural_tag is not JSON: {error}") from None
     if not isinstance(document, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
@@ -25,6 +26,7 @@ from frontend_svc.protocols.openai.fields import (
 )
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.exact_json import LongNumber
 from triptych_kit.plain_fields import plain_fields
 
 # Sampling parameters that some bodies lack, or have by another name or in another form.
@@ -38,6 +40,10 @@ _MAX_UNKNOWN = 64  # fields of a body that are taken; comparing names takes time
 _SIMILAR = 0.6  # to a served field, which is then suggested
 _MISSPELT = 0.8  # similarity from which an unknown field is a served one with a mistake
 _STEP = re.compile(r"(\w+)|\[")
+# Fields with schemas, whose numbers keep all their digits.
+_WITH_SCHEMAS = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "tools", "functions", "text", "output_config"}
+)
 _UNKNOWN = "Object contains unknown field"
 _NOT_OF_LIST = "Invalid enum value"
 _MAX_DEPTH_MESSAGE = "the body is nested too deeply"
@@ -327,15 +333,53 @@ def read_body(
 
     A field that is null counts as unset. Raises InvalidArgument and Unimplemented with the field's name.
     """
+    long_numbers: list[LongNumber] = []
+
+    def number(text: str) -> float:
+        value = LongNumber.of(text)
+        if isinstance(value, LongNumber):
+            long_numbers.append(value)
+        return value
+
     try:
-        record = msgspec.json.decode(content)
+        record = msgspec.json.Decoder(float_hook=number).decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
     if not isinstance(record, dict):
         raise InvalidArgument("the body is not a JSON object")
+    if long_numbers:
+        record = {
+            name: value if name in _WITH_SCHEMAS else _as_floats(value, name)
+            for name, value in record.items()
+        }
     return read_object(record, kind, takes_unknown=takes_unknown)
+
+
+def encode(content: Any) -> bytes:
+    """JSON of an answer, which may repeat schemas of its request."""
+    return _encode(content)
+
+
+def _digits(value: Any) -> msgspec.Raw:
+    if isinstance(value, LongNumber):
+        return msgspec.Raw(value.text.encode())
+    raise NotImplementedError(f"{type(value).__name__} in an answer")
+
+
+_encode = msgspec.json.Encoder(enc_hook=_digits).encode
+
+
+def _as_floats(value: Any, at: str) -> Any:
+    """A part of a body with plain numbers. Raises InvalidArgument for one out of range."""
+    if isinstance(value, dict):
+        return {name: _as_floats(part, f"{at}.{name}") for name, part in value.items()}
+    if isinstance(value, list):
+        return [_as_floats(part, f"{at}[{index}]") for index, part in enumerate(value)]
+    if isinstance(value, float) and math.isinf(value):
+        raise InvalidArgument(f"{at} is a number out of range", field=at)
+    return float(value) if isinstance(value, LongNumber) else value
 
 
 def read_object(

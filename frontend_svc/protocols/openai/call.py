@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Scope, Send
 
 from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.tenants import Rate
-from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields
+from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields, encode
 from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
 from frontend_svc.protocols.openai.field_names import as_it_is
@@ -54,7 +53,6 @@ _RANK_HEADER = "x-data-parallel-rank"
 _RANK = re.compile("[0-9]{1,18}")
 _MAX_IGNORED = 64  # names in the header
 _MAX_NAME_CHARS = 128
-_encode = msgspec.json.Encoder().encode
 
 _T = TypeVar("_T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -62,7 +60,7 @@ Ranked = generate_pb2.GenerateRequest | chat_message_pb2.ChatRequest
 
 
 def event_of(content: dict[str, Any], event_id: str = "") -> bytes:
-    event = b"data: " + _encode(content) + b"\n\n"
+    event = b"data: " + encode(content) + b"\n\n"
     return b"id: " + event_id.encode() + b"\n" + event if event_id else event
 
 
@@ -291,7 +289,7 @@ def _incident() -> Internal:
 
 def refusal(error: ServiceError, dialect: Dialect) -> Response:
     return Response(
-        _encode(dialect.error_body(error)),
+        encode(dialect.error_body(error)),
         status_code=status_of(error),
         media_type="application/json",
         headers=error_headers(error),
@@ -299,7 +297,7 @@ def refusal(error: ServiceError, dialect: Dialect) -> Response:
 
 
 def json_response(content: dict[str, Any], ignored: list[str] | None = None) -> Response:
-    return Response(_encode(content), media_type="application/json", headers=_ignored_header(ignored or []))
+    return Response(encode(content), media_type="application/json", headers=_ignored_header(ignored or []))
 
 
 def _ignored_header(ignored: Sequence[str]) -> dict[str, str]:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from frontend_svc.protocols.openai.bodies import Message
+from frontend_svc.protocols.openai.bodies import Message, encode
 from triptych_kit.errors import NotFound
-
-_encode = msgspec.json.Encoder().encode
 
 
 class StoredResponse:
@@ -29,9 +25,9 @@ class StoredResponse:
         *,
         num_inputs: int = 0,
     ) -> None:
-        self.body: bytes = _encode(body)
+        self.body: bytes = encode(body)
         self.previous = previous
-        self.num_message_bytes = len(_encode(messages))
+        self.num_message_bytes = len(encode(messages))
         before = 0 if previous is None else previous.num_conversation_bytes
         self.num_conversation_bytes: int = before + self.num_message_bytes
         self.num_continuations = 0

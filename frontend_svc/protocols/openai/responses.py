@@ -29,6 +29,7 @@ from frontend_svc.protocols.openai.bodies import (
     StreamOptions,
     StructuredOutputs,
     ToolChoice,
+    encode,
     read_part,
 )
 from frontend_svc.protocols.openai.call import (
@@ -80,7 +81,6 @@ _CANCEL_LIMIT_S = 2.0
 # Items of a page, without and with a limit.
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
-_encode = msgspec.json.Encoder().encode
 
 # Fields that a chat has by the same name.
 _SAME_IN_CHAT = (
@@ -244,7 +244,7 @@ class ResponseRoutes:
                         # Before the client knows of the end: its next call may continue it.
                         del self._streaming[turn.key]
                         self._keep(turn)
-                    yield b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n"
+                    yield b"event: " + event["type"].encode() + b"\ndata: " + encode(event) + b"\n\n"
         finally:
             self._streaming.pop(turn.key, None)
             turn.ended.set()
@@ -436,7 +436,7 @@ def _tools_of(raw_tools: list[dict[str, Any]] | None, ignored: IgnoredFields) ->
     for at, raw in served_tools(raw_tools, ignored):
         tool = read_part(raw, FunctionTool, ignored, at)
         function = Function(tool.name, tool.description, tool.parameters, tool.strict)
-        tools.append({"function": msgspec.to_builtins(function)})
+        tools.append({"function": msgspec.structs.asdict(function)})
     return tools
 
 

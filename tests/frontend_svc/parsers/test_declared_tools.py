@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from frontend_svc.parsers.declared_tools import choice_violations, template_form, tool_violations
+from frontend_svc.parsers.declared_tools import (
+    call_format,
+    call_tags,
+    choice_violations,
+    template_form,
+    tool_violations,
+)
 from triptych.api.v1 import chat_message_pb2
+from triptych.engine.v1 import session_pb2
 
 ADD = chat_message_pb2.Tool(
     name="add", description="adds", parameters_json_schema='{"required": ["a"]}', strict=True
@@ -68,3 +75,12 @@ def test_templates_see_a_tool_as_a_function():
     assert template_form(ADD) == {"type": "function", "function": function}
     without_schema = template_form(chat_message_pb2.Tool(name="now"))["function"]
     assert without_schema["parameters"] == {"type": "object", "properties": {}}
+
+
+def test_the_tags_of_a_tool_have_the_numbers_of_its_schema():
+    numbers = "[9007199254740993, 0.12345678901234567890123]"
+    schema = f'{{"properties": {{"id": {{"enum": {numbers}}}}}}}'
+    tool = chat_message_pb2.Tool(name="find", parameters_json_schema=schema, strict=True)
+    request = chat_message_pb2.ChatRequest(tools=[tool], tool_choice={"name": "find"})
+    tags = call_tags(request, call_format(request, "hermes", session_pb2.Ready()))
+    assert f'"enum": {numbers}' in tags

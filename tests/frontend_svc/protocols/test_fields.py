@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from frontend_svc.protocols.openai.bodies import Base, ChatBody, CompletionBody, read_object
+from frontend_svc.protocols.openai.bodies import (
+    Base,
+    ChatBody,
+    CompletionBody,
+    encode,
+    read_body,
+    read_object,
+)
 from frontend_svc.protocols.openai.fields import Refusal
 from frontend_svc.protocols.openai.requests import (
     chat_names,
@@ -173,3 +180,19 @@ def test_each_served_field_changes_the_request(kind: type[Base]) -> None:
         values = [] if field.name in OF_ANSWER else list(values_of(field))
         requests = {request_of(kind, {**needed, field.name: value}) for value in values}
         assert field.name in OF_ANSWER or requests - {request_of(kind, needed)}, field.name
+
+
+def test_the_numbers_of_schemas_keep_all_their_digits() -> None:
+    digits, large = "0.12345678901234567890123", "12345678901234567890123"
+    schema = f'{{"maximum": {digits}, "enum": [{large}, 1e400, 0.1]}}'
+    content = f"""{{"messages": [{{"role": "user", "content": "x"}}], "temperature": {digits},
+        "response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}},
+        "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]}}"""
+    body, ignored = read_body(content.encode(), ChatBody)
+    request = chat_request(body, ignored, chat_names())
+    assert request.sampling.temperature == pytest.approx(float(digits))
+    assert request.sampling.structured_output.json_schema == schema
+    assert request.tools[0].parameters_json_schema == schema
+    assert encode(body.tools).count(digits.encode()) == 1
+    with pytest.raises(InvalidArgument, match="temperature is a number out of range"):
+        read_body(b'{"messages": [], "temperature": 1e400}', ChatBody)

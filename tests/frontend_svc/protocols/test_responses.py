@@ -349,7 +349,7 @@ async def test_a_client_that_goes_away_aborts_its_stream_and_leaves_nothing():
 
 async def test_tools_and_a_format_reach_the_chat():
     engine = engine_of("{}", structured_output_backends=("llguidance",))
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "id": {"const": 2**53 + 1}}}
     async with served(engine) as client:
         chosen = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
         found = (await client.post(URL, {"input": "the", "text": chosen})).body

@@ -37,6 +37,7 @@ from engine_svc.features.structured_output.structural_tags import (
     keyword_arguments,
     read_structural_tags,
 )
+from triptych_kit.exact_json import dumps, loads
 
 MAX_TEXT_BYTES = 64 << 10  # of a constraint; tens of milliseconds and megabytes at most for usual ones
 MAX_NESTING = 128
@@ -123,7 +124,7 @@ class XGrammarBackend:
         compiler = self._compiler
         match constraint.kind:
             case ConstraintKind.JSON_SCHEMA:
-                schema = json.loads(constraint.text)
+                schema = loads(constraint.text)
                 if not constraint.is_lenient:
                     _check_keywords(schema)
                 return compiler.compile_grammar(_json_grammar(schema, constraint))
@@ -278,7 +279,7 @@ def _json_grammar(schema: Any, constraint: Constraint) -> xgrammar.Grammar:
     _number(schema)
     # Not any_order, with which required keys may be missing and keys may repeat.
     grammar = xgrammar.Grammar.from_json_schema(
-        json.dumps(schema),
+        dumps(schema),
         any_whitespace=is_free,
         max_whitespace_cnt=MAX_WHITESPACE if is_free else None,
         separators=None if is_free else (", ", ": "),

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from engine_svc.features.structured_output.json_schema.numbers import (
+    NumberTooLong,
+    exact,
+    is_number,
+    whole,
+)
 from engine_svc.features.structured_output.limits import SCHEMA_MAPS, subschemas
+from triptych_kit.exact_json import dumps
 
 MAX_DEPTH = 100  # of nested values
 MAX_VALUES = 50_000
@@ -39,10 +46,12 @@ class SchemaDocument:
     def __init__(self, text: str, *, has_additional_properties: bool = True) -> None:
         self._is_open = has_additional_properties  # objects whose schema does not say
         try:
-            self.root: Any = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
-            json.dumps(self.root, ensure_ascii=False).encode()
+            self.root: Any = json.loads(text, parse_constant=_no_constant, parse_float=exact, parse_int=whole)
+            dumps(self.root, ensure_ascii=False).encode()
         except RecursionError:
             raise SchemaTooLarge(f"json_schema is nested deeper than {MAX_DEPTH} levels") from None
+        except NumberTooLong as error:
+            raise SchemaTooLarge(f"json_schema: {error}") from None
         except ValueError as error:
             raise InvalidSchema(f"json_schema is not JSON: {error}") from None
         if not isinstance(self.root, dict | bool):
@@ -195,9 +204,6 @@ class SchemaDocument:
                 node["items"] = node.pop("additionalItems")
         elif "items" in node or "prefixItems" not in node:
             node.pop("additionalItems", None)  # means nothing beside a schema or nothing
-        for name in COUNTS & node.keys():
-            if isinstance(node[name], float) and node[name].is_integer():
-                node[name] = int(node[name])
         for exclusive, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and limit in node:
                 node[exclusive] = node.pop(limit)
@@ -262,10 +268,6 @@ def _is_types(value: Any) -> bool:
     return TYPES.issuperset(value) if _is_texts(value) else isinstance(value, str) and value in TYPES
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 # The shape of a keyword's value in words, and a test for it.
 _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = (
     dict.fromkeys(SCHEMA_MAPS, ("an object of schemas", lambda value: _is_map(value, _is_schema)))
@@ -275,13 +277,13 @@ _SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = (
     )
     | dict.fromkeys(SCHEMAS, ("a schema", _is_schema))
     | dict.fromkeys(COUNTS, ("a whole number from 0", lambda value: type(value) is int and value >= 0))
-    | dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), ("a number", _is_number))
+    | dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), ("a number", is_number))
     | dict.fromkeys(
         ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor", "$id"),
         ("a text", lambda value: isinstance(value, str)),
     )
     | {
-        "multipleOf": ("a number above 0", lambda value: _is_number(value) and value > 0),
+        "multipleOf": ("a number above 0", lambda value: is_number(value) and value > 0),
         "required": ("a list of texts", _is_texts),
         "dependentRequired": ("an object of lists of texts", lambda value: _is_map(value, _is_texts)),
         "enum": ("a list with values", lambda value: isinstance(value, list) and bool(value)),
@@ -299,7 +301,7 @@ def _check_shape(node: dict[str, Any], place: str) -> None:
     for name in node.keys() & _SHAPES.keys():
         shape, has_shape = _SHAPES[name]
         if not has_shape(node[name]):
-            text = json.dumps(node[name])
+            text = dumps(node[name])
             shown = text if len(text) <= 60 else text[:60] + " ..."
             raise InvalidSchema(f"{name} is {shown}, not {shape}, at {place}")
 
@@ -323,13 +325,6 @@ def _check_size(root: Any) -> None:
             elif isinstance(value, list):
                 below.extend(value)
         level, depth = below, depth + 1
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if number in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is too large")
-    return number
 
 
 def _no_constant(text: str) -> Any:

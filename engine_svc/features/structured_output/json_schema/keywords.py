@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.document import pointer
+from engine_svc.features.structured_output.json_schema.lark_rules import (
+    SchemaRules,
+    has_true_numbers,
+    needs_rules,
+)
+from engine_svc.features.structured_output.json_schema.logic import NUMBER_KEYWORDS
 from engine_svc.features.structured_output.json_schema.rewrite import Unenforced, rewrite
+from engine_svc.features.structured_output.json_schema.shapes import UnsupportedShape
+from triptych_kit.exact_json import dumps
 
 BACKENDS = ("llguidance", "xgrammar")  # the order in which `auto` tries them
 # Assertions and applicators that are enforced wherever they stand. Others are enforced where an equal schema
@@ -67,10 +74,12 @@ def serve(
     rewritten = rewrite(text, has_additional_properties=has_additional_properties)
     first: ServedSchema | None = None
     for backend in backends:
-        unenforced = rewritten.unenforced
+        unenforced, schema = rewritten.unenforced, rewritten.schema
         if backend == "xgrammar":
-            unenforced += tuple(_beyond_xgrammar(rewritten.schema, ""))
-        served = ServedSchema(backend, json.dumps(rewritten.schema), unenforced)
+            unenforced += tuple(_beyond_xgrammar(schema, ""))
+        elif (unwritten := _without_rules(schema)) is not None:
+            unenforced, schema = (*unenforced, unwritten), _without_exact_numbers(schema)
+        served = ServedSchema(backend, dumps(schema), unenforced)
         if not unenforced:
             return served
         first = first or served
@@ -81,6 +90,29 @@ def serve(
     raise UnenforcedKeywords(first.unenforced)
 
 
+def _without_rules(schema: dict[str, Any]) -> Unenforced | None:
+    """A keyword that keeps numbers of a rewritten schema from being written as rules for llguidance."""
+    if needs_rules(schema) and not has_true_numbers(schema):
+        try:
+            SchemaRules(schema, {})
+        except UnsupportedShape as error:
+            return Unenforced(error.keyword, error.place, error.reason)
+    return None
+
+
+def _without_exact_numbers(schema: Any) -> Any:
+    """The schema without limits on numbers that llguidance reads as others."""
+    if isinstance(schema, list):
+        return [_without_exact_numbers(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in ("const", "enum") else _without_exact_numbers(value)
+        for name, value in schema.items()
+        if name not in NUMBER_KEYWORDS or isinstance(value, dict)
+    }
+
+
 def _beyond_xgrammar(schema: Any, place: str) -> Iterator[Unenforced]:
     """Keywords of a rewritten schema that xgrammar ignores or reads differently."""
     if isinstance(schema, bool):
@@ -89,6 +121,9 @@ def _beyond_xgrammar(schema: Any, place: str) -> Iterator[Unenforced]:
         return
     for name, entry in schema.get("$defs", {}).items():
         yield from _beyond_xgrammar(entry, pointer(place, "$defs", name))
+    own = {name: value for name, value in schema.items() if name in NUMBER_KEYWORDS | {"const", "enum"}}
+    if needs_rules(own):
+        yield Unenforced(next(iter(own)), place, "xgrammar reads numbers as doubles")
     words = set(schema) - {"$defs"}
     if not words or words in ({"$ref"}, {"const"}, {"enum"}):
         return

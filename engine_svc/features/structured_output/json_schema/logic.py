@@ -7,11 +7,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Context, Decimal
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.document import (
     SchemaDocument,
     SchemaTooLarge,
+)
+from engine_svc.features.structured_output.json_schema.numbers import (
+    MAX_DIGITS,
+    Numbers,
+    is_number,
 )
 from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, translated
 
@@ -28,6 +34,7 @@ ANNOTATIONS = frozenset(
         "writeOnly", "contentEncoding", "contentMediaType", "contentSchema",
     }
 )  # fmt: skip
+_EXACT = Context(prec=2 * MAX_DIGITS)
 MAX_DEPTH = 8  # of a proof: joins, parts of values, and branches
 _MAX_CALLS = 2_000  # of one proof
 MAX_STEPS = 400_000  # of all proofs and searches for a document: parts of schemas looked at; about 2 us each
@@ -79,9 +86,9 @@ def kind_of(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+    if isinstance(value, int):
         return "integer"
-    if isinstance(value, float):
+    if isinstance(value, Decimal):
         return "fraction"
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
@@ -98,8 +105,8 @@ def is_trivial(keyword: str, kinds: frozenset[str]) -> bool:
 
 def json_key(value: Any) -> str:
     """Equal for values that are equal as JSON."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        value = int(value)
+    if isinstance(value, Decimal):
+        return str(value.normalize(_EXACT))
     if isinstance(value, list):
         return "[" + ",".join(map(json_key, value)) + "]"
     if isinstance(value, dict):
@@ -131,7 +138,8 @@ class _Facts:
     closures: list[tuple[set[str], list[str]]] = field(default_factory=list)  # names, patterns: no others
     prefix_items: dict[int, list[Any]] = field(default_factory=dict)
     items: list[Any] = field(default_factory=list)  # of arrays without a prefix
-    lows: dict[str, float] = field(default_factory=dict)  # largest lower limit, by keyword
+    numbers: Numbers = field(default_factory=Numbers)
+    lows: dict[str, float] = field(default_factory=dict)  # largest lower limit of a size, by keyword
     highs: dict[str, float] = field(default_factory=dict)  # smallest upper limit
     patterns: list[str] = field(default_factory=list)
     choices: list[list[Any]] = field(default_factory=list)  # branches of each `anyOf` and `oneOf`
@@ -156,8 +164,8 @@ _ALONE = (
     | {"$ref", "const", "enum", "required", "minItems", "maxItems", "minProperties", "maxProperties"}
 )
 _COUNTED = ("properties", "required", "patternProperties", "prefixItems", "enum")
-_LOWS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_HIGHS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_LOWS = ("minLength", "minItems", "minProperties")
+_HIGHS = ("maxLength", "maxItems", "maxProperties")
 
 
 class Prover:
@@ -249,11 +257,14 @@ class Prover:
             facts.items.append(schema["items"])
         if isinstance(schema.get("pattern"), str):
             facts.patterns.append(schema["pattern"])
+        numbers = {word: schema[word] for word in NUMBER_KEYWORDS if is_number(schema.get(word))}
+        if numbers:
+            facts.numbers &= Numbers.of(numbers, is_integer=False)
         for keyword in _LOWS:
-            if _is_number(schema.get(keyword)):
+            if is_number(schema.get(keyword)):
                 facts.lows[keyword] = max(facts.low(keyword), schema[keyword])
         for keyword in _HIGHS:
-            if _is_number(schema.get(keyword)):
+            if is_number(schema.get(keyword)):
                 facts.highs[keyword] = min(facts.high(keyword), schema[keyword])
 
     def spend(self, num_steps: int) -> None:
@@ -264,10 +275,10 @@ class Prover:
     def _has_none(self, facts: _Facts, kind: str, depth: int) -> bool:
         """Whether no value of a kind satisfies the facts."""
         match kind:
-            case "integer" | "fraction":
-                open_low, open_high = facts.low("exclusiveMinimum"), facts.high("exclusiveMaximum")
-                low, high = max(facts.low("minimum"), open_low), min(facts.high("maximum"), open_high)
-                return low > high or (low == high and (low == open_low or high == open_high))
+            case "integer":
+                return (facts.numbers & Numbers(is_integer=True)).is_empty
+            case "fraction":
+                return facts.numbers.is_empty or facts.numbers.is_whole
             case "string":
                 return facts.low("minLength") > facts.high("maxLength")
             case "array":
@@ -289,10 +300,7 @@ class Prover:
             return True
         match kind:
             case "integer" | "fraction":
-                return not (
-                    facts.low("minimum") <= value <= facts.high("maximum")
-                    and facts.low("exclusiveMinimum") < value < facts.high("exclusiveMaximum")
-                )
+                return (facts.numbers & Numbers.only(value)).is_empty
             case "string":
                 return not facts.low("minLength") <= len(value) <= facts.high("maxLength") or any(
                     _mismatches(pattern, value) for pattern in facts.patterns
@@ -358,7 +366,3 @@ def _mismatches(pattern: str, text: str) -> bool:
 
 def _schemas(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -210,7 +210,7 @@ def _of_name(schema: dict[str, Any], name: str) -> list[Any]:
     entries = [schema["properties"][name]] if name in schema.get("properties", {}) else []
     for pattern, entry in schema.get("patternProperties", {}).items():
         try:
-            if re.search(pattern, name):
+            if re.search(pattern.replace("$", r"\Z"), name):
                 entries.append(entry)
         except re.error:
             return []

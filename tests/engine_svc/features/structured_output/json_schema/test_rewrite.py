@@ -206,7 +206,6 @@ def test_a_draft_says_whether_an_id_counts_beside_a_reference(draft, item):
         ('{"oneOf": [{"required": [1]}, true]}', "required is .*, not a list of texts, at #/oneOf/0$"),
         ('{"dependentRequired": {"a": 1}}', "not an object of lists of texts"),
         ('{"multipleOf": true}', "not a number above 0"),
-        ('{"const": 1e400}', "too large"),
         (r'{"const": "\ud800"}', "surrogates"),
         ('{"type": "any"}', 'type is "any", not one of array, .* or a list of them, at #$'),
         ('{"properties": {"a": {"items": {"type": ["text"]}}}}', "not one of .*, at #/properties/a/items$"),
