@@ -24,8 +24,10 @@ _SHARED_WEIGHT = 2.0
 _FADING = 0.9
 _SHARED_FADING = 0.99
 # Steps without drafts until a row tries one again, doubled each time that it is in vain.
-_FIRST_WAIT = 32
-_LONGEST_WAIT = 512
+_FIRST_WAIT = 16
+_LONGEST_WAIT = 256
+# Of the time of steps, what such tries may cost, in vain or not.
+_PROBING_SHARE = 0.004
 # Costs change with the contexts' lengths, so decisions are made anew at least this often.
 _MAX_SETTLED_STEPS = 64
 
@@ -108,6 +110,8 @@ class SurvivalLimit:
         self._names: list[str] = []
         self._granted: list[int] = []
         self._settled_until = 0  # before this step, nothing changes unless something becomes known
+        self._decided_at = 0
+        self._probing_seconds = 0.0  # that tries may cost now
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         self._step += 1
@@ -155,7 +159,8 @@ class SurvivalLimit:
         costs = self._costs
         expected, num_positions, num_granted = float(num_rows), float(num_rows), 0
         more = sum(extras)  # seconds beside those of the positions
-        fastest = _LEAST_GAIN * expected / (self._seconds_of(num_rows) + more)
+        plain = self._seconds_of(num_rows) + more
+        fastest = _LEAST_GAIN * expected / plain
         more += costs.seconds_per_drafted_step
         num_proposed = [0] * self._max_drafts  # by depth: a forward of what proposes for each
         for num, (gain, depth, extra, history) in enumerate(candidates, 1):
@@ -170,11 +175,7 @@ class SurvivalLimit:
                 fastest, num_granted = speed, num
         for _, _, _, history in candidates[:num_granted]:
             history.allowed += 1
-        for request, history, extra in zip(rows, histories, extras, strict=True):
-            if history.allowed:
-                history.probe_at = 0
-            else:
-                self._probe(request, history, extra, num_rows)
+        self._probe(rows, histories, extras, plain)
 
     def _history_of(self, request: Request) -> _DraftHistory:
         history = self._histories.get(request.request_id)
@@ -183,18 +184,49 @@ class SurvivalLimit:
             self._estimate(history)
         return history
 
-    def _probe(self, request: Request, history: _DraftHistory, extra: float, num_rows: int) -> None:
-        """Have a row without drafts try one after a while, where drafts that are right would pay."""
-        if not history.probe_at:
-            history.probe_at = self._step + history.wait
-        elif self._step >= history.probe_at:
-            history.wait = min(2 * history.wait, _LONGEST_WAIT)
-            history.probe_at = self._step + history.wait
-            history.allowed = int(self._could_pay(request, extra, num_rows))
+    def _probe(
+        self,
+        rows: Sequence[Request],
+        histories: Sequence[_DraftHistory],
+        extras: Sequence[float],
+        plain: float,
+    ) -> None:
+        """Have rows without drafts try one after a while, where drafts that are right would pay.
+
+        plain: seconds of a step without drafts.
+        """
+        num_rows, costs = len(rows), self._costs
+        position = self._seconds_of(num_rows + 1) - self._seconds_of(num_rows) + self._proposal_seconds(0)
+        of_step, of_row = costs.seconds_per_drafted_step, costs.seconds_per_drafted_row + position
+        per_step = _PROBING_SHARE * plain
+        saved = self._probing_seconds + per_step * (self._step - self._decided_at)
+        # A long time without tries must not be followed by several of all rows.
+        left = min(saved, of_step + num_rows * of_row + sum(extras))
+        self._decided_at = self._step
+        has_probes = False
+        for request, history, extra in zip(rows, histories, extras, strict=True):
             if history.allowed:
-                # Only in this step.
-                self._settled_until = self._step + 1
-        self._settled_until = min(self._settled_until, history.probe_at)
+                history.probe_at = 0
+                continue
+            if not history.probe_at:
+                history.probe_at = self._step + history.wait
+            elif self._step >= history.probe_at:
+                seconds = of_row + extra + (0.0 if has_probes else of_step)
+                pays = self._could_pay(request, extra, num_rows)
+                if pays and seconds > left:
+                    # As soon as the time for it was saved.
+                    saved_at = self._step + 1 + int((seconds - left) / per_step)
+                    self._settled_until = min(self._settled_until, saved_at)
+                    continue
+                history.wait = min(2 * history.wait, _LONGEST_WAIT)
+                history.probe_at = self._step + history.wait
+                if pays:
+                    left -= seconds
+                    history.allowed, has_probes = 1, True
+                    # Only in this step.
+                    self._settled_until = self._step + 1
+            self._settled_until = min(self._settled_until, history.probe_at)
+        self._probing_seconds = left
 
     def _could_pay(self, request: Request, extra: float, num_rows: int) -> bool:
         limit, costs = _capped(request, self._max_drafts), self._costs

@@ -113,12 +113,16 @@ def test_tokens_never_come_slower_than_without_drafts(costs, num_rows, chance, p
 
 def test_rows_for_which_nothing_is_proposed_have_no_drafts():
     limit, rows = SurvivalLimit(HOST, MAX_DRAFTS), rows_of(4)
-    num_granted = 0
-    for _ in range(400):
+    for _ in range(100):
         for row, allowed in zip(rows, granted(limit, rows), strict=True):
             if allowed:
-                num_granted += 1
                 limit.note(row, 0, 0)
-    # At first, until that is known, and to try again.
-    assert num_granted < 60
-    assert not limit.grant(rows)
+    seconds = 0.0
+    for _ in range(5000):
+        allowed = granted(limit, rows)
+        seconds += any(allowed) * HOST.seconds_per_drafted_step
+        seconds += sum(map(bool, allowed)) * HOST.seconds_per_drafted_row
+        for row, num_drafts in zip(rows, allowed, strict=True):
+            if num_drafts:
+                limit.note(row, 0, 0)
+    assert 0.0 < seconds < 0.004 * 5000 * HOST.of(4)
