@@ -52,6 +52,7 @@ from frontend_svc.protocols.openai.browsers import for_browsers
 from frontend_svc.protocols.openai.call import PROBES
 from frontend_svc.protocols.openai.call_ids import CallIds
 from frontend_svc.protocols.openai.connection import ConnectionLimits
+from frontend_svc.protocols.openai.http_metrics import HTTPCalls
 from frontend_svc.protocols.openai.listener import HTTPListener
 from frontend_svc.protocols.openai.response_store import ResponseStore
 from frontend_svc.protocols.openai.routes import OpenAIRoutes, dialect_of
@@ -147,6 +148,7 @@ def build_frontend(
         )
 
     pages = _admin_pages(answers, metrics, state_page, history, about)
+    calls = HTTPCalls(metrics)
     http: HTTPListener | None = None
     if config.http_port is not None:
         http = _http_listener(
@@ -159,6 +161,7 @@ def build_frontend(
             security,
             text_workers,
             lambda: frontend.address,
+            calls,
         )
     servers = Servers(
         lifecycle,
@@ -407,6 +410,7 @@ def _http_listener(
     security: ListenerSecurity,
     text_workers: TextWorkers,
     address_of: Callable[[], str],
+    calls: HTTPCalls,
 ) -> HTTPListener:
     pages = None
     # Of several workers behind one port, each has metrics of its own: the admin HTTP listener adds them up.
@@ -440,6 +444,7 @@ def _http_listener(
         heartbeat_s=config.http_heartbeat_s,
         authenticator=security.authenticator,
         bodies=BodyReader(text_workers.check_json, takes_unknown=config.http_unknown_fields == "ignore"),
+        calls=calls,
         grpc_port=lambda: port_in(address_of()),
         rates_of=requests.tenants.rates,
         pages=pages,

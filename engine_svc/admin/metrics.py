@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import ServedEngine
-from engine_svc.loop.mailbox import STEP_TIME_BUCKETS, LoopStats
+from engine_svc.loop.mailbox import STEP_TIME_BUCKETS, STEP_TOKEN_BUCKETS, LoopStats
 from engine_svc.loop.pause import RunState
 from engine_svc.scheduler.stats import SchedulerStats
 from engine_svc.speculation.accounting import DraftStats
@@ -135,6 +135,10 @@ _STEPS: tuple[Row[ServedEngine], ...] = (
         lambda engine: {(): engine.stats_snapshot.counts.step_times},
         "Time from the beginning of a step, or the end of the one before it, to its result.",
         buckets=STEP_TIME_BUCKETS),
+    Row("histogram", "triptych_engine_step_tokens",
+        lambda engine: {(): engine.stats_snapshot.counts.step_tokens},
+        "Tokens that a step computes: of prompts, one for each decode, and drafts.",
+        aliases=("vllm:iteration_tokens_total",), buckets=STEP_TOKEN_BUCKETS),
     Row("gauge", "triptych_engine_step_running_seconds", lambda engine: _running_s(engine),
         "How long the oldest step in flight, or a call between steps, has run; 0 without one."),
     Row("counter", "triptych_engine_requests_finished_total",

@@ -23,6 +23,8 @@ from triptych_kit.telemetry.metrics import Counts, Distribution
 STEP_TIME_BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 60,
 )  # fmt: skip
+# Upper bounds in tokens, as vLLM has them.
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Known from the start, so that each is counted from 0.
 _ABORT_CAUSES = (
     "client", "deadline", "stop_string", "slow_consumer", "migrated", "session_lost", "poison", "pause",
@@ -222,6 +224,7 @@ class LoopCounts:
         self.finished = Counts({(reason.value,): 0 for reason in FinishReason})
         self.aborted = Counts({(cause,): 0 for cause in _ABORT_CAUSES})
         self.step_times = Distribution(STEP_TIME_BUCKETS)
+        self.step_tokens = Distribution(STEP_TOKEN_BUCKETS)
 
 
 class StatsSnapshot:

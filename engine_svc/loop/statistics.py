@@ -42,6 +42,8 @@ class StatsRecorder:
     def begin_step(self, plan: StepPlan, now: float) -> None:
         """A step is about to be launched."""
         self.step_number = plan.step_number
+        if plan.num_tokens:
+            self._counts.step_tokens.observe(sum(plan.num_tokens))
         self._step_time.begin(plan, now)
         self.post()
 

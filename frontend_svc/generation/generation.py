@@ -53,6 +53,7 @@ class OpenRequest:
         self.model = model.name
         self._served = model
         self.prompt_token_ids = prepared.prompt.token_ids
+        self.max_tokens = prepared.entries[0].sampling.max_tokens
         self.finish_reason = "abort"
         self.on_read: Callable[[], None] = lambda: None  # called for each output that is read
         self.meter: OutputMeter | None = None
@@ -235,7 +236,7 @@ class Generation:
         with (
             self._drain.counted(),
             self._traced(request, caller) as trace,
-            self._metrics.counted(caller),
+            self._metrics.counted(caller, _operation(request)) as record,
             self._requests.track(
                 request.request_id, caller.request_id, tenant=caller.identity.tenant
             ) as tracked,
@@ -250,7 +251,7 @@ class Generation:
             opened = self._opened(request, prompt, prepared, caller, kind, trace, tracked)
             opened.on_read = lambda: self._admission.leave_queue(ticket)
             age_s = self._failover.clock.now() - tracked.arrived_at
-            timed = self._metrics.timed(opened, age_s=age_s, is_late=caller.is_late)
+            timed = self._metrics.timed(opened, record, age_s=age_s, is_late=caller.is_late)
             with _kept_open(opened, caller, trace), timed:
                 opened.start()
                 tracked.follow(opened)
@@ -291,9 +292,7 @@ class Generation:
                 yield opened
 
     def _traced(self, request: AnyRequest, caller: Caller) -> RequestTrace:
-        is_chat = isinstance(request, chat_message_pb2.ChatRequest)
-        operation = names.CHAT if is_chat else names.TEXT_COMPLETION
-        return self._traces.begin(operation, request.request_id or caller.request_id, caller)
+        return self._traces.begin(_operation(request), request.request_id or caller.request_id, caller)
 
     def _opened(
         self,
@@ -346,6 +345,11 @@ class Generation:
             )
         trace.note_model(model.name, len(prepared.prompt.token_ids))
         return prepared
+
+
+def _operation(request: AnyRequest) -> str:
+    """By the GenAI conventions."""
+    return names.CHAT if isinstance(request, chat_message_pb2.ChatRequest) else names.TEXT_COMPLETION
 
 
 def _max_output_tokens(request: AnyRequest, model: ServedModel, num_prompt_tokens: int) -> int:

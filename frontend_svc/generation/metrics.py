@@ -11,6 +11,7 @@ from time import time_ns
 from typing import NamedTuple, Protocol
 
 from frontend_svc.generation.caller import Caller
+from frontend_svc.generation.gen_ai_metrics import GenAIMetrics, RequestRecord
 from frontend_svc.output.collector import EndReason
 from frontend_svc.output.engine_times import EngineTimes
 from frontend_svc.output.request_state import RequestState
@@ -42,7 +43,12 @@ _MAX_FIRST_TOKENS = 4096
 _ABORTED = ("client", "deadline", "slow_consumer", "request")
 
 
+# Upper bounds in outputs.
+OUTPUTS_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
+
 _MODEL = ("model_name",)
+# Of prompt tokens: by the engine, which computed them, or had them in its prefix cache. Names are vLLM's.
+_SOURCES = ("local_compute", "local_cache_hit")
 
 
 class _Histogram(NamedTuple):
@@ -88,6 +94,11 @@ _COUNTERS = {
     "cached_tokens": _Counter(
         "triptych_frontend_cached_prompt_tokens_total", "Prompt tokens that came from a prefix cache.",
         _MODEL, aliases=("vllm:prompt_tokens_cached_total",),
+    ),
+    "prompt_tokens_by_source": _Counter(
+        "triptych_frontend_prompt_tokens_by_source_total",
+        "Prompt tokens of requests with a first token: local_compute, or local_cache_hit, of a prefix cache.",
+        (*_MODEL, "source"), aliases=("vllm:prompt_tokens_by_source_total",),
     ),
 }  # fmt: skip
 
@@ -139,6 +150,18 @@ _HISTOGRAMS = {
         "triptych_frontend_output_tokens", "Tokens of an output that ended.",
         LENGTH_BUCKETS, ("vllm:request_generation_tokens",),
     ),
+    "max_output_tokens": _Histogram(
+        "triptych_frontend_request_max_output_tokens", "Tokens of a request's longest output.",
+        LENGTH_BUCKETS, ("vllm:request_max_num_generation_tokens",),
+    ),
+    "n": _Histogram(
+        "triptych_frontend_request_n", "Outputs that a request asks for, n.",
+        OUTPUTS_BUCKETS, ("vllm:request_params_n",),
+    ),
+    "max_tokens": _Histogram(
+        "triptych_frontend_request_max_tokens", "The max_tokens of a request, with the default filled in.",
+        LENGTH_BUCKETS, ("vllm:request_params_max_tokens",),
+    ),
 }  # fmt: skip
 
 _BOUNDARY = _Histogram(
@@ -169,6 +192,7 @@ class RequestCounts:
     finished: Counts
     prompt_tokens: Counts
     cached_tokens: Counts
+    prompt_tokens_by_source: Counts
 
 
 @dataclass(slots=True)
@@ -187,6 +211,9 @@ class ModelMetrics:
     inference: Distribution
     num_prompt_tokens: Distribution
     num_output_tokens: Distribution
+    max_output_tokens: Distribution
+    n: Distribution
+    max_tokens: Distribution
     generated_tokens: int = field(default=0, init=False)
 
 
@@ -209,6 +236,7 @@ class RequestMetrics:
         self._histograms = {
             name: metrics.histogram(**row._asdict(), labels=_MODEL) for name, row in _HISTOGRAMS.items()
         }
+        self._gen_ai = GenAIMetrics(metrics)
         self._boundary, self._tokenize, self._detokenize = (
             metrics.histogram(**row._asdict()).of() for row in (_BOUNDARY, _TOKENIZE, _DETOKENIZE)
         )
@@ -221,6 +249,8 @@ class RequestMetrics:
             model = self._models[name] = ModelMetrics(name, self._first_tokens_s, **distributions)
             for counts in (self.counts.prompt_tokens, self.counts.cached_tokens):
                 counts.add(name, by=0)
+            for source in _SOURCES:
+                self.counts.prompt_tokens_by_source.add(name, source, by=0)
             for reason in _FINISHED:
                 self.counts.finished.add(name, reason, by=0)
         return model
@@ -236,21 +266,30 @@ class RequestMetrics:
         return times_s
 
     @contextmanager
-    def counted(self, caller: Caller) -> Iterator[None]:
+    def counted(self, caller: Caller, operation: str) -> Iterator[RequestRecord]:
         """Count a request that arrives, and the error with which it ends."""
         if not caller.is_repeat:
             self.counts.received.add()
+        record, is_over = RequestRecord(operation), True
         try:
-            yield
+            yield record
         except (asyncio.CancelledError, GeneratorExit):
+            if not record.is_answered:
+                record.error_type = record.error_type or "CANCELLED"
             raise
         except ServiceError as error:
-            if not caller.is_repeated(error):
+            is_over = not caller.is_repeated(error)
+            record.error_type = error.code.name
+            if is_over:
                 self.counts.errors.add(error.code.name)
             raise
         except BaseException:
+            record.error_type = "INTERNAL"
             self.counts.errors.add("INTERNAL")
             raise
+        finally:
+            if is_over:
+                self._gen_ai.add(record)
 
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
@@ -259,11 +298,16 @@ class RequestMetrics:
         self._tokenize.observe((time_ns() - started_at_ns) / 1e9)
 
     @contextmanager
-    def timed(self, request: MeteredRequest, *, age_s: float, is_late: Callable[[], bool]) -> Iterator[None]:
+    def timed(
+        self, request: MeteredRequest, record: RequestRecord, *, age_s: float, is_late: Callable[[], bool]
+    ) -> Iterator[None]:
         """Count a request that is sent inside of the block, and its outputs. age_s: since it arrived."""
         model = self.of(request.model)
         self.counts.prompt_tokens.add(model.name, by=request.num_prompt_tokens)
         model.num_prompt_tokens.observe(request.num_prompt_tokens)
+        model.n.observe(len(request.states))
+        model.max_tokens.observe(request.max_tokens)
+        record.model, record.num_input_tokens = model.name, request.num_prompt_tokens
         meter = request.meter = OutputMeter(model, time_ns() - int(age_s * 1e9))
         for state in request.states:
             state.meter = meter
@@ -278,9 +322,11 @@ class RequestMetrics:
             reason, cause = "error", _cause_of(error)
             raise
         finally:
-            self._end(request, meter, reason, cause)
+            self._end(request, meter, record, reason, cause)
 
-    def _end(self, request: MeteredRequest, meter: OutputMeter, reason: str, cause: str) -> None:
+    def _end(
+        self, request: MeteredRequest, meter: OutputMeter, record: RequestRecord, reason: str, cause: str
+    ) -> None:
         """reason: of outputs whose end the client has not got. cause: of an early end."""
         model, states, has_all = meter.model, request.states, len(meter.reasons) == len(request.states)
         for index, state in enumerate(states):
@@ -289,13 +335,27 @@ class RequestMetrics:
             model.num_output_tokens.observe(num_tokens)
             if num_tokens > 1:
                 between_ns = state.last_output_at_ns - state.first_output_at_ns
-                model.per_output_token.observe(between_ns / 1e9 / (num_tokens - 1))
+                per_output_token_s = between_ns / 1e9 / (num_tokens - 1)
+                model.per_output_token.observe(per_output_token_s)
+                record.per_output_token_s.append(per_output_token_s)
+            record.num_output_tokens += num_tokens
             self._detokenize.observe(state.detokenize_ns / 1e9)
             state.times.end()
             self._observe_times(model, state.times)
-        self.counts.cached_tokens.add(model.name, by=request.num_cached_tokens)
+        model.max_output_tokens.observe(max(state.num_output_tokens for state in states))
+        num_cached = request.num_cached_tokens
+        self.counts.cached_tokens.add(model.name, by=num_cached)
+        record.first_token_s = meter.first_token_s
+        if meter.first_token_s is not None:
+            by_source = self.counts.prompt_tokens_by_source
+            by_source.add(model.name, "local_cache_hit", by=num_cached)
+            by_source.add(model.name, "local_compute", by=request.num_prompt_tokens - num_cached)
+        record.is_answered = has_all
+        if "error" in meter.reasons.values():
+            record.error_type = "ENGINE_ERROR"
         if cause and (cause == "request" or not has_all):
             self.counts.aborted.add(cause)
+            record.error_type = "DEADLINE_EXCEEDED" if cause == "deadline" else "CANCELLED"
         elif has_all:
             last_at_ns = max(state.last_output_at_ns for state in states)
             model.duration.observe((last_at_ns - meter.arrived_at_ns) / 1e9)
@@ -318,6 +378,9 @@ class MeteredRequest(Protocol):
     meter: OutputMeter | None
 
     @property
+    def max_tokens(self) -> int: ...
+
+    @property
     def num_prompt_tokens(self) -> int: ...
 
     @property
@@ -327,13 +390,13 @@ class MeteredRequest(Protocol):
 class OutputMeter:
     """Counts and times the tokens of a request as they arrive. reasons: of ends that its client has got."""
 
-    __slots__ = ("_has_begun", "arrived_at_ns", "model", "reasons")
+    __slots__ = ("arrived_at_ns", "first_token_s", "model", "reasons")
 
     def __init__(self, model: ModelMetrics, arrived_at_ns: int) -> None:
         self.model = model
         self.arrived_at_ns = arrived_at_ns
         self.reasons: dict[int, str] = {}
-        self._has_begun = False
+        self.first_token_s: float | None = None  # of the first output that has one
 
     def note_tokens(self, num_tokens: int, now_ns: int, before_ns: int) -> None:
         """New tokens of one output. before_ns: when those before them arrived; 0: there were none."""
@@ -341,11 +404,10 @@ class OutputMeter:
         model.generated_tokens += num_tokens
         if before_ns:
             model.inter_token.observe((now_ns - before_ns) / 1e9 / num_tokens, num_tokens)
-        elif not self._has_begun:
-            self._has_begun = True
-            first_token_s = (now_ns - self.arrived_at_ns) / 1e9
-            model.first_token.observe(first_token_s)
-            model.first_tokens_s.append(first_token_s)
+        elif self.first_token_s is None:
+            self.first_token_s = (now_ns - self.arrived_at_ns) / 1e9
+            model.first_token.observe(self.first_token_s)
+            model.first_tokens_s.append(self.first_token_s)
 
 
 def _cause_of(error: BaseException) -> str:

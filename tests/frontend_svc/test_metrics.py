@@ -101,6 +101,54 @@ async def test_counters_equal_what_clients_were_sent():
         assert 0 < spent_s <= found["triptych_frontend_request_duration_seconds_sum"][()] + 0.1
 
 
+def by_label(frontend: Frontend, name: str, label: str) -> dict[str, float]:
+    """The values of a metric that are not 0, by one of its labels."""
+    samples = [sample for metric in frontend.metrics.collect() for sample in metric.samples]
+    return {sample.labels[label]: sample.value for sample in samples if sample.name == name and sample.value}
+
+
+async def test_metrics_of_the_gen_ai_conventions_are_of_the_same_requests():
+    async with serving_one() as (engine, client, frontend):
+        _, _, _, finished = await read_all(await generated(engine, client, [5, 6], [7]))
+        aborted = client.generate()
+        (_, request) = await engine.wait_for_requests(2)
+        engine.step({request: [5]})
+        await anext(aiter(aborted))
+        aborted.cancel()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(client.generate(model="unknown"))
+        await until(lambda: frontend.requests.draining.num_open == 0)
+        num_prompt_tokens = finished.usage.num_prompt_tokens
+        duration, usage = "gen_ai_server_request_duration_seconds", "gen_ai_client_token_usage"
+        ended = by_label(frontend, f"{duration}_count", "error_type")
+        assert ended == {"": 1, "CANCELLED": 1, "NOT_FOUND": 1}
+        assert by_label(frontend, f"{duration}_count", "gen_ai_request_model") == {engine.model: 1, "": 1}
+        assert by_label(frontend, f"{duration}_count", "gen_ai_operation_name") == {"text_completion": 1}
+        tokens = by_label(frontend, f"{usage}_sum", "gen_ai_token_type")
+        assert tokens == {"input": 2 * num_prompt_tokens, "output": 4}
+        for name in ("time_to_first_token", "time_per_output_token"):
+            found = readings(frontend)[f"gen_ai_server_{name}_seconds_count"]
+            assert found == {("text_completion", "triptych", engine.model, engine.model): 1}
+
+
+async def test_parameters_and_sources_of_prompts_have_vllms_names():
+    async with serving_one() as (engine, client, frontend):
+        call = client.generate(n=2, max_tokens=30)
+        first, second = await engine.wait_for_requests(2)
+        engine.step({first: [5, 6], second: []}, cached={first: 1, second: 1})
+        engine.step({first: [7], second: [7]}, finished={first: AT_LENGTH, second: AT_LENGTH})
+        *_, finished = [message async for message in call]
+        found = readings(frontend)
+        num_prompt_tokens = finished.finished.usage.num_prompt_tokens
+    assert found["vllm:request_params_n_sum"] == {(): 2}
+    assert found["vllm:request_params_max_tokens_sum"] == {(): 30}
+    assert found["vllm:request_max_num_generation_tokens_sum"] == {(): 3}
+    assert found["vllm:prompt_tokens_by_source_total"] == {
+        ("local_compute",): num_prompt_tokens - 1,
+        ("local_cache_hit",): 1,
+    }
+
+
 async def test_each_output_of_a_request_is_counted_and_the_request_once():
     async with serving_one() as (engine, client, frontend):
         async for _ in await generated(engine, client, [5], [6], n=3):

@@ -10,6 +10,9 @@ import pytest
 from tools.metrics_doc import FILE, generated, registered
 from triptych_kit.telemetry.metrics import to_text
 
+# The prefix of OpenTelemetry's GenAI conventions too.
+OF_EVERY_SERVICE = ("triptych_build_info", "triptych_spans_", "gen_ai_")
+
 
 async def test_the_document_is_up_to_date():
     document = FILE.read_text(encoding="utf-8")
@@ -19,13 +22,12 @@ async def test_the_document_is_up_to_date():
 async def test_names_follow_the_rules_of_prometheus():
     for service, metrics in (await registered()).items():
         for family in metrics.families.values():
-            prefix = "triptych_build_info" if family.name == "triptych_build_info" else f"triptych_{service}_"
-            assert family.name.startswith(prefix)
+            assert family.name.startswith((f"triptych_{service}_", *OF_EVERY_SERVICE)), family.name
             assert family.name.endswith("_total") == (family.kind == "counter"), family.name
             assert not re.search(r"_(ms|us|s|mib|kb)(_|$)", family.name), family.name
             assert family.help.endswith("."), family.name
             assert list(family.buckets) == sorted(family.buckets)
-            assert all(alias.startswith("vllm:") for alias in family.aliases)
+            assert all(alias.startswith(("vllm:", "http_")) for alias in family.aliases)
 
 
 @pytest.mark.usefixtures("prometheus_package")

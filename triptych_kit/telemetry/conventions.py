@@ -33,6 +33,7 @@ RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
 RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"  # seconds
 USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+TOKEN_TYPE = "gen_ai.token.type"
 USAGE_CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 
 # vLLM's, of a span of an engine.

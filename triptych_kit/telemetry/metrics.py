@@ -79,7 +79,10 @@ def _bounded(labels: LabelValues, values: Mapping[LabelValues, object]) -> Label
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A registered metric. Its values have the fixed labels of all, then its own."""
+    """A registered metric. Its values have the fixed labels of all, then its own.
+
+    convention: how OTLP has it, if that differs.
+    """
 
     name: str
     kind: Kind
@@ -88,6 +91,16 @@ class Family:
     aliases: tuple[str, ...]
     buckets: tuple[float, ...]
     read: Callable[[], float | Mapping[LabelValues, float | Distribution]]
+    convention: Convention | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """The name, the unit and the labels of a metric by OpenTelemetry's conventions."""
+
+    name: str
+    unit: str
+    labels: LabelValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +188,29 @@ class Metrics:
         self.distribution(name, help, buckets, lambda: distributions.values, labels=labels, aliases=aliases)
         return distributions
 
+    def conventional_histogram(
+        self, name: str, help: str, buckets: Sequence[float], *, unit: str, labels: LabelValues
+    ) -> Distributions:
+        """A histogram that OpenTelemetry's conventions define, with dots in its name and labels.
+
+        Prometheus has it by OpenTelemetry's rules for names: underscores, and the unit at the end.
+        """
+        distributions = Distributions(buckets)
+        suffix = "_seconds" if unit == "s" else ""
+        self._add(
+            Family(
+                name.replace(".", "_") + suffix,
+                "histogram",
+                help,
+                tuple(label.replace(".", "_") for label in labels),
+                (),
+                tuple(buckets),
+                lambda: distributions.values,
+                Convention(name, unit, labels),
+            )
+        )
+        return distributions
+
     def distribution(
         self,
         name: str,
@@ -199,8 +235,8 @@ class Metrics:
             raise ValueError(f"metric {family.name} is registered already")
         self.families[family.name] = family
 
-    def collect(self, *, with_aliases: bool = True) -> Iterator[Metric]:
-        """All metrics as Prometheus knows them."""
+    def collect(self, *, with_aliases: bool = True, by_convention: bool = False) -> Iterator[Metric]:
+        """All metrics as Prometheus knows them. by_convention: with names and labels of the conventions."""
         from prometheus_client import ProcessCollector
 
         yield from ProcessCollector(registry=None).collect()
@@ -213,29 +249,39 @@ class Metrics:
                 continue
             values: Mapping[LabelValues, float | Distribution]
             values = reading if isinstance(reading, Mapping) else {(): reading}
+            if by_convention and family.convention is not None:
+                convention = family.convention
+                metric = self._metric(convention.name, convention.labels, family, values)
+                metric.unit = convention.unit
+                yield metric
+                continue
             for name in (family.name, *(family.aliases if with_aliases else ())):
-                yield self._metric(name, family, values)
+                yield self._metric(name, family.labels, family, values)
 
     def _metric(
-        self, name: str, family: Family, values: Mapping[LabelValues, float | Distribution]
+        self,
+        name: str,
+        labels: LabelValues,
+        family: Family,
+        values: Mapping[LabelValues, float | Distribution],
     ) -> Metric:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        names = (*self.labels, *family.labels)
+        names = (*self.labels, *labels)
         if family.kind == "histogram":
             histogram = HistogramMetricFamily(name, family.help, labels=names)
             bounds = [*map(_bound, family.buckets), "+Inf"]
-            for labels, value in values.items():
+            for of_value, value in values.items():
                 if isinstance(value, Distribution):
                     counts = zip(bounds, accumulate(value.counts), strict=True)
-                    histogram.add_metric((*self.labels.values(), *labels), list(counts), value.sum)
+                    histogram.add_metric((*self.labels.values(), *of_value), list(counts), value.sum)
             return histogram
         metric = (CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily)(
             name, family.help, labels=names
         )
-        for labels, value in values.items():
+        for of_value, value in values.items():
             if not isinstance(value, Distribution):
-                metric.add_metric((*self.labels.values(), *labels), value)
+                metric.add_metric((*self.labels.values(), *of_value), value)
         return metric
 
 

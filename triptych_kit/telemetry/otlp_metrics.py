@@ -48,7 +48,9 @@ async def run_export(metrics: Metrics, of: Resource, interval_text: str) -> None
         exporter = await loop.run_in_executor(thread, _make_exporter)
         while True:
             await asyncio.sleep(interval_ms / 1000)
-            data = to_otlp(metrics.collect(with_aliases=False), of, started_at_ns, time_ns())
+            data = to_otlp(
+                metrics.collect(with_aliases=False, by_convention=True), of, started_at_ns, time_ns()
+            )
             if await loop.run_in_executor(thread, exporter.export, data) is MetricExportResult.SUCCESS:
                 failures.forget()
     finally:
@@ -66,7 +68,7 @@ def to_otlp(
 
 
 def _converted(metric: metrics_core.Metric, started_at_ns: int, now_ns: int) -> Metric:
-    unit = next(
+    unit = metric.unit or next(
         (unit for suffix, unit in (("_seconds", "s"), ("_bytes", "By")) if metric.name.endswith(suffix)), ""
     )
     if metric.type == "histogram":
@@ -95,7 +97,8 @@ def _histogram_points(
         elif sample.name.endswith("_sum"):
             own = [later - earlier for earlier, later in pairwise([0, *counts])]
             yield HistogramDataPoint(
-                sample.labels,
+                # An empty label is none, in Prometheus as well.
+                {name: value for name, value in sample.labels.items() if value},
                 started_at_ns,
                 now_ns,
                 counts[-1],

@@ -67,6 +67,7 @@ from frontend_svc.protocols.openai.call import (
 )
 from frontend_svc.protocols.openai.embeddings import EmbeddingRoutes
 from frontend_svc.protocols.openai.field_names import FieldNames
+from frontend_svc.protocols.openai.http_metrics import HTTPCalls, HTTPMetrics
 from frontend_svc.protocols.openai.page_routes import PageRoutes
 from frontend_svc.protocols.openai.progress import LAST_EVENT_ID, StreamProgress
 from frontend_svc.protocols.openai.requests import (
@@ -93,6 +94,8 @@ from triptych_kit.version import installed_version
 _OF_MESSAGES = (
     "tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"
 )  # fmt: skip
+# Probes and what is asked for again and again; the pages of the admin HTTP listener besides.
+_UNCOUNTED = frozenset({"/health", "/load", "/ping", "/ready", "/version"})
 _OPENAI_ALONE = ("/v1/chat/", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _T = TypeVar("_T")
 
@@ -113,6 +116,7 @@ class OpenAIRoutes:
         is_ready: Callable[[], bool],
         authenticator: Authenticator,
         bodies: BodyReader,
+        calls: HTTPCalls,
         rates_of: Callable[[Identity], Mapping[str, Rate]],
         grpc_port: Callable[[], int | None] = lambda: None,
         pages: Pages | None = None,
@@ -154,11 +158,14 @@ class OpenAIRoutes:
             for method, by_path in handlers.items()
             for path, handler in by_path.items()
         ]
+        route_of = {route.endpoint: "" if route.path in _UNCOUNTED else route.path for route in routes}
         if page_routes is not None:
             routes += page_routes.routes
+            route_of |= {route.endpoint: "" for route in page_routes.routes}
         self.app = Starlette(
             routes=routes,
             middleware=[
+                Middleware(HTTPMetrics, calls=calls, route_of=route_of),
                 Middleware(
                     Authorization,
                     authenticator=authenticator,

@@ -508,6 +508,9 @@ def test_counts_follow_a_request_and_its_row_is_freed_with_the_next_step():
     rig.engine.close()
     assert counts == [(1, 0, 1), (0, 1, 1), (0, 0, 0)]
     assert [plan.released for plan in plans] == [[], ["r1"]]
+    step_tokens = rig.stats_snapshot.counts.step_tokens
+    num_tokens = [plan.total_num_tokens for plan in plans]
+    assert (step_tokens.sum, sum(step_tokens.counts)) == (sum(num_tokens), 2)
     assert [admitted.request_id for plan in plans for admitted in plan.admitted] == ["r1", "r1"]
 
 

@@ -46,6 +46,17 @@ def test_an_alias_has_the_values_of_its_metric():
     assert "vllm" not in to_text(metrics.collect(with_aliases=False)).decode()
 
 
+def test_a_metric_of_the_conventions_has_prometheus_names_when_scraped():
+    metrics = Metrics("test")
+    times = metrics.conventional_histogram(
+        "gen_ai.server.time_to_first_token", "Times.", (1,), unit="s", labels=("gen_ai.request.model",)
+    )
+    times.of("tiny").observe(0.5)
+    name = "gen_ai_server_time_to_first_token_seconds_bucket"
+    assert f'{name}{{gen_ai_request_model="tiny",le="1.0"}} 1.0' in lines_of(metrics)
+    assert "gen_ai.server" not in "".join(lines_of(metrics))
+
+
 def test_label_values_are_bounded():
     metrics = Metrics("test")
     counts = metrics.counts("triptych_codes_total", "Codes.", labels=("code",))

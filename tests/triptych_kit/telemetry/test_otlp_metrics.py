@@ -35,6 +35,14 @@ async def test_a_collector_gets_every_kind_without_aliases(monkeypatch: pytest.M
     times = metrics.histogram("triptych_time_seconds", "Times.", (0.1, 1), labels=("kind",))
     times.of("a").observe(0.5)
     times.of("b").observe(2, times=3)
+    usage = metrics.conventional_histogram(
+        "gen_ai.client.token.usage",
+        "Tokens.",
+        (1, 4),
+        unit="{token}",
+        labels=("gen_ai.token.type", "error.type"),
+    )
+    usage.of("input", "").observe(3)
     exporting = asyncio.ensure_future(export_metrics(metrics))
     try:
         request = await asyncio.wait_for(collector.received.get(), 30)
@@ -60,6 +68,14 @@ async def test_a_collector_gets_every_kind_without_aliases(monkeypatch: pytest.M
         (list(point.explicit_bounds), list(point.bucket_counts), point.count, point.sum)
         for point in found["triptych_time_seconds"].histogram.data_points
     ] == [([0.1, 1], [0, 1, 0], 1, 0.5), ([0.1, 1], [0, 0, 3], 3, 6)]
+    by_convention = found["gen_ai.client.token.usage"]
+    assert by_convention.unit == "{token}"
+    (point,) = by_convention.histogram.data_points
+    assert {pair.key: pair.value.string_value for pair in point.attributes} == {
+        "engine": "3",
+        "gen_ai.token.type": "input",
+    }
+    assert (list(point.explicit_bounds), point.sum) == ([1, 4], 3)
     # Not known, and so not 0.
     for point in found["triptych_time_seconds"].histogram.data_points:
         assert not point.HasField("min")
