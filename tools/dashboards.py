@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "dashboards"
 # Whichever Prometheus the reader selects; the provisioned one is the default.
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_WIDTH, _HEIGHT, _PER_LINE = 8, 8, 3
+_LINE_WIDTH = 24
+_SIZES = {"timeseries": (8, 8), "heatmap": (8, 8), "stat": (4, 4)}  # width and height by kind
+# Those that have the label of a model. tests/system/test_observability.py compares them with what is served.
+_OF_MODELS = re.compile(
+    r"triptych_engine_\w+|triptych_frontend_(outputs_finished_total|(cached_prompt|prompt|generated)_tokens\w*"
+    r"|(time_to_first_token|inter_token_latency|time_per_output_token)_seconds\w*"
+    r"|request_(duration|queue|prefill|decode)_seconds\w*|request_prompt_tokens\w*|output_tokens\w*)"
+)
+_FROM_SPANS = "triptych_duration_milliseconds"
+_SELECTOR = re.compile(r"\b((?:triptych|process)_\w+|up)\b(?:\{([^}]*)\})?")
 _TOKENS, _TOKEN_RATE = "suffix: tokens", "suffix: tokens/s"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One graph. queries: expressions of Prometheus by legend, in which {{label}} is the label's value."""
+    """One graph. queries: expressions of Prometheus by legend, in which {{label}} is the label's value.
+
+    colors: of a number, from each value on.
+    """
 
     title: str
     unit: str
     description: str
     queries: Mapping[str, str]
     has_exemplars: bool = False
+    kind: Literal["timeseries", "heatmap", "stat"] = "timeseries"
+    colors: tuple[tuple[str, float | None], ...] = (("blue", None),)
 
 
 def _rate(metric: str, by: str = "") -> str:
@@ -41,6 +56,62 @@ def _quantiles(histogram: str, shares: tuple[int, ...] = (50, 95, 99)) -> dict[s
     buckets = _rate(f"{name}_bucket{braces}{matchers}", "le")
     return {f"p{share}": f"histogram_quantile({share / 100:g}, {buckets})" for share in shares}
 
+
+def _heatmap(title: str, description: str, histogram: str) -> Panel:
+    query = f"sum by (le) (increase({histogram}_bucket[$__rate_interval]))"
+    return Panel(title, "s", description, {"{{le}}": query}, kind="heatmap")
+
+
+_NOW = (
+    Panel(
+        "Up",
+        "percentunit",
+        "Share of the services that Prometheus can scrape.",
+        {"up": 'sum(up{job="triptych"}) / count(up{job="triptych"})'},
+        kind="stat",
+        colors=(("red", None), ("green", 1)),
+    ),
+    Panel(
+        "Requests per second",
+        "reqps",
+        "Generation requests that arrive.",
+        {"requests": _rate("triptych_frontend_requests_total")},
+        kind="stat",
+    ),
+    Panel(
+        "Failing requests",
+        "percentunit",
+        "Share of requests that were refused or ended with an error.",
+        {
+            "errors": f"{_rate('triptych_frontend_request_errors_total')}"
+            f" / ({_rate('triptych_frontend_requests_total')} > 0)"
+        },
+        kind="stat",
+        colors=(("green", None), ("orange", 0.01), ("red", 0.1)),
+    ),
+    Panel(
+        "Tokens per second",
+        _TOKEN_RATE,
+        "Generated tokens of all outputs.",
+        {"tokens": _rate("triptych_frontend_generated_tokens_total")},
+        kind="stat",
+    ),
+    Panel(
+        "Time to first token, p95",
+        "s",
+        "95 of 100 requests have their first token within this time of their arrival.",
+        _quantiles("triptych_frontend_time_to_first_token_seconds", shares=(95,)),
+        kind="stat",
+    ),
+    Panel(
+        "Fullest KV cache",
+        "percentunit",
+        "Share of the KV blocks that requests hold, at the engine with the largest. Near 1, requests wait.",
+        {"KV": "max(triptych_engine_kv_cache_usage_ratio)"},
+        kind="stat",
+        colors=(("green", None), ("orange", 0.85), ("red", 0.97)),
+    ),
+)
 
 _HEALTH = (
     Panel(
@@ -151,6 +222,22 @@ _LATENCY = (
         _quantiles("triptych_frontend_inter_token_latency_seconds"),
     ),
     Panel(
+        "Time per output token",
+        "s",
+        "Mean time between the tokens of an output, one value an output.",
+        _quantiles("triptych_frontend_time_per_output_token_seconds"),
+    ),
+    _heatmap(
+        "Times to first token",
+        "How many requests had their first token within which time.",
+        "triptych_frontend_time_to_first_token_seconds",
+    ),
+    _heatmap(
+        "Times per output token",
+        "How many outputs had which mean time between their tokens.",
+        "triptych_frontend_time_per_output_token_seconds",
+    ),
+    Panel(
         "Whole request",
         "s",
         "From a request's arrival at the frontend to its last token.",
@@ -196,7 +283,7 @@ _LATENCY = (
         "ms",
         "The same time as the collector counts it from spans: a point is a request, and leads to its trace. "
         "Needs OTEL_EXPORTER_OTLP_ENDPOINT.",
-        _quantiles('triptych_duration_milliseconds{gen_ai_request_model!=""}'),
+        _quantiles(f'{_FROM_SPANS}{{gen_ai_request_model=~"$model"}}'),
         has_exemplars=True,
     ),
 )
@@ -436,6 +523,7 @@ DASHBOARDS: Mapping[str, tuple[str, Mapping[str, tuple[Panel, ...]]]] = {
     "operators": (
         "triptych: operators",
         {
+            "Now": _NOW,
             "Health": _HEALTH,
             "Requests": _REQUESTS,
             "Latency": _LATENCY,
@@ -468,7 +556,9 @@ def written(name: str) -> str:
                     "type": "datasource",
                     "query": "prometheus",
                     "current": {"text": "Prometheus", "value": "prometheus"},
-                }
+                },
+                _choice("model", "Model", "label_values(triptych_engine_cache_info, model_name)"),
+                _choice("instance", "Instance", "label_values(triptych_build_info, instance)"),
             ]
         },
         "links": [
@@ -489,11 +579,44 @@ def written(name: str) -> str:
     return json.dumps(dashboard, indent=1) + "\n"
 
 
+def _choice(name: str, label: str, query: str) -> dict[str, Any]:
+    """A variable with any number of the values that `query` gives."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "refresh": 2,  # with the time range: engines come and go
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".+",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _chosen(expression: str) -> str:
+    """The expression with matchers for the models and instances that the reader has chosen."""
+
+    def chosen(found: re.Match[str]) -> str:
+        name, matchers = found[1], found[2]
+        if name.startswith(_FROM_SPANS):
+            return found[0]
+        parts = [matchers] if matchers else []
+        if _OF_MODELS.fullmatch(name):
+            parts.append('model_name=~"$model"')
+        parts.append('instance=~"$instance"')
+        return f"{name}{{{','.join(parts)}}}"
+
+    return _SELECTOR.sub(chosen, expression)
+
+
 def _laid_out(rows: Mapping[str, tuple[Panel, ...]]) -> Iterator[dict[str, Any]]:
     ids = count(1)
     top = 0
     for title, panels in rows.items():
-        area = {"h": 1, "w": _WIDTH * _PER_LINE, "x": 0, "y": top}
+        area = {"h": 1, "w": _LINE_WIDTH, "x": 0, "y": top}
         yield {
             "id": next(ids),
             "type": "row",
@@ -503,39 +626,96 @@ def _laid_out(rows: Mapping[str, tuple[Panel, ...]]) -> Iterator[dict[str, Any]]
             "panels": [],
         }
         top += 1
+        width, height = _SIZES[panels[0].kind]
+        per_line = _LINE_WIDTH // width
         for number, panel in enumerate(panels):
-            line, column = divmod(number, _PER_LINE)
-            area = {"h": _HEIGHT, "w": _WIDTH, "x": column * _WIDTH, "y": top + line * _HEIGHT}
+            line, column = divmod(number, per_line)
+            area = {"h": height, "w": width, "x": column * width, "y": top + line * height}
             yield {"id": next(ids), "gridPos": area, **_graph(panel)}
-        top += -(-len(panels) // _PER_LINE) * _HEIGHT
+        top += -(-len(panels) // per_line) * height
 
 
 def _graph(panel: Panel) -> dict[str, Any]:
+    field_config, options = _DRAWN[panel.kind](panel)
     return {
-        "type": "timeseries",
+        "type": panel.kind,
         "title": panel.title,
         "description": panel.description,
         "datasource": _SOURCE,
-        "fieldConfig": {
-            # Counts and times alone: an axis that begins at 0 does not magnify noise.
-            "defaults": {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 8, "spanNulls": 30_000}},
-            "overrides": [],
-        },
-        "options": {
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
-            "tooltip": {"mode": "multi", "sort": "desc"},
-        },
+        "fieldConfig": {"defaults": field_config, "overrides": []},
+        "options": options,
         "targets": [
             {
                 "refId": chr(ord("A") + number),
                 "datasource": _SOURCE,
-                "expr": expression,
+                "expr": _chosen(expression),
                 "legendFormat": legend,
+                "format": "heatmap" if panel.kind == "heatmap" else "time_series",
                 "exemplar": panel.has_exemplars,
             }
             for number, (legend, expression) in enumerate(panel.queries.items())
         ],
     }
+
+
+_Drawing = tuple[dict[str, Any], dict[str, Any]]  # of all fields, and of the panel
+
+
+def _timeseries(panel: Panel) -> _Drawing:
+    # Counts and times alone: an axis that begins at 0 does not magnify noise.
+    return {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 8, "spanNulls": 30_000}}, {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+
+
+def _stat(panel: Panel) -> _Drawing:
+    steps = [{"color": color, "value": value} for color, value in panel.colors]
+    return {
+        "unit": panel.unit,
+        "min": 0,
+        "noValue": "none",
+        "color": {"mode": "thresholds"},
+        "thresholds": {"mode": "absolute", "steps": steps},
+    }, {
+        "colorMode": "value" if len(steps) > 1 else "none",
+        "graphMode": "area",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "percentChangeColorMode": "standard",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "showPercentChange": False,
+        "textMode": "value",
+        "wideLayout": True,
+    }
+
+
+def _heat(panel: Panel) -> _Drawing:
+    return {"unit": panel.unit, "custom": {"scaleDistribution": {"type": "linear"}}}, {
+        "calculate": False,
+        "cellGap": 1,
+        "cellValues": {"unit": "none", "decimals": 0},
+        "color": {
+            "mode": "scheme",
+            "scheme": "Oranges",
+            "fill": "dark-orange",
+            "scale": "exponential",
+            "exponent": 0.5,
+            "steps": 64,
+            "reverse": False,
+        },
+        "exemplars": {"color": "rgba(255,0,255,0.7)"},
+        # An empty cell is drawn as nothing.
+        "filterValues": {"le": 1e-9},
+        "legend": {"show": True},
+        "rowsFrame": {"layout": "auto"},
+        "showValue": "never",
+        "tooltip": {"mode": "single", "yHistogram": True, "showColorScale": False},
+        "yAxis": {"axisPlacement": "left", "reverse": False, "unit": panel.unit},
+    }
+
+
+_DRAWN = {"timeseries": _timeseries, "stat": _stat, "heatmap": _heat}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from triptych_kit.http.admin_http import read_page
 _DEPLOY = ROOT / "deploy"
 # Prometheus adds them to what it scrapes.
 _ADDED_LABELS = {"job", "instance"}
-_OWN_SERIES = {"ALERTS": {"alertname", "alertstate"}}
+_OWN_SERIES = {"ALERTS": {"alertname", "alertstate"}, "up": set()}
+_VARIABLES = {"$__rate_interval": "1m", "$model": ".+", "$instance": ".+"}
 # Made by the collector from spans; tests/architecture/test_compose_files.py compares it.
 _FROM_SPANS = "triptych_duration_milliseconds_bucket"
 # Registered by every coordinator, with a series for each lockstep group.
@@ -45,12 +46,15 @@ needs_promtool = pytest.mark.usefixtures("prometheus_package")
 
 
 def panels() -> Iterator[tuple[str, str]]:
-    """Each expression of a dashboard, with where it is."""
+    """Each expression of a dashboard, for all models and instances, with where it is."""
     for name in DASHBOARDS:
         board = json.loads((_DEPLOY / "grafana" / "dashboards" / f"{name}.json").read_text())
         for panel in board["panels"]:
             for target in panel.get("targets", ()):
-                yield f"{name}: {panel['title']}", target["expr"].replace("$__rate_interval", "1m")
+                expression = target["expr"]
+                for variable, value in _VARIABLES.items():
+                    expression = expression.replace(variable, value)
+                yield f"{name}: {panel['title']}", expression
 
 
 def rules() -> Iterator[tuple[str, str]]:
@@ -107,6 +111,20 @@ def test_engines_of_compose_have_the_metrics_that_panels_show(path: Path) -> Non
     for name, service in read(path)["services"].items():
         if name.startswith("engine-"):
             assert service["environment"]["TRIPTYCH_ENGINE_KV_CACHE_METRICS"] == "true"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_panels_show_the_models_and_instances_that_are_chosen(served: Served) -> None:
+    wrong = []
+    for where, expression in panels():
+        for selector in parse(expression)[0]:
+            labels = served.series.get(selector.metric, [])
+            if not labels or selector.metric in _OWN_SERIES:
+                continue
+            wanted = {"instance"} | {name for name in ("model_name",) if all(name in one for one in labels)}
+            missing = {name for name in wanted if selector.matchers.get(name) != ("=~", ".+")}
+            wrong += [f"{where}: {selector.metric} {sorted(missing)}"] if missing else []
+    assert wrong == []
 
 
 def test_every_alert_has_what_an_operator_needs() -> None:

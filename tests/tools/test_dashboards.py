@@ -37,6 +37,19 @@ def test_every_panel_says_what_it_shows(name: str) -> None:
         assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
 
 
+def test_operators_begin_with_numbers_and_have_heat_maps_and_choices() -> None:
+    first, *_ = board = _panels("operators")
+    numbers = [panel["title"] for panel in board if panel["gridPos"]["y"] == first["gridPos"]["y"]]
+    assert numbers == [panel["title"] for panel in board if panel["type"] == "stat"]
+    assert len(numbers) == 6
+    heat_maps = [panel for panel in board if panel["type"] == "heatmap"]
+    assert [panel["title"] for panel in heat_maps] == ["Times to first token", "Times per output token"]
+    assert {target["format"] for panel in heat_maps for target in panel["targets"]} == {"heatmap"}
+    for name in DASHBOARDS:
+        variables = json.loads(written(name))["templating"]["list"]
+        assert [one["name"] for one in variables] == ["datasource", "model", "instance"]
+
+
 @names
 def test_no_panel_covers_another(name: str) -> None:
     cells: set[tuple[int, int]] = set()
@@ -51,8 +64,11 @@ def test_no_panel_covers_another(name: str) -> None:
 
 _CHECK = """
 import type { Dashboard } from '@grafana/schema';
-import type { FieldConfig, Options } from
+import type * as timeseries from
   '@grafana/schema/dist/esm/raw/composable/timeseries/panelcfg/x/TimeSeriesPanelCfg_types.gen';
+import type * as stat from '@grafana/schema/dist/esm/raw/composable/stat/panelcfg/x/StatPanelCfg_types.gen';
+import type * as heatmap from
+  '@grafana/schema/dist/esm/raw/composable/heatmap/panelcfg/x/HeatmapPanelCfg_types.gen';
 // JSON has the values of enumerations.
 type Plain<T> = T extends string ? `${T}` : T extends object ? { [K in keyof T]: Plain<T[K]> } : T;
 """
@@ -68,9 +84,10 @@ def test_it_has_the_types_that_this_release_of_grafana_publishes(name: str, tmp_
     board = json.loads(written(name))
     right = [_CHECK, _constant("board", "Dashboard", board)]
     for panel in _panels(name):
-        custom = panel["fieldConfig"]["defaults"]["custom"]
-        right.append(_constant(f"options{panel['id']}", "Options", panel["options"]))
-        right.append(_constant(f"custom{panel['id']}", "FieldConfig", custom))
+        kind, custom = panel["type"], panel["fieldConfig"]["defaults"].get("custom")
+        right.append(_constant(f"options{panel['id']}", f"{kind}.Options", panel["options"]))
+        if custom is not None:
+            right.append(_constant(f"custom{panel['id']}", f"{kind}.FieldConfig", custom))
     (tmp_path / "right.ts").write_text("\n".join(right))
     wrong = {**board, "refrsh": "5s"}
     (tmp_path / "wrong.ts").write_text("\n".join((_CHECK, _constant("board", "Dashboard", wrong))))
