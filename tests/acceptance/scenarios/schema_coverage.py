@@ -5,7 +5,7 @@
 FOLDER holds files of MaskBench: {"schema": ..., "tests": [{"data": ..., "valid": ...}]}. `auto` compiles as a
 request would, the others compile the schema as it is. A schema is served correctly if the grammar
 
-- allows each valid test and no invalid one,
+- allows each valid test, with its keys as they stand or in the schema's order, and no invalid one,
 - produces answers, drawn evenly from what it allows, that satisfy an independent validator, at least one of
   them or of the tests, so that a grammar without instances is not counted,
 - tells variants of tests and answers apart as the validator does: invalid ones are refused, valid ones in
@@ -66,7 +66,8 @@ _BACKENDS: dict[str, GrammarBackend] = {
     "llguidance": LLGuidanceBackend(_VOCABULARY),
     "xgrammar": XGrammarBackend(_VOCABULARY),
 }
-_CLOSING = [0, *(_TOKENIZER.encode(text).ids[0] for text in ("}", "]", '"'))]
+_QUOTE, *_BRACKETS = (_TOKENIZER.encode(text).ids[0] for text in ('"', "}", "]"))
+_IN_TEXT = re.compile(r'(?:[^"]|"(?:[^"\\]|\\.)*")*"(?:[^"\\]|\\.)*', re.DOTALL)
 _SUBSET_END = re.compile(r"(---|_\d|_java|_sql|_simple|_multiple|_parallel).*")
 _FORMAT_CHECKER = FormatChecker(FORMATS & FormatChecker.checkers.keys())
 _OTHERS: tuple[Any, ...] = (None, True, 0, -1, 1.5, 1_000_000, "", "x", [], [0], {}, {"zz": 0})
@@ -243,8 +244,9 @@ def _verdict(
     if ignored:
         return "ignores a keyword"
     tests = case.get("tests", ())
+    orders = list(_orders(case["schema"]))
     for test in tests:
-        if _allows(grammar, test["data"]) != test["valid"]:
+        if _takes(grammar, test["data"], orders) != test["valid"]:
             return "refuses valid" if test["valid"] else "allows invalid"
     try:
         answers = _answers(grammar)
@@ -256,7 +258,7 @@ def _verdict(
     if not answers and not any(test["valid"] for test in tests):
         return "no instance"
     for variant in (*variants, *_variants_of(case["schema"], answers)):
-        is_allowed = _allows(grammar, variant.value)
+        is_allowed = _takes(grammar, variant.value, orders)
         if is_allowed and not variant.is_valid:
             return "allows invalid"
         if not is_allowed and variant.is_valid and variant.must_be_allowed:
@@ -272,6 +274,21 @@ def _allows(grammar: CompiledGrammar, value: object) -> bool:
     tokens = _TOKENIZER.encode(json.dumps(value, ensure_ascii=False), add_special_tokens=False).ids
     matcher = grammar.matcher()
     return matcher.accept(tokens) == len(tokens) and matcher.is_accepting
+
+
+def _takes(grammar: CompiledGrammar, value: object, orders: list[list[str]]) -> bool:
+    """Whether a value is allowed, with its keys as they stand or in the schema's order, fixed by backends."""
+    return _allows(grammar, value) or _allows(grammar, _in_order(value, orders))
+
+
+def _in_order(value: Any, orders: list[list[str]]) -> Any:
+    if isinstance(value, list):
+        return [_in_order(entry, orders) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    own = max(orders, key=lambda names: (len(value.keys() & set(names)), -len(names)), default=[])
+    known = [name for name in own if name in value]
+    return {name: _in_order(value[name], orders) for name in dict.fromkeys([*known, *value])}
 
 
 def _answers(grammar: CompiledGrammar) -> list[Any]:
@@ -292,7 +309,9 @@ def _answer(grammar: CompiledGrammar, noise: random.Random) -> str | None:
     for _ in range(MAX_TOKENS):
         matcher.fill_mask(masks, 0)
         bits = np.unpackbits(words, bitorder="little")[: _VOCABULARY.size]
-        closing = [token for token in _CLOSING if bits[token]]
+        text = _TOKENIZER.decode(tokens, skip_special_tokens=False)
+        ends = [_QUOTE] if _IN_TEXT.fullmatch(text) else [0, *_BRACKETS]
+        closing = [token for token in ends if bits[token]]
         is_closing = bool(closing) and (len(tokens) > _FREE_TOKENS or noise.random() < 0.2)
         token = closing[0] if is_closing else int(noise.choice(bits.nonzero()[0]))
         matcher.accept([token])
@@ -311,7 +330,7 @@ def _judged_variants(case: dict[str, Any]) -> list[Variant]:
 
 def _variants_of(schema: Any, instances: list[Any]) -> list[Variant]:
     noise = random.Random(7)
-    names = ["zz", *sorted(set(_property_names(schema)))]
+    names = ["zz", *sorted({name for names in _orders(schema) for name in names})]
     validator = _validator(schema)
     places = [(instance, path) for instance in instances[:4] for path in _paths(instance)]
     found = []
@@ -323,15 +342,16 @@ def _variants_of(schema: Any, instances: list[Any]) -> list[Variant]:
     return found
 
 
-def _property_names(schema: Any) -> Iterator[str]:
+def _orders(schema: Any) -> Iterator[list[str]]:
+    """The names of each `properties` in a schema."""
     if isinstance(schema, list):
         for entry in schema:
-            yield from _property_names(entry)
+            yield from _orders(entry)
     elif isinstance(schema, dict):
         if isinstance(schema.get("properties"), dict):
-            yield from schema["properties"]
+            yield list(schema["properties"])
         for entry in schema.values():
-            yield from _property_names(entry)
+            yield from _orders(entry)
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
