@@ -98,6 +98,7 @@ class ConjoinedPatterns:
         self._open_refs: set[str] = set()
         self._num_cut = 0  # references back to an open one
         self._of_ref: dict[str, _Patterns] = {}  # where nothing was cut
+        self._of_part: dict[int, _Patterns] = {}  # the same, by identity
         self._num_values = 0
 
     def check(self, schema: Any) -> None:
@@ -139,6 +140,15 @@ class ConjoinedPatterns:
 
     def _patterns(self, schema: Any) -> _Patterns:
         """The patterns by the path of the values that have to match them."""
+        if id(schema) in self._of_part:
+            return self._of_part[id(schema)]
+        num_cut = self._num_cut
+        patterns = self._joined_patterns(schema)
+        if self._num_cut == num_cut:
+            self._of_part[id(schema)] = patterns
+        return patterns
+
+    def _joined_patterns(self, schema: Any) -> _Patterns:
         self._num_values += 1
         if self._num_values > self._max_values:
             raise GrammarTooComplex(f"allOf: more than {self._max_values} values with patterns to compare")
