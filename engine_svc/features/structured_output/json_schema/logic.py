@@ -303,7 +303,7 @@ class Prover:
                 return (facts.numbers & Numbers.only(value)).is_empty
             case "string":
                 return not facts.low("minLength") <= len(value) <= facts.high("maxLength") or any(
-                    _mismatches(pattern, value) for pattern in facts.patterns
+                    is_found(pattern, value) is False for pattern in facts.patterns
                 )
             case "array":
                 return not facts.low("minItems") <= len(value) <= facts.high("maxItems")
@@ -352,16 +352,16 @@ class Prover:
         return is_alone and json_key(schema[name]) == json_key(value)
 
 
-def _mismatches(pattern: str, text: str) -> bool:
-    """Whether a pattern is not in a text; False where Python's search might take long."""
+def is_found(pattern: str, text: str) -> bool | None:
+    """Whether a pattern is in a text; None where Python's search might take long."""
     if len(text) > _MAX_TEXT or len(pattern) > _MAX_TEXT or _REPEATED_GROUP.search(pattern):
-        return False
+        return None
     if len(_UNBOUNDED.findall(pattern)) > 2:
-        return False
+        return None
     try:
-        return not re.search(translated(pattern).replace("$", r"\Z"), text)
+        return bool(re.search(translated(pattern).replace("$", r"\Z"), text))
     except (re.error, RecursionError, UnsupportedPattern):
-        return False
+        return None
 
 
 def _schemas(value: Any) -> list[Any]:

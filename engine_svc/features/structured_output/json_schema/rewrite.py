@@ -9,7 +9,7 @@ the schemas of parts of the value; those of the value itself are rewritten when 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.conjunction import Conjunction, Node, Subschema
@@ -18,6 +18,7 @@ from engine_svc.features.structured_output.json_schema.document import (
     SchemaDocument,
     SchemaTooLarge,
 )
+from engine_svc.features.structured_output.json_schema.instances import values_left
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     KINDS,
@@ -130,6 +131,12 @@ class _Rewriting:
         if is_inlined:
             self._inlining.add(id(schema))
         try:
+            values = values_left(self.prover, schema)
+            if values == []:
+                return False
+            if values:
+                schema = self.document.copied({"enum": values}, schema)
+                subschema = replace(subschema, schema=schema)
             node = self._node(subschema, is_inlined)
             named = with_named_patterns(node)
             for keyword, rule in RULES:
