@@ -19,7 +19,6 @@ from engine_svc.features.structured_output.json_schema.logic import (
 
 MAX_VALUES = 32  # that are looked at
 MAX_DEPTH = 60
-_LARGEST = 1e300
 _LIMITS = {
     "allOf", "oneOf", "not", "if", "contains", "uniqueItems", "patternProperties", "propertyNames",
     "dependentSchemas",
@@ -156,7 +155,7 @@ class _Check:
             case "exclusiveMaximum":
                 return bool(value < entry)
             case "multipleOf":
-                return None if abs(value) > _LARGEST else Fraction(str(value)) % Fraction(str(entry)) == 0
+                return Fraction(value) % Fraction(entry) == 0
             case "minLength" | "minItems" | "minProperties":
                 return bool(len(value) >= entry)
             case "maxLength" | "maxItems" | "maxProperties":
