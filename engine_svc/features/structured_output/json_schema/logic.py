@@ -127,6 +127,21 @@ class Known:
 ANY_VALUE = Known()
 
 
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """`patternProperties`, and `additionalProperties` beside `names`."""
+
+    names: set[str]
+    patterns: dict[str, Any]
+    schema: Any
+
+    def schemas(self, name: str) -> list[Any]:
+        found = [is_found(pattern, name) for pattern in self.patterns]
+        schemas = [entry for entry, is_one in zip(self.patterns.values(), found, strict=True) if is_one]
+        is_other = name not in self.names and all(is_one is False for is_one in found)
+        return [*schemas, self.schema] if is_other else schemas
+
+
 @dataclass(slots=True)
 class _Facts:
     """The parts of several schemas, by keyword. A value of all the schemas satisfies all parts."""
@@ -135,7 +150,7 @@ class _Facts:
     values: list[Any] | None = None  # that `const` and `enum` leave
     required: set[str] = field(default_factory=set)
     properties: dict[str, list[Any]] = field(default_factory=dict)
-    closures: list[tuple[set[str], list[str]]] = field(default_factory=list)  # names, patterns: no others
+    others: list[_Others] = field(default_factory=list)
     prefix_items: dict[int, list[Any]] = field(default_factory=dict)
     items: list[Any] = field(default_factory=list)  # of arrays without a prefix
     numbers: Numbers = field(default_factory=Numbers)
@@ -153,8 +168,8 @@ class _Facts:
 
     def property(self, name: str) -> list[Any]:
         """Schemas of a property."""
-        is_excluded = any(name not in names and not patterns for names, patterns in self.closures)
-        return [*self.properties.get(name, ()), *([False] if is_excluded else ())]
+        of_others = [entry for others in self.others for entry in others.schemas(name)]
+        return [*self.properties.get(name, ()), *of_others]
 
 
 # Keywords whose meaning does not depend on those beside them.
@@ -247,8 +262,10 @@ class Prover:
         properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
         for name, entry in (properties or {}).items():
             facts.properties.setdefault(name, []).append(entry)
-        if schema.get("additionalProperties") is False:
-            facts.closures.append((set(properties or {}), list(schema.get("patternProperties") or {})))
+        patterns = schema.get("patternProperties")
+        if patterns or "additionalProperties" in schema:
+            others = schema.get("additionalProperties", True)
+            facts.others.append(_Others(set(properties or {}), dict(patterns or {}), others))
         prefix = schema.get("prefixItems", schema.get("items"))
         if isinstance(prefix, list):
             for index, entry in enumerate(prefix):
@@ -319,7 +336,7 @@ class Prover:
         facts = _Facts()
         for schema in schemas:
             self._collect(schema, facts, 0)
-        closures = [names for names, patterns in facts.closures if not patterns]
+        closures = [one.names for one in facts.others if one.schema is False and not one.patterns]
         names = frozenset(set.intersection(*closures)) if closures else None
         return Known(self.kinds(*schemas), names, tuple(facts.items), facts.properties)
 

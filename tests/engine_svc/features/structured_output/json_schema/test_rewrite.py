@@ -305,6 +305,23 @@ KINDS = {
 @pytest.mark.parametrize(
     ("schema", "valid", "invalid"),
     [
+        # Values of a property are those of additional ones, or of a pattern, in another branch.
+        *(
+            (
+                {
+                    "oneOf": [
+                        {"type": "object", "required": ["t"], "properties": {"t": {"const": "x"}}},
+                        {"type": "object", "minProperties": 1} | others,
+                    ]
+                },
+                {"t": "x"},
+                {"t": 1},
+            )
+            for others in (
+                {"additionalProperties": {"type": "boolean"}},
+                {"patternProperties": {"^t": {"type": "boolean"}, "x": {}}},
+            )
+        ),
         # What stands beside says that the branches cannot both be satisfied.
         ({"allOf": [{"type": "object", "required": ["kind"]}, KINDS]}, {"kind": "a", "x": "a"}, {"x": "b"}),
         ({"type": "object", "required": ["kind"], "allOf": [KINDS]}, {"kind": "b", "x": "b"}, {}),
