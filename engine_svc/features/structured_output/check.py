@@ -13,6 +13,7 @@ from engine_svc.features.structured_output.constraint import (
     Constraint,
     ConstraintKind,
     GrammarError,
+    GrammarNotEnforced,
     GrammarTooComplex,
     shortened,
 )
@@ -39,6 +40,8 @@ class ConstraintRefused(ValueError):
 
     @classmethod
     def of(cls, error: GrammarError) -> ConstraintRefused:
+        if isinstance(error, GrammarNotEnforced):
+            return cls(str(error), NOT_ENFORCED)
         return cls(str(error), TOO_COMPLEX if isinstance(error, GrammarTooComplex) else INVALID)
 
 

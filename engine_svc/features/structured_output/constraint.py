@@ -15,6 +15,10 @@ class GrammarError(ValueError):
         super().__init__(shortened(message))
 
 
+class GrammarNotEnforced(GrammarError):
+    """No backend enforces a keyword, which the message names."""
+
+
 class GrammarTooComplex(GrammarError):
     """A limit on the work of a constraint was reached. It says nothing about another backend or limit."""
 

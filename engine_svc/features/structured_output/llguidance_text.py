@@ -19,6 +19,7 @@ from engine_svc.features.structured_output.constraint import (
     Constraint,
     ConstraintKind,
     GrammarError,
+    GrammarNotEnforced,
     GrammarTooComplex,
     Spacing,
 )
@@ -72,6 +73,13 @@ _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n]
 _JSON_PARTS = re.compile(r'"[^"]*"|[,:] ?|[{}\[\]]|[^"{}\[\],:]+|"')
 _DETAILS = re.compile("<state>|<backtrace>")  # of a message: what follows is for developers of llguidance
 _PANIC = "panic: "
+_EMPTY = "Unsatisfiable schema"
+_LIMITATIONS = {
+    "circular references with sibling keys": (
+        "no backend enforces $ref to a schema that contains itself where other keywords limit the same value"
+    ),
+    "are not disjoint": "no backend enforces patternProperties of which several may match one name",
+}
 _LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")
 
 
@@ -381,6 +389,11 @@ def grammar_error(constraint: Constraint, message: str) -> GrammarError:
     """The refusal of a constraint for llguidance's message about its grammar."""
     if "NoExtensionBias" in message:
         return GrammarError("the constraint allows no output")
+    for words, refusal in _LIMITATIONS.items():
+        if words in message:
+            return GrammarNotEnforced(refusal)
+    if _EMPTY in message:
+        return GrammarError(f"{constraint.kind.value} is satisfied by no value")
     short = short_message(message)
     if short.startswith(_PANIC):
         # Its assertions guard the sizes that it was built for.

@@ -281,9 +281,9 @@ class SchemaRules:
             high = None if shape.high is None else shape.high - num_prefix
             item = self._written(shape.items, items)
             if num_prefix:
-                rest = f"({self._comma} {item}){_times(low, high)}"
+                rest = _repeated(f"{self._comma} {item}", low, high)
             else:
-                more = f"({self._comma} {item}){_times(max(0, low - 1), None if high is None else high - 1)}"
+                more = _repeated(f"{self._comma} {item}", max(0, low - 1), None if high is None else high - 1)
                 rest = f"{item} {more}" if low else f"({item} {more})?"
         for index in reversed(range(num_prefix)):
             item = self._written(prefix[index], pointer(place, "prefixItems", index))
@@ -327,8 +327,8 @@ class SchemaRules:
         if not others or high == 0:
             return ""
         if is_behind:
-            return f"({self._comma} {others}){_times(low, high)}"
-        more = f"({self._comma} {others}){_times(max(0, low - 1), None if high is None else high - 1)}"
+            return _repeated(f"{self._comma} {others}", low, high)
+        more = _repeated(f"{self._comma} {others}", max(0, low - 1), None if high is None else high - 1)
         return f"{others} {more}" if low else f"({others} {more})?"
 
     def _others(self, shape: ObjectShape, names: list[str], place: str) -> str:
@@ -357,10 +357,12 @@ def _key(name: str) -> str:
     return json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)
 
 
-def _times(low: int, high: int | None) -> str:
+def _repeated(text: str, low: int, high: int | None) -> str:
+    if high == 0:
+        return ""
     if high is None:
-        return "*" if low == 0 else f"{{{low},}}"
-    return f"{{{low},{high}}}"
+        return f"({text})*" if low == 0 else f"({text}){{{low},}}"
+    return f"({text}){{{low},{high}}}"
 
 
 def slashed(pattern: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 Number: TypeAlias = int | Decimal
 
 MAX_DIGITS = 400  # before the point of a number, and behind it; doubles have at most 309 and 324
-MAX_WHOLE = 1 << 53  # to which llguidance and xgrammar, whose numbers are doubles, keep integers apart
+MAX_WHOLE = (1 << 53) - 1  # to which llguidance and xgrammar, whose numbers are doubles, keep integers apart
 MAX_READ = 1 << 32  # of a multiple, for llguidance
 MAX_LISTED = 64  # members of a set that are written one by one
 MAX_ENDINGS = 1_000  # of the multiples of a number

@@ -7,17 +7,19 @@ when finite values of it follow from kinds already known. A kind that is never a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.logic import (
     ARRAY_KEYWORDS,
     KINDS,
+    NUMBER_KEYWORDS,
     OBJECT_KEYWORDS,
     kind_of,
     kinds_of_type,
     type_of_kinds,
 )
+from engine_svc.features.structured_output.json_schema.numbers import Numbers
 
 MAX_STATES = 20_000  # conjunctions that are evaluated; later ones are taken to have values
 _KEYWORDS_OF = {"object": OBJECT_KEYWORDS, "array": ARRAY_KEYWORDS}
@@ -27,39 +29,11 @@ _State = frozenset[int]  # the identities of conjoined schemas
 
 def without_endless(root: dict[str, Any], definitions: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The schema and the definitions without parts that no finite value satisfies; False if it has none."""
-    if not _is_recursive(definitions):
+    if not definitions:
         return root, definitions
     values = _FiniteValues(definitions)
     pruned = {name: values.pruned(entry) for name, entry in definitions.items()}
     return values.pruned(root), pruned
-
-
-def _is_recursive(definitions: dict[str, Any]) -> bool:
-    """Whether a definition leads to itself."""
-    targets = {name: {*_references(entry)} for name, entry in definitions.items()}
-    while leaves := [name for name, names in targets.items() if not names & targets.keys()]:
-        for name in leaves:
-            del targets[name]
-    return bool(targets)
-
-
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict) and "$ref" in schema:
-        yield _target(schema)
-    for part in _parts_of(schema):
-        yield from _references(part)
-
-
-def _parts_of(schema: Any) -> Iterator[Any]:
-    """Schemas in the keywords of a rewritten schema."""
-    if isinstance(schema, dict):
-        for name in ("properties", "patternProperties"):
-            yield from schema.get(name, {}).values()
-        for name in ("allOf", "anyOf", "prefixItems"):
-            yield from schema.get(name, ())
-        for name in ("items", "additionalProperties"):
-            if name in schema:
-                yield schema[name]
 
 
 def _target(schema: dict[str, Any]) -> str:
@@ -139,7 +113,7 @@ class _FiniteValues:
         conjuncts: list[dict[str, Any]] = []
         if not all(self._join(self._schemas[number], conjuncts, set()) for number in sorted(state)):
             return frozenset()
-        kinds = KINDS.intersection(*map(_own_kinds, conjuncts))
+        kinds = KINDS.intersection(*map(_own_kinds, conjuncts)) - _kinds_without_numbers(conjuncts)
         if "object" in kinds and not self._has_object(conjuncts):
             kinds -= {"object"}
         if "array" in kinds and not self._has_array(conjuncts):
@@ -195,6 +169,15 @@ class _FiniteValues:
             self._has_value([entry for schema in conjuncts for entry in _of_index(schema, index)])
             for index in range(min(min_items, longest + 1))
         )
+
+
+def _kinds_without_numbers(conjuncts: list[dict[str, Any]]) -> set[str]:
+    numbers = Numbers()
+    for schema in conjuncts:
+        if schema.keys() & NUMBER_KEYWORDS:
+            numbers &= Numbers.of(schema, is_integer=False)
+    kinds = {"fraction"} if numbers.is_empty or numbers.is_whole else set()
+    return kinds | ({"integer"} if (numbers & Numbers(is_integer=True)).is_empty else set())
 
 
 def _own_kinds(schema: dict[str, Any]) -> frozenset[str]:

@@ -96,7 +96,7 @@ class _Rewriting:
         _check_cycles(schema, definitions)
         schema, definitions = without_endless(schema, definitions)
         if schema is False:
-            raise InvalidSchema("json_schema has no finite value: each one needs another within it")
+            raise InvalidSchema("json_schema is satisfied by no finite value")
         if definitions:
             schema["$defs"] = definitions
         return Rewritten(schema, tuple(self._unenforced.values()))

@@ -6,12 +6,16 @@ properties is that of the text.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeAlias
 
 from engine_svc.features.structured_output.json_schema.document import SchemaTooLarge
+from engine_svc.features.structured_output.json_schema.languages import Texts, pattern_of
 from engine_svc.features.structured_output.json_schema.logic import (
     ARRAY_KEYWORDS,
     NUMBER_KEYWORDS,
@@ -19,6 +23,7 @@ from engine_svc.features.structured_output.json_schema.logic import (
     STRING_KEYWORDS,
 )
 from engine_svc.features.structured_output.json_schema.numbers import Numbers, is_number
+from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern
 
 MAX_STEPS = 20_000  # of one document: schemas read and pairs intersected
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
@@ -222,7 +227,7 @@ class Shapes:
                 return number_shape(Numbers.of(schema, is_integer=name == "integer"))
             case "string":
                 kept = {word: value for word, value in schema.items() if word in STRING_KEYWORDS}
-                return TextShape((kept,) if kept else ())
+                return text_shape([kept] if kept else [])
             case "array":
                 return array_shape(
                     ArrayShape(
@@ -333,11 +338,27 @@ def _both_texts(first: TextShape, second: TextShape) -> Shape:
     schemas += [schema for schema in second.schemas if schema not in schemas]
     texts = [schema["const"] for schema in schemas if "const" in schema]
     if not texts:
-        return TextShape(tuple(schemas))
+        return text_shape(schemas)
     if any(text != texts[0] or not _has_text(schema, text) for text in texts for schema in schemas):
         return NOTHING
     formats = [{"format": schema["format"]} for schema in schemas if "format" in schema]
     return TextShape(({"const": texts[0]}, *formats))
+
+
+def text_shape(schemas: Sequence[Mapping[str, Any]]) -> Shape:
+    """The shape of texts; nothing if no text is known to satisfy all schemas."""
+    parts = [Texts.of(schema["pattern"]) for schema in schemas if "pattern" in schema]
+    low = max((schema.get("minLength", 0) for schema in schemas), default=0)
+    highs = [schema["maxLength"] for schema in schemas if "maxLength" in schema]
+    if highs and low > min(highs):
+        return NOTHING
+    if low or highs:
+        parts.append(Texts.of(f"^[^]{{{low},{min(highs, default='')}}}$"))
+    if len(parts) > 1:
+        with suppress(UnsupportedPattern):
+            if pattern_of(reduce(operator.and_, parts)) is None:
+                return NOTHING
+    return TextShape(tuple(schemas))
 
 
 def _has_text(schema: Mapping[str, Any], text: str) -> bool:

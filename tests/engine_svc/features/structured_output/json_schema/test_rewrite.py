@@ -142,7 +142,11 @@ def test_random_schemas_keep_their_instances(seed):
             num_valid += is_valid
             num_invalid += not is_valid
             assert found.is_valid(instance) == is_valid, (schema, rewritten.schema, instance)
-    assert refusals <= {"json_schema is false, which no output satisfies", "$ref leads to itself"}
+    assert refusals <= {
+        "json_schema is false, which no output satisfies",
+        "json_schema is satisfied by no finite value",
+        "$ref leads to itself",
+    }
     assert num_rewritten > 200 and num_valid > 500 and num_invalid > 500
 
 

@@ -1,0 +1,1 @@
+"""Drawn JSON schemas, whose outputs are checked against them as they are written."""
