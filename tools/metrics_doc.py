@@ -78,7 +78,9 @@ def _tables(services: dict[str, Metrics]) -> Iterator[str]:
 
 
 def _row(family: Family) -> str:
-    labels = ", ".join(f"`{name}`" for name in family.labels)
+    # Those of the conventions are the same for all, and the text names them.
+    own = () if family.convention is not None else family.labels
+    labels = ", ".join(f"`{name}`" for name in own)
     return f"| `{family.name}` | {family.kind} | {labels} | {family.help} |"
 
 

@@ -154,6 +154,11 @@ _HISTOGRAMS = {
         "triptych_frontend_request_max_output_tokens", "Tokens of a request's longest output.",
         LENGTH_BUCKETS, ("vllm:request_max_num_generation_tokens",),
     ),
+    "num_computed_tokens": _Histogram(
+        "triptych_frontend_request_computed_prompt_tokens",
+        "Prompt tokens of a request with a first token that no prefix cache had.",
+        LENGTH_BUCKETS, ("vllm:request_prefill_kv_computed_tokens",),
+    ),
     "n": _Histogram(
         "triptych_frontend_request_n", "Outputs that a request asks for, n.",
         OUTPUTS_BUCKETS, ("vllm:request_params_n",),
@@ -212,6 +217,7 @@ class ModelMetrics:
     num_prompt_tokens: Distribution
     num_output_tokens: Distribution
     max_output_tokens: Distribution
+    num_computed_tokens: Distribution
     n: Distribution
     max_tokens: Distribution
     generated_tokens: int = field(default=0, init=False)
@@ -348,6 +354,7 @@ class RequestMetrics:
         record.first_token_s = meter.first_token_s
         if meter.first_token_s is not None:
             by_source = self.counts.prompt_tokens_by_source
+            model.num_computed_tokens.observe(request.num_prompt_tokens - num_cached)
             by_source.add(model.name, "local_cache_hit", by=num_cached)
             by_source.add(model.name, "local_compute", by=request.num_prompt_tokens - num_cached)
         record.is_answered = has_all

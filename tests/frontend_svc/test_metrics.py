@@ -143,6 +143,7 @@ async def test_parameters_and_sources_of_prompts_have_vllms_names():
     assert found["vllm:request_params_n_sum"] == {(): 2}
     assert found["vllm:request_params_max_tokens_sum"] == {(): 30}
     assert found["vllm:request_max_num_generation_tokens_sum"] == {(): 3}
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"] == {(): num_prompt_tokens - 1}
     assert found["vllm:prompt_tokens_by_source_total"] == {
         ("local_compute",): num_prompt_tokens - 1,
         ("local_cache_hit",): 1,

@@ -20,8 +20,8 @@ class ListenerSecurity:
         """Register a metric of the files that are read again when they change."""
         metrics.gauge(
             f"triptych_{service}_security_files_usable",
-            "Whether the files of this kind can be used as they are now: api_keys, of which else no key is "
-            "valid; certificates, in whose place else the ones read before are used.",
+            "Whether files can be used as they are now: api_keys (at 0 no key is valid), certificates (at 0 "
+            "the earlier ones are used).",
             self._usable_files,
             labels=("files",),
         )

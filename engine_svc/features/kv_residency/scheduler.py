@@ -27,16 +27,19 @@ class KVResidency(SchedulerFeature):
             "triptych_engine_kv_block_lifetime_seconds",
             "Time from the allocation of a block to the eviction of its content. With --kv-cache-metrics.",
             BUCKETS,
+            aliases=("vllm:kv_block_lifetime_seconds",),
         ).of()
         self._idle = histogram(
             "triptych_engine_kv_block_idle_seconds",
             "Time from the last use of a block by a new request to its eviction. With --kv-cache-metrics.",
             BUCKETS,
+            aliases=("vllm:kv_block_idle_before_evict_seconds",),
         ).of()
         self._reuse_gap = histogram(
             "triptych_engine_kv_block_reuse_gap_seconds",
             "Time between two uses of a block by new requests. With --kv-cache-metrics.",
             BUCKETS,
+            aliases=("vllm:kv_block_reuse_gap_seconds",),
         ).of()
         self._allocated_at: dict[int, float] = {}
         self._used_at: dict[int, float] = {}

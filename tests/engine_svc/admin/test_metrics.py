@@ -51,22 +51,26 @@ async def test_tokens_ends_and_aborts_are_counted_by_reason_and_cause():
     steps = after["triptych_engine_steps_total"][()]
     assert steps >= 100
     assert after["triptych_engine_step_duration_seconds_count"] == {(): steps}
+    assert after["vllm:iteration_tokens_total_count"] == {(): steps}
+    assert after["vllm:iteration_tokens_total_sum"][()] >= 100
     assert after["triptych_engine_state"]["ready",] == 1
     assert after["triptych_engine_stream_sent_bytes_total"][()] > 100
 
 
-async def test_drafts_are_counted_by_row_token_and_position_in_metrics_load_and_status():
+async def test_drafts_and_waiting_requests_are_counted_in_metrics_load_and_status():
     async with served() as (rig, stub):
         engine = rig.engine
         engine.stats_snapshot = StatsSnapshot()  # one that the loop does not post to
         register_engine(engine.metrics, engine, rig.servicer)
         before = readings(rig)
         drafts = DraftStats(5, 15, 8, (5, 2, 1))
-        seen = replace(make_scheduler().stats(), drafts=drafts)
+        seen = replace(make_scheduler().stats(), drafts=drafts, num_waiting=3, num_blocked=2)
         engine.stats_snapshot.post(LoopStats(scheduler=seen))
         after = readings(rig)
         stats = (await stub.GetLoad(engine_pb2.GetLoadRequest())).stats
         status = announce.status(engine, 0)
+    assert after["vllm:num_requests_waiting"] == {(): 5}
+    assert after["vllm:num_requests_waiting_by_reason"] == {("capacity",): 3, ("deferred",): 2}
     names = ["draft_rows", "draft_tokens", "accepted_draft_tokens"]
     assert [before[f"triptych_engine_{name}_total"][()] for name in names] == [0, 0, 0]
     assert [after[f"triptych_engine_{name}_total"][()] for name in names] == [5, 15, 8]
