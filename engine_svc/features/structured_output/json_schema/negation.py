@@ -20,9 +20,15 @@ from engine_svc.features.structured_output.json_schema.logic import (
     kinds_of_type,
     type_of_kinds,
 )  # fmt: skip
-from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, pattern_without
+from engine_svc.features.structured_output.json_schema.patterns import (
+    UnsupportedPattern,
+    pattern_without,
+    texts_of,
+    translated,
+)
 
 MAX_NEGATED = 16  # branches of a oneOf: all pairs are compared
+MAX_NAMED = 16  # names of a pattern
 _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}  # by the end of a keyword
 
 
@@ -90,6 +96,10 @@ class _Negation:
                 return {"anyOf": absent} if absent else False
             case "properties":
                 return self._wrong_property(value)
+            case "patternProperties":
+                return self._wrong_named(value)
+            case "propertyNames":
+                return self._wrong_name(value)
             case "items" if self._excludes_items(value):
                 return {"type": "array", "minItems": 1}
             case "additionalProperties" if self._has_known_names():
@@ -143,6 +153,45 @@ class _Negation:
                 inner = self.prover.known(*known.properties[name]) if name in known.properties else ANY_VALUE
                 wrong.append((name, self._inner(entry, inner)))
         return _with_one_of(wrong)
+
+    def _wrong_named(self, patterns: dict[str, Any]) -> Any:
+        """Of the names of a pattern, where they are few, one with another value."""
+        wrong = []
+        for pattern, entry in patterns.items():
+            names = self._names_of(pattern)
+            negated = self._inner(entry)
+            if not names and negated is not False:
+                raise CannotNegate("patternProperties")
+            wrong += [(name, negated) for name in names]
+        return _with_one_of(wrong)
+
+    def _wrong_name(self, schema: Any) -> Any:
+        """One of the names that a schema excludes, where they are few or all."""
+        negated = self._inner(schema, Known(frozenset({"string"})))
+        while isinstance(negated, dict) and negated.keys() == {"anyOf"} and len(negated["anyOf"]) == 1:
+            negated = negated["anyOf"][0]
+        if negated is False:
+            return False
+        if negated is True or negated in ({"type": "string"}, {"type": ["string"]}):
+            return {"type": "object", "minProperties": 1}
+        match {name: entry for name, entry in negated.items() if name != "type" and name not in ANNOTATIONS}:
+            case {"const": name, **rest} if not rest:
+                names = [name]
+            case {"enum": names, **rest} if not rest:
+                pass
+            case {"pattern": pattern, **rest} if not rest:
+                names = self._names_of(pattern)
+            case _:
+                names = []
+        if not names:
+            raise CannotNegate("propertyNames")
+        return _with_one_of([(name, True) for name in names if isinstance(name, str)])
+
+    def _names_of(self, pattern: str) -> list[str]:
+        try:
+            return texts_of(translated(pattern), MAX_NAMED)
+        except UnsupportedPattern:
+            return []
 
     def _excludes_items(self, schema: Any) -> bool:
         items = self.known.items

@@ -17,6 +17,7 @@ from engine_svc.features.structured_output.json_schema.document import pointer
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     UNITS,
+    Known,
     Prover,
     is_trivial,
     json_key,
@@ -316,11 +317,23 @@ def _limit_names(node: Node, schema: Any, depth: int) -> None:
         if keyword in ("allOf", "$ref") and depth < 8:
             for part in value if keyword == "allOf" else [node.rewriter.document.resolve(schema)]:
                 _limit_names(node, part, depth + 1)
+        elif keyword == "not" and depth < 8:
+            _limit_names(node, _other_names(node, value), depth + 1)
+        elif keyword == "anyOf" and len(value) == 1 and depth < 8:
+            _limit_names(node, value[0], depth + 1)
         elif not _takes_all_names(keyword, value):
             if (names := _names(keyword, value)) is None:
                 node.report("propertyNames", f"{keyword} of names is not supported")
             else:
                 node.require(names | {"additionalProperties": False}, "propertyNames")
+
+
+def _other_names(node: Node, schema: Any) -> Any:
+    try:
+        return negation(node.prover, schema, Known(frozenset({"string"})))
+    except CannotNegate as error:
+        node.report("propertyNames", f"{error} cannot be negated")
+        return True
 
 
 def _takes_all_names(keyword: str, value: Any) -> bool:

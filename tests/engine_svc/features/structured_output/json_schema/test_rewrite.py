@@ -58,10 +58,19 @@ class Generator:
             lambda: {"properties": {key: self.schema(depth) for key in noise.sample(NAMES, 2)}},
             lambda: {"required": noise.sample(NAMES, noise.randint(1, 2))},
             lambda: {"additionalProperties": noise.choice([False, self.schema(depth)])},
-            lambda: {"patternProperties": {noise.choice(["^a", "b"]): self.schema(depth)}},
+            lambda: {"patternProperties": {noise.choice(["^a", "b", "^[bc]$"]): self.schema(depth)}},
             lambda: {
                 "propertyNames": noise.choice(
-                    [{"pattern": "^[ab]"}, {"enum": ["a", "c"]}, {"maxLength": 0}, False]
+                    [
+                        {"pattern": "^[ab]"},
+                        {"enum": ["a", "c"]},
+                        {"maxLength": 0},
+                        False,
+                        True,
+                        {"not": {"const": "a"}},
+                        {"not": {"enum": ["b", "x"]}},
+                        {"not": {"pattern": "^b"}},
+                    ]
                 )
             },
             lambda: {"dependentRequired": {name: [noise.choice(NAMES)]}},
@@ -159,7 +168,9 @@ UNENFORCED = [
     ({"if": {"format": "date"}, "then": False}, "if", ""),
     ({"items": {"minProperties": 2}}, "minProperties", "/items"),
     ({"properties": {"a": {}}, "maxProperties": 3}, "maxProperties", ""),
-    ({"propertyNames": {"not": {"const": "a"}}}, "propertyNames", ""),
+    ({"propertyNames": {"not": {"format": "email"}}}, "propertyNames", ""),
+    ({"not": {"propertyNames": {"pattern": "a"}}}, "not", ""),
+    ({"not": {"patternProperties": {"a": {"const": 1}}}}, "not", ""),
     ({"anyOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties", ""),
     ({"allOf": [{"prefixItems": [{}]}], "unevaluatedItems": False}, "unevaluatedItems", ""),
     ({"anyOf": [{"pattern": "(?<=a)b"}]}, "pattern", "/anyOf/0"),
