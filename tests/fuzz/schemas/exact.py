@@ -58,8 +58,13 @@ def is_valid(schema: Any, value: Any) -> bool:
 
 @cache
 def _pattern(pattern: str) -> re.Pattern[str]:
-    # ECMA's end is that of the text, its classes are those of ASCII. No pattern is drawn with another `$`.
-    for ecma, python in (("$", r"\Z"), (r"\w", "[0-9A-Za-z_]"), (r"\d", "[0-9]")):
+    # ECMA's end is the text's, its classes are ASCII's. No pattern is drawn with another `$` or `.`.
+    for ecma, python in (
+        ("$", r"\Z"),
+        (".", r"[^\n\r\u2028\u2029]"),
+        (r"\w", "[0-9A-Za-z_]"),
+        (r"\d", "[0-9]"),
+    ):
         pattern = pattern.replace(ecma, python)
     return re.compile(pattern)
 

@@ -113,7 +113,7 @@ class _FiniteValues:
         conjuncts: list[dict[str, Any]] = []
         if not all(self._join(self._schemas[number], conjuncts, set()) for number in sorted(state)):
             return frozenset()
-        kinds = KINDS.intersection(*map(_own_kinds, conjuncts)) - _kinds_without_numbers(conjuncts)
+        kinds = KINDS.intersection(*map(_own_kinds, conjuncts)) - _empty_kinds(conjuncts)
         if "object" in kinds and not self._has_object(conjuncts):
             kinds -= {"object"}
         if "array" in kinds and not self._has_array(conjuncts):
@@ -171,13 +171,19 @@ class _FiniteValues:
         )
 
 
-def _kinds_without_numbers(conjuncts: list[dict[str, Any]]) -> set[str]:
+def _empty_kinds(conjuncts: list[dict[str, Any]]) -> set[str]:
+    """Kinds without a value between bounds of numbers and lengths."""
+    low = max((schema.get("minLength", 0) for schema in conjuncts), default=0)
+    kinds = {"string"} if any(low > schema.get("maxLength", low) for schema in conjuncts) else set()
     numbers = Numbers()
     for schema in conjuncts:
         if schema.keys() & NUMBER_KEYWORDS:
             numbers &= Numbers.of(schema, is_integer=False)
-    kinds = {"fraction"} if numbers.is_empty or numbers.is_whole else set()
-    return kinds | ({"integer"} if (numbers & Numbers(is_integer=True)).is_empty else set())
+    if numbers.is_empty or numbers.is_whole:
+        kinds.add("fraction")
+    if (numbers & Numbers(is_integer=True)).is_empty:
+        kinds.add("integer")
+    return kinds
 
 
 def _own_kinds(schema: dict[str, Any]) -> frozenset[str]:

@@ -144,3 +144,23 @@ def test_a_part_without_an_end_is_never_opened(schema: dict[str, Any], written: 
     definitions = result.pop("$defs")
     assert result == written
     assert "required" not in json.dumps(definitions)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"type": "integer", "minimum": 0.1, "maximum": 0.9},
+        {"type": "number", "exclusiveMinimum": 1, "maximum": 1},
+        {"type": "number", "minimum": 1, "maximum": 3, "multipleOf": 7},
+        {"type": "string", "minLength": 2, "maxLength": 1},
+        {"allOf": [{"type": "number", "minimum": 2}, {"maximum": 1}]},
+    ],
+    ids=json.dumps,
+)
+def test_a_definition_without_a_value_is_never_referred_to(empty: dict[str, Any]) -> None:
+    reference = {"$ref": "#/$defs/empty"}
+    schema = {"type": "object", "properties": {"a": reference, "b": {"anyOf": [reference, {"type": "null"}]}}}
+    result = rewrite(json.dumps(schema | {"$defs": {"empty": empty}})).schema
+    assert result["properties"] == {"a": False, "b": {"anyOf": [{"type": "null"}]}}
+    with pytest.raises(InvalidSchema, match="no finite value"):
+        rewrite(json.dumps({"items": reference, "type": "array", "minItems": 1, "$defs": {"empty": empty}}))
