@@ -82,6 +82,12 @@ class Serving:
         return self.has_keys or any(one.ssl_ca_certs is not None for one in self.security)
 
     @property
+    def tls(self) -> SecurityOptions | None:
+        """The options of the listeners for clients, if these use TLS."""
+        with_tls = [one for one in self.security if one.ssl_certfile is not None]
+        return with_tls[-1] if self.has_tls else None
+
+    @property
     def model(self) -> str:
         """The model's name in messages."""
         return self.config.model or read_environment("TRIPTYCH_ENGINE_MODEL") or "the embedded model"

@@ -50,8 +50,12 @@ def _trust(ca: str | None) -> None:
         # Imports grpc.
         prepare_process("client")
         from triptych_cli.client_channel import trust
+        from triptych_kit.config import ConfigError
 
-        trust(ca)
+        try:
+            trust(ca)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
 
 
 Url = Annotated[str, typer.Option(help="the frontend, grpc://host:port")]
@@ -106,7 +110,14 @@ def main() -> None:
         if not _is_text(argument):
             print(f"triptych: argument {argument!r} is not UTF-8", file=sys.stderr)
             raise SystemExit(_USAGE_ERROR)
-    app(prog_name="triptych")
+    from triptych_kit.config import ConfigError
+
+    try:
+        app(prog_name="triptych")
+    except ConfigError as error:
+        # Of the files that the environment names.
+        print(f"triptych: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 def _is_text(argument: str) -> bool:

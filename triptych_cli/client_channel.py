@@ -15,7 +15,12 @@ _ca: ContextVar[str] = ContextVar("ca", default="")
 
 
 def trust(ca: str | None) -> None:
-    """Verify servers with this CA from now on, in place of the one that the environment names."""
+    """Verify servers with this CA from now on, in place of the one that the environment names.
+
+    Raises ConfigError for a file that has none.
+    """
+    if ca:
+        ChannelCredentials(ca=ca).context()
     _ca.set(ca or "")
 
 

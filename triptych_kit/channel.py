@@ -110,7 +110,8 @@ class ChannelCredentials:
             if self.certificate:
                 context.load_cert_chain(self.certificate, self.certificate_key)
         except OSError as error:
-            raise ConfigError(f"certificates cannot be used: {error}") from error
+            files = ", ".join(filter(None, (self.ca, self.certificate, self.certificate_key)))
+            raise ConfigError(f"certificates {files} cannot be used: {error}") from error
         return context
 
     def read_key(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import h11
 from triptych_cli.bench.config import BenchServeConfig
 from triptych_cli.bench.metrics import OK
 from triptych_cli.bench.transport import AnswerFailed, BenchedModel, Part
+from triptych_cli.verbs.probe import untrusted
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.errors import NotFound, Unauthenticated, Unavailable
 
@@ -157,6 +159,8 @@ class OpenAITransport:
                 opened = None
         except TimeoutError as error:
             raise AnswerFailed("DEADLINE_EXCEEDED", f"no whole answer within {timeout_s:g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            raise AnswerFailed("UNAVAILABLE", untrusted(self._netloc, error)) from error
         except (OSError, h11.ProtocolError) as error:
             raise AnswerFailed("UNAVAILABLE", str(error) or type(error).__name__) from error
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,9 @@ from triptych_kit.listeners import Listener
 from triptych_kit.process.child import ChildDied
 from triptych_kit.process.setup import leave_process
 from triptych_kit.process.supervision import SupervisorLimits, run_until_signal
+from triptych_kit.security.options import SecurityOptions
 from triptych_kit.security.setup import check_files
+from triptych_kit.security.tls import CertificateFiles, hosts_in
 from triptych_kit.telemetry.logs import LogStream, setup_logs, write_log_line
 
 _USAGE_ERROR = 2
@@ -281,6 +284,7 @@ async def _start(stack: StackPlan, supervisor: Supervisor) -> None:
 
 
 async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) -> str:
+    tls = serving.tls
     return banner(
         serving.model,
         list(map(supervisor.address_of, stack.ports)),
@@ -289,9 +293,17 @@ async def _banner(serving: Serving, stack: StackPlan, supervisor: Supervisor) ->
         {name: supervisor.admin_http_of(name) for name in supervisor.children},
         None if serving.engine is None else serving.engine.kv_cache_memory,
         supervisor.http_of(_FRONTEND),
-        has_tls=serving.has_tls,
+        tls_hosts=None if tls is None else await asyncio.to_thread(_hosts_of, tls),
+        verifies_clients=tls is not None and tls.ssl_ca_certs is not None,
         has_keys=serving.has_keys,
     )
+
+
+def _hosts_of(tls: SecurityOptions) -> list[str]:
+    """Those that the certificate of listeners is for; none where it has been replaced by what is none."""
+    with contextlib.suppress(ConfigError):
+        return hosts_in(CertificateFiles(tls.ssl_certfile or "", tls.ssl_keyfile or ""))
+    return []
 
 
 def _write_ready_file(config: ServeConfig, supervisor: Supervisor) -> None:

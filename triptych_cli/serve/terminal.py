@@ -76,14 +76,17 @@ def banner(
     kv_cache_memory: int | None,
     http: str = "",
     *,
-    has_tls: bool = False,
+    tls_hosts: Sequence[str] | None = None,
+    verifies_clients: bool = False,
     has_keys: bool = False,
 ) -> str:
     """The text printed once everything is ready.
 
     kv_cache_memory: the value of its flag, in bytes.  http: the address of OpenAI's API, empty without one.
-    has_keys: whether callers need a key.
+    tls_hosts: hosts that the certificate is for; None without TLS.  verifies_clients: whether callers need a
+    certificate.  has_keys: whether they need a key.
     """
+    has_tls = tls_hosts is not None
     # Those at a socket can be scraped by nothing; alone, the frontend's are where its page is.
     num_scraped = sum(unix_path(one) is None for one in admin_https.values())
     metrics = [
@@ -95,10 +98,19 @@ def banner(
     frontends = [one for name, one in admin_https.items() if name.startswith("frontend")]
     # The HTTP port, which stays the same, has the page, too, where it is on loopback.
     pages = [one for one in (http, *frontends) if is_loopback(one.rpartition(":")[0])]
-    url = f"grpc{secure}://{_reachable(addresses[0], has_tls=has_tls)}"
+    url = f"grpc{secure}://{_reachable(addresses[0], tls_hosts)}"
     verb = f"--url {url}" + (" --cacert CA.pem" if has_tls else "")
     notes = [
-        *(["CA.pem is the CA of the certificate, if the system does not know it"] if has_tls else []),
+        *(
+            ["CA.pem (or TRIPTYCH_CA_CERTS) is the CA of the certificate, if the system does not know it"]
+            if has_tls
+            else []
+        ),
+        *(
+            ["TRIPTYCH_CERTFILE and TRIPTYCH_KEYFILE are the caller's certificate"]
+            if verifies_clients
+            else []
+        ),
         *(["TRIPTYCH_API_KEY is the caller's key"] if has_keys else []),
     ]
     cache_option = "" if kv_cache_memory is None else f"; --kv-cache-memory is {shown_size(kv_cache_memory)}"
@@ -115,29 +127,38 @@ def banner(
             *([f"  metrics {', '.join(metrics)}"] if metrics else []),
             *(f"  page    http{secure}://{one}/ui" for one in pages[:1]),
             *([f"  with    {'; '.join(notes)}"] if notes else []),
-            *([f"  try     {_curl(http, has_tls=has_tls, has_keys=has_keys)}"] if http else []),
+            *(
+                [f"  try     {_curl(http, tls_hosts, verifies_clients=verifies_clients, has_keys=has_keys)}"]
+                if http
+                else []
+            ),
             f"  {'or' if http else 'try':<7} triptych chat {verb}",
             f"  or      triptych complete {verb} 'Once upon a time'",
         )
     )
 
 
-def _curl(address: str, *, has_tls: bool, has_keys: bool) -> str:
+def _curl(address: str, tls_hosts: Sequence[str] | None, *, verifies_clients: bool, has_keys: bool) -> str:
     """A command that continues a text over HTTP."""
-    scheme = "https" if has_tls else "http"
+    scheme = "http" if tls_hosts is None else "https"
     words = [
-        f"curl {scheme}://{_reachable(address, has_tls=has_tls)}/v1/completions",
+        f"curl {scheme}://{_reachable(address, tls_hosts)}/v1/completions",
         "-H 'content-type: application/json'",
         *(['-H "authorization: Bearer $TRIPTYCH_API_KEY"'] if has_keys else []),
-        *(["--cacert CA.pem"] if has_tls else []),
+        *([] if tls_hosts is None else ["--cacert CA.pem"]),
+        *(['--cert "$TRIPTYCH_CERTFILE" --key "$TRIPTYCH_KEYFILE"'] if verifies_clients else []),
         """-d '{"prompt": "Once upon a time", "max_tokens": 40}'""",
     ]
     return " ".join(words)
 
 
-def _reachable(address: str, *, has_tls: bool) -> str:
-    """The address for a caller on this machine, with a name that a certificate may have."""
+def _reachable(address: str, tls_hosts: Sequence[str] | None) -> str:
+    """The address for a caller on this machine, with a host that the certificate is for, if there is one."""
     host, _, port = address.rpartition(":")
-    if host in WILDCARD_HOSTS:
-        return f"{'localhost' if has_tls else '127.0.0.1'}:{port}"
-    return address
+    is_wildcard = host in WILDCARD_HOSTS
+    if tls_hosts is None:
+        return f"127.0.0.1:{port}" if is_wildcard else address
+    own = ["localhost", "127.0.0.1"] if is_wildcard or is_loopback(host) else []
+    named = [one for one in tls_hosts if not one.startswith("*")]
+    known = [one for one in ([] if is_wildcard else [host]) + own if one in named]
+    return f"{[*known, *named, 'localhost' if is_wildcard else host][0]}:{port}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from triptych_kit.process.setup import prepare_process
 
@@ -15,13 +16,27 @@ if TYPE_CHECKING:
     from triptych_cli.serve.ready_file import RunningServe
     from triptych_cli.verbs.admin import AdminTarget
 
+_CACERT = "--cacert"
 _MAX_SIZE = 1024
 _MAX_S = 86_400.0  # of any wait: a day
 _MODE_HELP = "what becomes of running requests: abort, wait or keep"
 
 Json = Annotated[bool, typer.Option("--json", help="print one object")]
 
+
+class _Admin(TyperGroup):
+    """Takes --cacert also behind the name of a verb, as all other verbs do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        index = next((number for number, one in enumerate(args) if one.split("=")[0] == _CACERT), 0)
+        if index:
+            count = 1 if "=" in args[index] else 2
+            args = [*args[index : index + count], *args[:index], *args[index + count :]]
+        return list(super().parse_args(ctx, args))
+
+
 admin = typer.Typer(
+    cls=_Admin,
     help="Look at or change one running service.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -38,9 +53,20 @@ def _address(
         ),
     ],
     timeout_s: Annotated[float, typer.Option(min=0.001, max=_MAX_S, help="timeout in s")] = 60.0,
+    cacert: Annotated[
+        str | None, typer.Option(_CACERT, help="file of the CA of the service's certificate")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     prepare_process("client")
+    if cacert is not None:
+        from triptych_cli.client_channel import trust
+        from triptych_kit.config import ConfigError
+
+        try:
+            trust(cacert)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error), param_hint=_CACERT) from error
     if context.invoked_subcommand is None:
         raise typer.BadParameter(f"{address} without a command: write `triptych admin engine-0 status`")
     context.obj = (address, timeout_s, as_json)

@@ -24,9 +24,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from triptych_cli.client_channel import open_client_channel
+from triptych_cli.client_channel import client_credentials, open_client_channel
 from triptych_cli.services import READINESS
 from triptych_cli.verbs.doctor import CHECKS
+from triptych_cli.verbs.probe import describe_port
 from triptych_cli.verbs.terminal import printable
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.limits import INTERNAL, PUBLIC, LimitProfile
@@ -237,7 +238,7 @@ async def _link(target: str, timeout_s: float) -> Report:
     except InvalidArgument as error:
         return {"error": error.message}
     except grpc.RpcError as error:
-        return {"error": _status_of(error)}
+        return {"error": describe_port(target, client_credentials()) or _status_of(error)}
 
 
 async def _health(stub: health_pb2_grpc.HealthStub, service: str, timeout_s: float) -> str:

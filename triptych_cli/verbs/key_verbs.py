@@ -68,6 +68,8 @@ def new(
         parse_entries(entry, "the entry")
         if file is not None:
             before = file.read_text(encoding="utf-8").rstrip("\n") if file.exists() else ""
+            # A list without entries, as some write it.
+            before = "" if before.strip() == "[]" else before
             listed = f"{before}\n{entry}".lstrip("\n")
             parse_entries(listed, str(file))
             with private_files():

@@ -17,6 +17,14 @@ _MAX_BYTES = 64 * 1024
 _PATH = "/version"
 
 
+def untrusted(address: str, error: ssl.SSLCertVerificationError) -> str:
+    """A sentence about a server whose certificate is not trusted."""
+    return (
+        f"the certificate of {address} is not trusted ({error.verify_message}):"
+        " --cacert FILE names the CA, TRIPTYCH_CA_CERTS too"
+    )
+
+
 def describe_port(target: str, credentials: ChannelCredentials) -> str:
     """A sentence about what `target` is and which address to take; empty if nothing answers as expected."""
     scheme, _, rest = target.rpartition("://")
@@ -35,7 +43,9 @@ def describe_port(target: str, credentials: ChannelCredentials) -> str:
         sentence = (
             _over_tls(place, address, credentials) if wants_tls else _over_http(place, address, credentials)
         )
-    except (OSError, ValueError, ConfigError):
+    except ConfigError as error:
+        return str(error)
+    except (OSError, ValueError):
         return ""
     return sentence
 
@@ -67,10 +77,7 @@ def _over_tls(place: tuple[str, int], address: str, credentials: ChannelCredenti
         ):
             answer = _answer(connection, address, credentials)
     except ssl.SSLCertVerificationError as error:
-        return (
-            f"the certificate of {address} is not trusted ({error.verify_message}):"
-            " --cacert FILE names the CA, TRIPTYCH_CA_CERTS too"
-        )
+        return untrusted(address, error)
     except ssl.SSLError as error:
         reason = str(error.reason)
         if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:

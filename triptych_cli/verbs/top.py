@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import sys
 import termios
 import time
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triptych_cli.client_channel import client_credentials
+from triptych_cli.verbs.probe import untrusted
 from triptych_cli.verbs.terminal import printable
-from triptych_kit.channel import parse_target
+from triptych_kit.channel import TLS_SCHEMES, parse_target
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.http.admin_http import read_page
 
@@ -45,12 +47,11 @@ def run_top(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
     """Show the state until q or Ctrl-C, or print it once. Returns 1 if the first one cannot be read."""
     is_once = once or not sys.stdout.isatty()
     try:
-        address = parse_target(url)
-        before, state = None, asyncio.run(_read(address))
+        before, state = None, asyncio.run(_read(url))
         if is_once and not as_json:
             # Rates need a second picture.
             time.sleep(min(interval_s, _MAX_BETWEEN_S))
-            before, state = state, asyncio.run(_read(address))
+            before, state = state, asyncio.run(_read(url))
     except (InvalidArgument, NoState) as error:
         print(f"triptych top: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -59,16 +60,24 @@ def run_top(url: str, interval_s: float, *, once: bool, as_json: bool) -> int:
     elif is_once:
         print("\n".join(frame(state, before)))
     else:
-        asyncio.run(_show(address, state, interval_s))
+        asyncio.run(_show(url, state, interval_s))
     return 0
 
 
-async def _read(address: str) -> State:
+async def _read(url: str) -> State:
+    address = parse_target(url)
     try:
-        state: State = json.loads(
-            await read_page(address, "/ui/state", limit_s=_LIMIT_S, credentials=client_credentials())
+        page = await read_page(
+            address,
+            "/ui/state",
+            limit_s=_LIMIT_S,
+            credentials=client_credentials(),
+            has_tls=url.startswith(TLS_SCHEMES),
         )
+        state: State = json.loads(page)
         frame(state, None)
+    except ssl.SSLCertVerificationError as error:
+        raise NoState(untrusted(address, error)) from error
     except TimeoutError as error:
         raise NoState(f"no answer from {address} within {_LIMIT_S:g} s") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -79,7 +88,7 @@ async def _read(address: str) -> State:
     return state
 
 
-async def _show(address: str, state: State, interval_s: float) -> None:
+async def _show(url: str, state: State, interval_s: float) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -90,7 +99,7 @@ async def _show(address: str, state: State, interval_s: float) -> None:
             _draw(frame(state, before), problem)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), interval_s)
-            reading, ending = asyncio.ensure_future(_read(address)), asyncio.ensure_future(ended.wait())
+            reading, ending = asyncio.ensure_future(_read(url)), asyncio.ensure_future(ended.wait())
             await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
             if ended.is_set():
                 reading.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from datetime import datetime
 from typing import Any
 
 from triptych_cli.client_channel import client_credentials
+from triptych_cli.verbs.probe import untrusted
 from triptych_cli.verbs.terminal import printable
-from triptych_kit.channel import parse_target
+from triptych_kit.channel import TLS_SCHEMES, parse_target
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.http.admin_http import read_page
 from triptych_kit.telemetry import conventions as names
@@ -38,9 +40,11 @@ class TraceOptions:
 def run_trace_last(options: TraceOptions) -> int:
     """Print the last traces, the newest last. Returns 0, or 1 if they cannot be read."""
     try:
-        address = parse_target(options.url)
-        traces = asyncio.run(read_traces(address, options.num_traces, timeout_s=options.timeout_s))
+        traces = asyncio.run(read_traces(options.url, options.num_traces, timeout_s=options.timeout_s))
         drawn = ["\n".join(draw(trace)) for trace in reversed(traces)]
+    except ssl.SSLCertVerificationError as error:
+        print(f"triptych trace last: {untrusted(parse_target(options.url), error)}", file=sys.stderr)
+        return 1
     except (InvalidArgument, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         # Of another service's JSON, a part is missing or of another type.
         cause = printable(str(error)) or f"no answer within {options.timeout_s:g} s"
@@ -55,10 +59,14 @@ def run_trace_last(options: TraceOptions) -> int:
     return 0
 
 
-async def read_traces(address: str, num_traces: int, *, timeout_s: float) -> list[Trace]:
+async def read_traces(url: str, num_traces: int, *, timeout_s: float) -> list[Trace]:
     """The last traces of the service, newest first. Raises OSError or ValueError."""
     page = await read_page(
-        address, f"/traces/last?n={num_traces}", limit_s=timeout_s, credentials=client_credentials()
+        parse_target(url),
+        f"/traces/last?n={num_traces}",
+        limit_s=timeout_s,
+        credentials=client_credentials(),
+        has_tls=url.startswith(TLS_SCHEMES),
     )
     traces: list[Trace] = json.loads(page)["traces"]
     return traces

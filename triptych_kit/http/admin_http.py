@@ -158,9 +158,18 @@ def _certificate_names(writer: asyncio.StreamWriter) -> list[str]:
 
 
 async def read_page(
-    address: str, target: str, *, limit_s: float, credentials: ChannelCredentials = NO_CREDENTIALS
+    address: str,
+    target: str,
+    *,
+    limit_s: float,
+    credentials: ChannelCredentials = NO_CREDENTIALS,
+    has_tls: bool = False,
 ) -> bytes:
-    """The body of a page of another process. Raises OSError if it is not served within the limits."""
+    """The body of a page of another process. Raises OSError if it is not served within the limits.
+
+    has_tls: whether it has TLS also where the credentials have no files for that.
+    """
+    has_tls = has_tls or credentials.has_tls
     path, connection = unix_path(address), h11.Connection(h11.CLIENT)
     headers = [("host", "localhost" if path is not None else address), ("connection", "close")]
     key = "" if path is not None else credentials.read_key()
@@ -176,8 +185,8 @@ async def read_page(
             reader, writer = await asyncio.open_connection(
                 host.strip("[]"),
                 int(port),
-                ssl=credentials.context() if credentials.has_tls else None,
-                server_hostname=credentials.server_name if credentials.has_tls else None,
+                ssl=credentials.context() if has_tls else None,
+                server_hostname=credentials.server_name if has_tls else None,
             )
         try:
             writer.write((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))

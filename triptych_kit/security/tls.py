@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _SPIFFE = "spiffe://"
 _RETRY_S = 1.0
+_MAX_FLIGHTS = 4  # of messages of one handshake
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,32 @@ def _configuration(files: CertificateFiles) -> Any:
     return grpc.ssl_server_certificate_configuration(
         [pair], root_certificates=None if files.ca is None else read_file(files.ca)
     )
+
+
+def hosts_in(files: CertificateFiles) -> list[str]:
+    """The DNS names and addresses that a certificate is for. Raises ConfigError."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    # The certificate itself is what it is verified with.
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        server.load_cert_chain(files.certificate, files.key)
+        client.load_verify_locations(files.certificate)
+        sides = (
+            client.wrap_bio(to_client, to_server),
+            server.wrap_bio(to_server, to_client, server_side=True),
+        )
+        # The standard library reads certificates of connections alone.
+        for _ in range(_MAX_FLIGHTS):
+            for side in sides:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+        certificate: Mapping[str, Any] = sides[0].getpeercert() or {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"certificate {files.certificate} cannot be read: {error}") from error
+    alternatives = certificate.get("subjectAltName", ())
+    return [value for kind, value in alternatives if kind in ("DNS", "IP Address")]
 
 
 def read_file(path: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,9 +15,11 @@ from tests.certificates import CertificateAuthority
 from tests.triptych_cli.fakes import triptych
 from triptych_cli.verbs.probe import describe_port
 from triptych_kit.channel import ChannelCredentials
+from triptych_kit.config import ConfigError
+from triptych_kit.http.admin_http import AdminHTTP
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
-from triptych_kit.security.tls import CertificateFiles, ListenerTLS
+from triptych_kit.security.tls import CertificateFiles, ListenerTLS, hosts_in
 from triptych_kit.server import PUBLIC, Server
 
 FRONTEND = '{"version": "1", "grpc_port": 50051}'
@@ -134,3 +137,38 @@ async def test_a_verb_trusts_the_ca_of_its_flag(tmp_path: Path) -> None:
         without = await triptych(*asked)
     assert trusting.out == "SERVICE_UNKNOWN\n"
     assert without.err.startswith(f"the certificate of {address} is not trusted (")
+
+
+async def test_each_verb_names_the_certificate_and_takes_the_flag_for_its_ca(tmp_path: Path) -> None:
+    ca = CertificateAuthority(tmp_path)
+    issued = ca.issue("server")
+    own = CertificateFiles(issued.certificate, issued.key)
+    security = ListenerSecurity(Authenticator(None, verifies_certificates=False), ListenerTLS(own))
+    pages = AdminHTTP("127.0.0.1:0", {}, security=security)
+    async with grpc_server(own) as address:
+        page = await pages.start()
+        outcomes = await asyncio.gather(
+            triptych("admin", f"grpcs://{address}", "status"),
+            triptych("collect-env", "--target", f"grpcs://{address}"),
+            triptych("top", "--once", "--url", f"https://{page}"),
+            triptych("trace", "last", "--url", f"https://{page}"),
+        )
+        trusting = await triptych("admin", f"grpcs://{address}", "status", "--cacert", ca.file)
+        broken = await triptych("chat", "--url", f"grpcs://{address}", "--cacert", issued.key)
+        missing = await triptych(
+            "run-batch", "-i", "x", "-o", "y", environment={"TRIPTYCH_CA_CERTS": str(tmp_path / "none")}
+        )
+        await pages.stop(0)
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert re.search(r"the certificate of 127.0.0.1:\d+ is not trusted", outcome.out + outcome.err)
+    assert "not trusted" not in trusting.err
+    assert (broken.exit_code, "cannot be used" in broken.err) == (2, True)
+    assert "Traceback" not in missing.err
+
+
+def test_the_hosts_of_a_certificate_are_read(tmp_path: Path) -> None:
+    issued = CertificateAuthority(tmp_path).issue("server", uri="spiffe://x/engine/a")
+    assert hosts_in(issued) == ["localhost", "127.0.0.1"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        hosts_in(CertificateFiles(issued.key, issued.key))
