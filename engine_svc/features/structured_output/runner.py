@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_DEFAULT_THREADS = 8
 
-_TOO_MUCH_WORK = RuleConflict("structured_output: the grammar reached a limit on the work for one token")
+_TOO_MUCH_WORK = RuleConflict("the grammar reached a limit on the work for one token")
 
 _Words = npt.NDArray[np.int32]  # 32 tokens each
 
@@ -160,12 +160,10 @@ class _Row:
             return None
         if is_accepting:
             return RuleConflict(
-                f"structured_output: the constraint allows nothing after {self._num_tokens} tokens, "
+                f"the constraint allows nothing after {self._num_tokens} tokens, "
                 f"min_tokens is {self._min_tokens}"
             )
-        return RuleConflict(
-            "structured_output: the constraint allows stop_token_ids alone, where the output may not end"
-        )
+        return RuleConflict("the constraint allows stop_token_ids alone, where the output may not end")
 
 
 class StructuredOutputRows(RunnerFeature):

@@ -260,7 +260,7 @@ def _failure_of(ended: EndedOutput) -> ServiceError:
         message = ended.error_message or "the engine ended the output with an error"
         return Internal(message, reason="OUTPUT_FAILED")
     # Engines name the rules, too, by names of their own.
-    what = ended.error_message.removeprefix("structured_output: ").partition(": ")[0]
+    what = ended.error_message.partition(": ")[0]
     first, *others = ended.error_fields
     texts = [(first, f"{what}: {first}"), *((field, field) for field in others)]
     return InvalidArgument("; ".join(text for _, text in texts), violations=texts, reason="NO_TOKEN_LEFT")
@@ -312,8 +312,8 @@ def num_characters(logprobs: output_pb2.Logprobs) -> int:
 def _likely_at(logprobs: output_pb2.Logprobs, index: int) -> dict[str, float | None] | None:
     """The most likely tokens of a position and the token itself, by their texts.
 
-    Tokens with one text, such as parts of a character, are told apart by their ids; the position's own token
-    has the text, or else the most likely of them.
+    Of tokens with one text, such as parts of a character, the position's own has the text, or else the most
+    likely one; the others have their ids.
     """
     own = logprobs.token_ids[index]
     if math.isnan(logprobs.logprobs[index]):

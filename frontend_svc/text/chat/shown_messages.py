@@ -13,7 +13,7 @@ from typing import Any
 Message = dict[str, object]
 
 # From this length on, a text that is in the prompt is not there by chance.
-_MIN_TELLING_CHARS = 32
+_UNIQUE_CHARS = 32
 _MARK = "mark5b1c0e77of"
 
 
@@ -82,7 +82,7 @@ def _has_all(messages: Sequence[Message], prompt: str) -> bool:
     for text in (text.strip() for message in messages for text in _texts(message)):
         if not text:
             continue
-        at = prompt.find(text, at) if len(text) >= _MIN_TELLING_CHARS else -1
+        at = prompt.find(text, at) if len(text) >= _UNIQUE_CHARS else -1
         if at < 0:
             return False
         at += len(text)

@@ -99,7 +99,7 @@ def test_log_probabilities_and_ids_of_a_prompt_are_where_vllm_has_them() -> None
     assert of_line["prompt_logprobs"] == to_openai(chat())["body"]["prompt_logprobs"] == SHOWN
 
 
-def test_tokens_with_the_same_text_are_told_apart_and_the_own_one_is_among_them() -> None:
+def test_tokens_with_the_same_text_have_keys_of_their_own_and_the_own_one_is_among_them() -> None:
     logprobs = output_pb2.Logprobs(
         token_ids=[9, 7, 5, 4],
         logprobs=[-1.0, -9.0, -math.inf, math.nan],
