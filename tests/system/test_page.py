@@ -347,8 +347,8 @@ def test_the_playground_streams_an_answer_with_times_and_alternatives(browser, s
         rows = page.locator("#waterfall .row")
         rows.nth(5).wait_for()
         names = [text.split()[0] for text in rows.all_inner_texts()]
-        assert names[:4] == ["request", "tokenize", "queue", "prefill"]
-        assert set(names[4:]) == {"decode", "detokenize"}
+        assert names[:5] == ["request", "tokenize", "engine", "queue", "prefill"]
+        assert set(names[5:]) == {"decode", "detokenize"}
         shoot(page, "playground")
 
 
