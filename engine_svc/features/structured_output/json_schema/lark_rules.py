@@ -125,6 +125,7 @@ class SchemaRules:
         if is_nothing(self._shapes.root):
             raise InvalidSchema("json_schema is satisfied by no value")
         self._exact = self._definitions_with_exact_numbers()
+        self._is_exact: dict[Shape, bool] = {}  # of the shapes that were looked at
         for name in self._exact:
             written = self._written(self._shapes.definitions[name], pointer("", "$defs", name))
             self._rules.append(f"{self._name_of(name)}: {written}")
@@ -163,9 +164,14 @@ class SchemaRules:
                 return False
         return any(self._has_exact_numbers(part, exact) for part in parts)
 
+    def _needs_rules(self, shape: Shape) -> bool:
+        if shape not in self._is_exact:
+            self._is_exact[shape] = self._has_exact_numbers(shape, self._exact)
+        return self._is_exact[shape]
+
     def _written(self, shape: Shape, place: str) -> str:
         """The shape as a part of a rule. place: pointer, for refusals."""
-        if not self._has_exact_numbers(shape, self._exact):
+        if not self._needs_rules(shape):
             return self._json(shape)
         match shape:
             case NumberShape():
@@ -173,8 +179,8 @@ class SchemaRules:
             case Reference():
                 return self._name_of(shape.name)
             case Choice():
-                inexact = [part for part in shape.shapes if not self._has_exact_numbers(part, self._exact)]
-                exact = [part for part in shape.shapes if self._has_exact_numbers(part, self._exact)]
+                exact = [part for part in shape.shapes if self._needs_rules(part)]
+                inexact = [part for part in shape.shapes if not self._needs_rules(part)]
                 written = [self._written(part, place) for part in exact]
                 written += [self._json(choice(inexact))] if inexact else []
                 return f"({' | '.join(written)})"
