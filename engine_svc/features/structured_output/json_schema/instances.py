@@ -58,11 +58,15 @@ def _candidates(prover: Prover, schema: Any, depth: int) -> list[Any] | None:
         if (values := _candidates(prover, entry, depth + 1)) is not None:
             return values
     for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
-            lists = [_candidates(prover, entry, depth + 1) for entry in schema[keyword]]
-            if None not in lists:
-                every = [value for values in lists for value in values or ()]
-                return list({json_key(value): value for value in every}.values())
+        if (branches := schema.get(keyword)) is None:
+            continue
+        every: dict[str, Any] = {}
+        for entry in branches:
+            if (values := _candidates(prover, entry, depth + 1)) is None:
+                break
+            every |= {json_key(value): value for value in values}
+        else:
+            return list(every.values())
     return None
 
 

@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaDocument
-from engine_svc.features.structured_output.json_schema.instances import satisfies
+from engine_svc.features.structured_output.json_schema.instances import satisfies, values_left
 from engine_svc.features.structured_output.json_schema.logic import Prover
 from engine_svc.features.structured_output.json_schema.numbers import exact
 from engine_svc.features.structured_output.json_schema.rewrite import rewrite
@@ -53,3 +53,10 @@ def test_a_schema_with_listed_values_is_written_as_those_that_satisfy_it(schema,
         rewritten = rewrite(json.dumps(schema))
         assert rewritten.unenforced == ()
         assert sorted(map(dumps, rewritten.schema["enum"])) == sorted(map(dumps, values))
+
+
+def test_branches_without_listed_values_are_not_searched_twice():
+    links = {f"d{one}": {"anyOf": [{"$ref": f"#/$defs/d{one + 1}"}] * 2} for one in range(25)}
+    document = {"$defs": links | {"d25": {"type": "string"}}, "$ref": "#/$defs/d0", "not": {"const": "a"}}
+    prover = Prover(SchemaDocument(json.dumps(document)))
+    assert values_left(prover, prover.document.root) is None
