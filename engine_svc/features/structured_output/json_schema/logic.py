@@ -14,6 +14,7 @@ from engine_svc.features.structured_output.json_schema.document import (
     SchemaDocument,
     SchemaTooLarge,
 )
+from engine_svc.features.structured_output.json_schema.languages import STEPS, Texts, pattern_of
 from engine_svc.features.structured_output.json_schema.numbers import (
     MAX_DIGITS,
     Numbers,
@@ -190,6 +191,7 @@ class Prover:
         self.document = document
         self._num_calls = 0
         self._num_steps = 0
+        self._sets: set[Texts] = set()  # of which a pattern was written
 
     def is_unsatisfiable(self, *schemas: Any) -> bool:
         self._num_calls = 0
@@ -283,6 +285,13 @@ class Prover:
         for keyword in _HIGHS:
             if is_number(schema.get(keyword)):
                 facts.highs[keyword] = min(facts.high(keyword), schema[keyword])
+
+    def pattern_of(self, texts: Texts) -> str | None:
+        """A pattern of the texts; None if there are none. Raises UnsupportedPattern."""
+        if texts not in self._sets:
+            self._sets.add(texts)
+            self.spend(STEPS)
+        return pattern_of(texts)
 
     def spend(self, num_steps: int) -> None:
         self._num_steps += num_steps

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from engine_svc.features.structured_output.json_schema.languages import STEPS, Texts, pattern_of
+from engine_svc.features.structured_output.json_schema.languages import Texts
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     ANY_VALUE,
@@ -134,9 +134,8 @@ class _Negation:
         return {"type": type_of_kinds(others)} if others else False
 
     def _without_pattern(self, pattern: str) -> Any:
-        self.prover.spend(STEPS)
         try:
-            others = pattern_of(~Texts.of(pattern))
+            others = self.prover.pattern_of(~Texts.of(pattern))
         except UnsupportedPattern:
             raise CannotNegate("pattern") from None
         return False if others is None else {"type": "string", "pattern": others}

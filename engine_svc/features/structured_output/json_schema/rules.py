@@ -9,16 +9,20 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations
+from operator import and_, or_
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.conjunction import Node, Subschema
 from engine_svc.features.structured_output.json_schema.document import pointer
+from engine_svc.features.structured_output.json_schema.languages import Texts
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
     UNITS,
     Known,
     Prover,
+    is_found,
     is_trivial,
     json_key,
     kinds_of_type,
@@ -33,6 +37,7 @@ from engine_svc.features.structured_output.json_schema.patterns import (
 )
 
 MAX_BRANCHES = 64  # that one keyword may become
+MAX_APART = 4  # patterns of names that are compared with each other
 MAX_NAMED = 16  # names of a pattern that are written as properties
 MAX_DISJOINT = 64  # branches of a oneOf: all pairs are compared
 MAX_JOINS = 16  # nested joins of schemas in which evaluated properties are searched
@@ -171,11 +176,14 @@ def _matches_each_item(node: Node, schema: Any) -> bool:
 
 
 def with_named_patterns(node: Node) -> Node:
-    """The node with patterns of few names as properties.
+    """The node with patterns of few names as properties, and others without names in common.
 
     A grammar wants one more name of a pattern even where all of them are used.
     """
     patterns = node.keywords.get("patternProperties", {})
+    if len(patterns) > 1 or (patterns and "propertyNames" in node.keywords):
+        node = _with_patterns_apart(node)
+        patterns = node.keywords["patternProperties"]
     names_of = {pattern: names for pattern in patterns if (names := _names_of(pattern))}
     if not names_of:
         return node
@@ -186,6 +194,53 @@ def with_named_patterns(node: Node) -> Node:
             properties[name] = {"allOf": [properties[name], entry]} if name in properties else entry
     others = {pattern: entry for pattern, entry in patterns.items() if pattern not in names_of}
     return node.with_keywords(node.keywords | {"properties": properties, "patternProperties": others})
+
+
+def _with_patterns_apart(node: Node) -> Node:
+    """The node with patterns without names in common, which are within those of `propertyNames`."""
+    keywords = node.keywords
+    patterns = keywords["patternProperties"]
+    limits = _limits_of_names(node) if "propertyNames" in keywords else []
+    if len(patterns) > MAX_APART or any("properties" in limit for limit in limits):
+        return node
+    apart: list[tuple[Texts, list[Any]]] = []
+    try:
+        for pattern, entry in patterns.items():
+            own, parts = Texts.of(pattern), []
+            rest = own
+            for texts, entries in apart:
+                if node.prover.pattern_of(texts & own) is None:
+                    parts.append((texts, entries))
+                else:
+                    rest = rest & ~texts
+                    parts += [(texts & own, [*entries, entry]), (texts & ~own, entries)]
+            apart = [*parts, (rest, [entry])]
+        if len(apart) == len(patterns) and not limits:
+            return node
+        if limits:
+            within = reduce(and_, (Texts.of(limit["pattern"]) for limit in limits))
+            every = reduce(or_, map(Texts.of, patterns))
+            others = keywords.get("additionalProperties", True)
+            apart = [(texts & within, entries) for texts, entries in (*apart, (~every, [others]))]
+        written = {node.prover.pattern_of(texts): entries for texts, entries in apart}
+    except UnsupportedPattern:
+        return node
+    changed = {
+        pattern: entries[0] if len(entries) == 1 else {"allOf": entries}
+        for pattern, entries in written.items()
+        if pattern is not None
+    }
+    keywords = keywords | {"patternProperties": changed}
+    if limits:
+        named = keywords.get("properties", {})
+        found = {name: [is_found(limit["pattern"], name) for limit in limits] for name in named}
+        if "unevaluatedProperties" in keywords or any(None in one for one in found.values()):
+            return node
+        del keywords["propertyNames"]
+        keywords["additionalProperties"] = False
+        if named:
+            keywords["properties"] = {name: all(found[name]) and entry for name, entry in named.items()}
+    return node.with_keywords(keywords)
 
 
 def _names_of(pattern: str) -> list[str]:
@@ -303,29 +358,47 @@ def _dependent_schemas(node: Node, keyword: str) -> None:
 
 
 def _property_names(node: Node, keyword: str) -> None:
-    _limit_names(node, node.keywords[keyword], 0)
-
-
-def _limit_names(node: Node, schema: Any, depth: int) -> None:
     """Names that satisfy a schema, as properties and patterns beside which there are no others."""
+    limits = _limits_of_names(node)
+    for limit in limits:
+        if "properties" in limit:
+            node.require(limit | {"additionalProperties": False}, keyword)
+    if patterns := [limit["pattern"] for limit in limits if "pattern" in limit]:
+        try:
+            joined = patterns[0]
+            if len(patterns) > 1:
+                joined = node.prover.pattern_of(reduce(and_, map(Texts.of, patterns))) or "[]"
+            node.require({"patternProperties": {joined: True}, "additionalProperties": False}, keyword)
+        except UnsupportedPattern as error:
+            node.report(keyword, f"{error} is not supported")
+
+
+def _limits_of_names(node: Node) -> list[dict[str, Any]]:
+    """What `propertyNames` says: `properties` or a `pattern` each."""
+    limits: list[dict[str, Any]] = []
+    _limit_names(node, node.keywords["propertyNames"], limits, 0)
+    return limits
+
+
+def _limit_names(node: Node, schema: Any, limits: list[dict[str, Any]], depth: int) -> None:
     if schema is False:
-        node.require({"additionalProperties": False}, "propertyNames")
+        limits.append({"properties": {}})
     if isinstance(schema, bool):
         return
     node.prover.spend(4 + len(schema))
     for keyword, value in schema.items():
         if keyword in ("allOf", "$ref") and depth < 8:
             for part in value if keyword == "allOf" else [node.rewriter.document.resolve(schema)]:
-                _limit_names(node, part, depth + 1)
+                _limit_names(node, part, limits, depth + 1)
         elif keyword == "not" and depth < 8:
-            _limit_names(node, _other_names(node, value), depth + 1)
+            _limit_names(node, _other_names(node, value), limits, depth + 1)
         elif keyword == "anyOf" and len(value) == 1 and depth < 8:
-            _limit_names(node, value[0], depth + 1)
+            _limit_names(node, value[0], limits, depth + 1)
         elif not _takes_all_names(keyword, value):
             if (names := _names(keyword, value)) is None:
                 node.report("propertyNames", f"{keyword} of names is not supported")
             else:
-                node.require(names | {"additionalProperties": False}, "propertyNames")
+                limits.append(names)
 
 
 def _other_names(node: Node, schema: Any) -> Any:
@@ -352,11 +425,11 @@ def _names(keyword: str, value: Any) -> dict[str, Any] | None:
             values = value if keyword == "enum" else [value]
             return {"properties": {name: True for name in values if isinstance(name, str)}}
         case "pattern":
-            return {"patternProperties": {value: True}}
+            return {"pattern": value}
         case "maxLength":
-            return {"patternProperties": {f"^[^]{{0,{value}}}$": True}}
+            return {"pattern": f"^[^]{{0,{value}}}$"}
         case "minLength":
-            return {"patternProperties": {f"^[^]{{{value},}}$": True}}
+            return {"pattern": f"^[^]{{{value},}}$"}
     return None
 
 
@@ -367,6 +440,11 @@ class _Names:
     required: list[str]
     optional: list[str]
     is_closed: bool
+
+    def counted(self, node: Node, keyword: str) -> dict[str, Any]:
+        """The backend's own count, which wants required names among `properties`."""
+        named = {"properties": dict.fromkeys(self.required, True)} if self.required else {}
+        return {keyword: node.keywords[keyword], **named}
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> _Names:
@@ -382,7 +460,6 @@ def _min_properties(node: Node, keyword: str) -> None:
     names = _Names.of(node.keywords)
     num_missing = node.keywords[keyword] - len(names.required)
     too_many = f"{len(names.optional)} properties have too many choices"
-    own = node.parts.keywords
     if num_missing <= 0:
         return
     if names.is_closed:
@@ -397,9 +474,7 @@ def _min_properties(node: Node, keyword: str) -> None:
         # A grammar would count a key that comes twice.
         node.report(keyword, f"{num_missing} properties without a fixed name cannot be counted")
     elif not names.optional and not node.keywords.get("patternProperties"):
-        if names.required:
-            own["properties"] = dict.fromkeys(names.required, True) | own.get("properties", {})
-        own[keyword] = node.keywords[keyword]
+        node.parts.closures.append(names.counted(node, keyword))
     elif len(names.optional) < MAX_BRANCHES:
         others = {"minProperties": node.keywords[keyword], "required": names.required}
         if names.required:
@@ -416,7 +491,6 @@ def _max_properties(node: Node, keyword: str) -> None:
     names = _Names.of(node.keywords)
     room = node.keywords[keyword] - len(names.required)
     num_absent = len(names.optional) - room
-    own = node.parts.keywords
     if room < 0:
         node.parts.closures.append(_NO_OBJECT)
     elif names.is_closed:
@@ -428,9 +502,7 @@ def _max_properties(node: Node, keyword: str) -> None:
         else:
             node.report(keyword, f"{len(names.optional)} properties have too many choices")
     elif not names.optional:
-        if names.required:
-            own["properties"] = dict.fromkeys(names.required, True) | own.get("properties", {})
-        own[keyword] = node.keywords[keyword]
+        node.parts.closures.append(names.counted(node, keyword))
     elif room == 0:
         node.parts.closures.append(
             {"properties": dict.fromkeys(names.required, True), "additionalProperties": False}

@@ -217,6 +217,16 @@ PROBED: list[tuple[Any, str, str]] = [
     ({"type": "string", "format": "date"}, '"2024-01-31"', '"2024-01-32"'),
     ({"prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 2}, "[1, null]", "[null, 1]"),
     ({"contains": {"type": "null"}, "maxContains": 0}, "1", "[]"),
+    (
+        {"required": ["a"], "maxProperties": 2, "additionalProperties": {"type": "integer"}},
+        '{"a": 1, "b": 1}',
+        '{"a": "x"}',
+    ),
+    (
+        {"required": ["a"], "minProperties": 2, "additionalProperties": {"type": "integer"}},
+        '{"a": 1, "b": 1}',
+        '{"a": "x", "b": 1}',
+    ),
 ]
 
 
@@ -254,6 +264,21 @@ TEXTS: list[tuple[Any, Any, Any]] = [
         {"k": 'a"', "v": 2},
     ),
     ({"type": "object", "propertyNames": {"pattern": '^[^"]+$'}}, {"\\": 1}, {'"': 1}),
+    ({"type": "object", "propertyNames": {"minLength": 0, "maxLength": 0}}, {"": 1}, {"a": 1}),
+    ({"type": "object", "propertyNames": {"pattern": "\\n", "minLength": 2}}, {"\n\n": 1}, {"\n": 1}),
+    (
+        {
+            "patternProperties": {'["\\\\]': {"const": 1}},
+            "propertyNames": {"pattern": '["\\\\]', "minLength": 2},
+        },
+        {'"a': 1},
+        {'"': 1},
+    ),
+    (
+        {"patternProperties": {'"': {"const": 1}, "a": {"maximum": 5}}, "additionalProperties": {"const": 2}},
+        {'"a': 1, "ba": 5, "b": 2},
+        {'"a': 3},
+    ),
     ({"type": "object", "patternProperties": {"^[^\\\\]*$": False}}, {"\\": 1}, {'"': 1}),
     ({"properties": {'a"': {"const": 1}}, "additionalProperties": {"const": 2}}, {'a\\"': 2}, {'a"': 2}),
     ({"type": "array", "maxItems": 2, "contains": {"pattern": '^[^"]$'}}, ["\\", '"'], ['"', '"']),

@@ -59,6 +59,7 @@ class Generator:
             lambda: {"required": noise.sample(NAMES, noise.randint(1, 2))},
             lambda: {"additionalProperties": noise.choice([False, self.schema(depth)])},
             lambda: {"patternProperties": {noise.choice(["^a", "b", "^[bc]$"]): self.schema(depth)}},
+            lambda: {"patternProperties": {"a": self.schema(depth), "^.?b?$": self.schema(depth)}},
             lambda: {
                 "propertyNames": noise.choice(
                     [
