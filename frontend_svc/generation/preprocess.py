@@ -94,7 +94,13 @@ async def prepare(request: AnyRequest, prompt: Prompt, model: ServedModel, calle
     token_ids = await _tokenize(request, prompt, model)
     texts = model.tokenizer.token_texts if has_text(request.sampling) else None
     prepared = PreparedPrompt(
-        prompt.field, model, token_ids, token_ids, texts, opens_reasoning=prompt.opens_reasoning
+        prompt.field,
+        model,
+        token_ids,
+        token_ids,
+        texts,
+        opens_reasoning=prompt.opens_reasoning,
+        may_open_reasoning=prompt.may_open_reasoning,
     )
     entry = _entry(request, token_ids, caller)
     for option in OPTIONS:

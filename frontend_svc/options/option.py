@@ -33,7 +33,9 @@ class PreparedPrompt:
     tensors: the ADDs refer to them by digest. No other frontend can continue a request that has some.
     first: is merged into the ADD of the first output of a sampling group, and of no other.
     opens_reasoning: whether the prompt ends within the model's reasoning.
+    may_open_reasoning: whether the model may open it in the output.
     constrained_after: the tokens of the output behind which its constraint begins; (): with the first.
+    constrained_unless: the tokens at its beginning without which it begins there.
     needs: what an engine must have beside what the request alone says.
     client_fields: names of the client for fields of the ADD that an engine may refuse, where they differ.
     """
@@ -46,7 +48,9 @@ class PreparedPrompt:
     tensors: list[WireTensor] = field(default_factory=list)
     first: add_pb2.AddEntry = field(default_factory=add_pb2.AddEntry)
     opens_reasoning: bool = False
+    may_open_reasoning: bool = False
     constrained_after: tuple[int, ...] = ()
+    constrained_unless: tuple[int, ...] = ()
     needs: list[EngineNeed] = field(default_factory=list)
     client_fields: dict[str, str] = field(default_factory=dict)
 

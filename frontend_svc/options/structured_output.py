@@ -93,7 +93,13 @@ class StructuredOutput(RequestOption):
         if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_UNSPECIFIED and prompt.opens_reasoning:
             # What is asked for is the answer, and the message begins within the reasoning.
             sent.start = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
-        if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING:
+        elif sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_UNSPECIFIED and prompt.may_open_reasoning:
+            sent.start = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING
+        if sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING:
+            await add_reasoning_markers(f"{_FIELD}.start", prompt.model, entry)
+            prompt.constrained_after = tuple(entry.reasoning_options.end_token_ids)
+            prompt.constrained_unless = tuple(entry.reasoning_options.start_token_ids)
+        elif sent.start == sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING:
             await add_reasoning_markers(f"{_FIELD}.start", prompt.model, entry)
             opening, closing = entry.reasoning_options.start_token_ids, entry.reasoning_options.end_token_ids
             is_open = prompt.opens_reasoning or not comes_last(prompt.token_ids, closing, opening)
@@ -112,7 +118,9 @@ class StructuredOutput(RequestOption):
         card.structured_output_keywords.extend(model.ready.structured_output_keywords)
 
     def reader(self, request: AnyRequest, prompt: PreparedPrompt, index: int) -> OutputReader | None:
-        return _EndReader(prompt.constrained_after) if _is_constrained(request, prompt.model) else None
+        if not _is_constrained(request, prompt.model):
+            return None
+        return _EndReader(prompt.constrained_after, prompt.constrained_unless)
 
 
 class _EndReader:
@@ -121,8 +129,9 @@ class _EndReader:
     extra = ""
     is_awaited = False
 
-    def __init__(self, constrained_after: Sequence[int]) -> None:
+    def __init__(self, constrained_after: Sequence[int], constrained_unless: Sequence[int] = ()) -> None:
         self._constrained_after = constrained_after
+        self._constrained_unless = list(constrained_unless)
 
     def read(self, extra: step_pb2.StepExtra) -> None:
         return
@@ -131,7 +140,10 @@ class _EndReader:
         if isinstance(message, generate_pb2.Finished | generate_pb2.Output | chat_message_pb2.ChatOutput):
             # A stop string cuts an output, a token ends it.
             is_cut = message.stop_match.WhichOneof("match") == "string"
-            has_begun = end_of_first(output_token_ids, self._constrained_after) >= 0
+            opening = self._constrained_unless
+            has_begun = list(output_token_ids[: len(opening)]) != opening or (
+                end_of_first(output_token_ids, self._constrained_after) >= 0
+            )
             is_stopped = message.reason == output_pb2.FINISH_REASON_STOP
             message.is_incomplete = not (is_stopped and has_begun) or is_cut
 

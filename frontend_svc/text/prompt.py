@@ -23,6 +23,7 @@ class Prompt(Protocol):
     field: the name of its request field, for violations.
     markers: special tokens that stay in the output's text even if special tokens are skipped.
     opens_reasoning: whether it ends within the model's reasoning, once it is tokenized.
+    may_open_reasoning: whether the model may open it then.
     check: adds violations for what can be checked cheaply.
     tokenize: the token ids. Unless it `may_be_long`, to be truncated, text that cannot fit is refused early.
     parser: of an answer that is a message, once the prompt is tokenized; with `streams` it emits arguments of
@@ -38,6 +39,9 @@ class Prompt(Protocol):
     @property
     def opens_reasoning(self) -> bool: ...
 
+    @property
+    def may_open_reasoning(self) -> bool: ...
+
     async def check(self, model: ServedModel, violations: Violations) -> None: ...
 
     async def tokenize(self, model: ServedModel, *, may_be_long: bool) -> list[int]: ...
@@ -49,7 +53,7 @@ class RequestPrompt:
     """The prompt of a GenerateRequest: a text, token ids, or an input of which a request option knows."""
 
     markers: frozenset[str] = frozenset()
-    opens_reasoning = False  # nothing is known of the text of a client
+    opens_reasoning = may_open_reasoning = False  # nothing is known of the text of a client
 
     def __init__(self, request: generate_pb2.GenerateRequest) -> None:
         self._request = request

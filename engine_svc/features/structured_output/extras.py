@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from engine_svc.core.binary_form import form_of
 from engine_svc.core.extras import Extra
 from engine_svc.features.structured_output.constraint import Constraint
+from triptych_kit.subsequences import end_of_first
 
 # The default one first.
 BACKENDS = ("llguidance", "xgrammar")
@@ -22,6 +24,8 @@ class StructuredOutput(Extra):
 
     backends: those that may be chosen, the first one that enforces everything is.
     reasoning_end: the ids after which it does; empty: from the first token.
+    reasoning_start: the ids that may open the reasoning; an output that begins otherwise has none, and the
+    language holds from its first token. Empty: the output begins within the reasoning, if it has an end.
     eos_token_ids: those that end the output, also with `ignore_eos`.
     """
 
@@ -29,12 +33,20 @@ class StructuredOutput(Extra):
     backends: tuple[str, ...] = BACKENDS[:1]
     reasoning_end: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    reasoning_start: tuple[int, ...] = ()
     blocker: ClassVar[str] = "grammar"
     rules: ClassVar[tuple[str, ...]] = ("structured_output",)
 
     def __post_init__(self) -> None:
         if not self.backends or not set(self.backends) <= set(BACKENDS):
             raise ValueError(f"backends are {self.backends}, must be some of {', '.join(BACKENDS)}")
+
+    def begin_in(self, output_token_ids: Sequence[int]) -> int:
+        """The index of the output from which the language holds, -1 if it has not begun."""
+        start = self.reasoning_start
+        if start and tuple(output_token_ids[: len(start)]) != start:
+            return 0
+        return end_of_first(output_token_ids, self.reasoning_end)
 
     @property
     def digest(self) -> bytes:

@@ -98,7 +98,11 @@ class _Row:
         self._ends: _Words | None = None
         if self._min_tokens or not self._end_ids <= set(grammar.spec.eos_token_ids):
             self._ends = _mask_of(self._end_ids, num_words)
-        if not grammar.spec.reasoning_end:
+        # What the output may yet begin with beside a text of the language; from where the language does not
+        # allow the beginning, that alone.
+        self._opening = grammar.spec.reasoning_start
+        self.is_opening = False
+        if not grammar.spec.reasoning_end or self._opening:
             self.matcher = grammar.compiled.matcher()
         self.take(admitted.token_ids[admitted.num_prompt_tokens :])
 
@@ -118,6 +122,8 @@ class _Row:
     def take(self, token_ids: Sequence[int]) -> None:
         """Advance over tokens of the output; those after its end do not count."""
         known = list(token_ids)
+        while self._opening and known and self.matcher is not None:
+            known = self._take_opening(known)
         if self.matcher is None:
             marker, tokens = self.grammar.spec.reasoning_end, [*self._before, *known]
             begin = end_of_first(tokens, marker)
@@ -143,6 +149,31 @@ class _Row:
                 f"structured_output: the constraint does not allow token {known[count]} at position "
                 f"{self._num_tokens} of the output"
             )
+
+    def _take_opening(self, known: list[int]) -> list[int]:
+        """Take a token that opens the reasoning, or what is left once the output turns out not to open it."""
+        assert self.matcher is not None, "the language may hold from the first token"
+        if known[0] != self._opening[0]:
+            self._opening = ()
+            if self.is_opening:
+                self.failure = f"structured_output: token {known[0]} does not go on with the reasoning's mark"
+            return known
+        self._num_tokens += 1
+        self._opening = self._opening[1:]
+        if not self._opening:
+            self.matcher, self.is_opening = None, False
+        elif not self.is_opening:
+            try:
+                self.is_opening = self.matcher.accept(known[:1]) == 0
+            except MatcherError as error:
+                self.failure = f"structured_output: {error}"
+        return known[1:]
+
+    def put_opening(self, words: _Words) -> None:
+        """Allow the output to open the reasoning. words: the row's mask."""
+        if self._opening:
+            word, bit = divmod(self._opening[0], 32)
+            words.view(np.uint32)[word] |= np.uint32(1 << bit)
 
     def put_ends(self, words: _Words) -> RuleConflict | None:
         """Allow the request's own ends exactly where the output may end. words: the row's mask.
@@ -224,6 +255,8 @@ class StructuredOutputRows(RunnerFeature):
             elif state.is_masked and state.matcher is not None:
                 index = self._mask_of[row, position] = len(masked)
                 masked.append((row, state, draft >= 0))
+                if state.is_opening:
+                    continue
                 by_backend.setdefault(state.grammar.backend, []).append((state.matcher, index))
         if len(masked) > len(self._masks):
             self._masks = torch.zeros(len(masked), self._vocabulary.num_words, dtype=torch.int32)
@@ -233,7 +266,11 @@ class StructuredOutputRows(RunnerFeature):
                 conflicts[matchers[number][1]] = _TOO_MUCH_WORK
         words = self._masks.numpy()
         for index, (row, state, is_after_draft) in enumerate(masked):
-            conflict = conflicts.get(index) or state.put_ends(words[index])
+            if state.is_opening:
+                words[index], conflict = 0, None
+            else:
+                conflict = conflicts.get(index) or state.put_ends(words[index])
+            state.put_opening(words[index])
             if conflict and is_after_draft:
                 words[index] = 0
             elif conflict:

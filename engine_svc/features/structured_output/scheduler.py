@@ -9,7 +9,6 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.features.structured_output.constraint import ConstraintKind
 from engine_svc.features.structured_output.extras import GrammarTimes, StructuredOutput
 from engine_svc.scheduler.feature import SchedulerContext, SchedulerFeature
-from triptych_kit.subsequences import end_of_first
 from triptych_kit.telemetry.metrics import Metrics
 
 _COMPILE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
@@ -70,7 +69,7 @@ class GrammarEnds(SchedulerFeature):
         ends = [index for index, token in enumerate(new) if token in spec.eos_token_ids]
         if not ends:
             return None
-        begin = end_of_first(request.output_token_ids, spec.reasoning_end)
+        begin = spec.begin_in(request.output_token_ids)
         for index in ends:
             if 0 <= begin <= request.num_output_tokens - len(new) + index:
                 return Verdict(FinishReason.STOP, num_tokens=index + 1)

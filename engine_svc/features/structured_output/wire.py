@@ -27,6 +27,7 @@ _JSON = (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT, ConstraintKind.
 _SPACINGS = {"any_whitespace": Spacing.FREE, "disable_any_whitespace": Spacing.SINGLE}
 _WHITESPACE = (*_SPACINGS, "whitespace_pattern")
 _AFTER_REASONING = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING
+_AFTER_OPENED_REASONING = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING
 
 
 def make(config: EngineConfig) -> WireFeature | None:
@@ -62,7 +63,11 @@ class StructuredOutputOfAdd(WireFeature):
             )
         return Parsed(
             StructuredOutput(
-                _to_constraint(message), backends, _reasoning_end(entry, context), tuple(eos_token_ids)
+                _to_constraint(message),
+                backends,
+                _reasoning_end(entry, context),
+                tuple(eos_token_ids),
+                _reasoning_start(entry),
             )
         )
 
@@ -105,8 +110,17 @@ def _whitespace(message: sampling_pb2.StructuredOutput) -> Whitespace:
     return Whitespace(chosen[0] if chosen else Spacing.COMPACT, message.whitespace_pattern)
 
 
+def _reasoning_start(entry: add_pb2.AddEntry) -> tuple[int, ...]:
+    """The ids by which the output may open reasoning, before the constraint holds; () if it may not."""
+    markers = entry.reasoning_options
+    is_asked = entry.sampling.structured_output.start == _AFTER_OPENED_REASONING
+    return tuple(markers.start_token_ids) if is_asked and markers.end_token_ids else ()
+
+
 def _reasoning_end(entry: add_pb2.AddEntry, context: AddContext) -> tuple[int, ...]:
     """The ids after which the constraint holds; () from the first token, as where reasoning has ended."""
+    if _reasoning_start(entry):
+        return tuple(entry.reasoning_options.end_token_ids)
     if entry.sampling.structured_output.start != _AFTER_REASONING:
         return ()
     markers = entry.reasoning_options

@@ -93,7 +93,7 @@ class StructuredOutputs(Base):
     whitespace_pattern: str | None = None
     lenient: bool = False
     backend: str | None = None
-    start: Literal["at_once", "after_reasoning"] | None = None
+    start: Literal["at_once", "after_reasoning", "after_opened_reasoning"] | None = None
 
 
 class Function(Base):

@@ -45,6 +45,7 @@ _STRUCTURED_OPTIONS = (
 _STARTS = {
     "at_once": sampling_pb2.STRUCTURED_OUTPUT_START_AT_ONCE,
     "after_reasoning": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
+    "after_opened_reasoning": sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING,
 }
 _OF_REQUEST = ("model", "priority", "cache_salt", "request_id", "truncate_prompt_tokens")
 _MODES = {

@@ -61,6 +61,15 @@ class ChatPrompt:
         return self._reasoning is not None and bool(self._reasoning.closing(self._text))
 
     @property
+    def may_open_reasoning(self) -> bool:
+        """Whether the model may open it: a prompt with its end, or the client, says that there is none."""
+        options = self._request.template_options
+        is_off = options.HasField("enable_thinking") and not options.enable_thinking
+        if self._reasoning is None or self._is_demanded or self.opens_reasoning or is_off:
+            return False
+        return not self._text.rstrip().endswith(self._reasoning.block[1])
+
+    @property
     def markers(self) -> frozenset[str]:
         formats = [each for each in (self._tools, self._reasoning) if each is not None]
         return frozenset().union(*(each.markers for each in formats if each.needs_special_tokens))

@@ -530,6 +530,55 @@ async def test_the_tokens_of_an_input_are_counted_without_an_answer():
     assert "use previous_response_id" in wrong.body["error"]["message"]
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+AT_ONCE_OR_BEHIND = sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING
+UNSET = sampling_pb2.STRUCTURED_OUTPUT_START_UNSPECIFIED
+
+
+@pytest.mark.parametrize(
+    ("fields", "opening", "start"),
+    [
+        ({"tools": "strict"}, "", AT_ONCE_OR_BEHIND),
+        ({"response_format": SCHEMA}, "", AT_ONCE_OR_BEHIND),
+        (
+            {"response_format": SCHEMA, **THINKS},
+            "",
+            sampling_pb2.STRUCTURED_OUTPUT_START_AFTER_REASONING,
+        ),
+        ({"response_format": SCHEMA, "chat_template_kwargs": {"enable_thinking": False}}, "", UNSET),
+        ({"response_format": SCHEMA}, "<think>\n\n</think>\n\n", UNSET),
+        ({"tools": "strict", "tool_choice": "required"}, "", UNSET),
+        (
+            {"response_format": SCHEMA, "structured_outputs": {"start": "at_once"}},
+            "",
+            sampling_pb2.STRUCTURED_OUTPUT_START_AT_ONCE,
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "start": "after_opened_reasoning"}},
+            "",
+            AT_ONCE_OR_BEHIND,
+        ),
+    ],
+)
+async def test_reasoning_that_a_model_opens_itself_is_no_part_of_what_a_constraint_holds(
+    fields: dict[str, Any], opening: str, start: int
+) -> None:
+    template = TEMPLATE.replace("[assistant] ", "[assistant] " + opening)
+    engine = FakeEngine(answer("a mat"), chat_template=template, structured_output_backends=["llguidance"])
+    body = {"messages": [{"role": "user", "content": "the"}], **fields}
+    if "tools" in fields:
+        function = {"name": "add", "parameters": ADD["parameters"], "strict": True}
+        body["tools"] = [{"type": "function", "function": function}]
+    async with served(engine) as client:
+        reply = await client.post("/v1/chat/completions", body)
+    assert reply.status == 200, reply.content
+    entry = engine.requests[0].entry
+    assert entry.sampling.structured_output.start == start
+    if start == AT_ONCE_OR_BEHIND:
+        assert TOKENIZER.decode(list(entry.reasoning_options.start_token_ids)) == "<think>"
+        assert TOKENIZER.decode(list(entry.reasoning_options.end_token_ids)) == "</think>"
+
+
 async def test_options_of_structured_outputs_reach_the_engine():
     options = {"any_whitespace": True, "lenient": True, "backend": "llguidance", "start": "after_reasoning"}
     text_format = {"type": "json_schema", "name": "x", "schema": {}}

@@ -20,6 +20,7 @@ class StructuredOutputStart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STRUCTURED_OUTPUT_START_UNSPECIFIED: _ClassVar[StructuredOutputStart]
     STRUCTURED_OUTPUT_START_AT_ONCE: _ClassVar[StructuredOutputStart]
     STRUCTURED_OUTPUT_START_AFTER_REASONING: _ClassVar[StructuredOutputStart]
+    STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING: _ClassVar[StructuredOutputStart]
 
 class PoolingTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,6 +37,7 @@ OUTPUT_KIND_FINAL_ONLY: OutputKind
 STRUCTURED_OUTPUT_START_UNSPECIFIED: StructuredOutputStart
 STRUCTURED_OUTPUT_START_AT_ONCE: StructuredOutputStart
 STRUCTURED_OUTPUT_START_AFTER_REASONING: StructuredOutputStart
+STRUCTURED_OUTPUT_START_AFTER_OPENED_REASONING: StructuredOutputStart
 POOLING_TASK_UNSPECIFIED: PoolingTask
 POOLING_TASK_EMBED: PoolingTask
 POOLING_TASK_CLASSIFY: PoolingTask

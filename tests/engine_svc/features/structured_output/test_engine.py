@@ -233,6 +233,27 @@ def test_the_constraint_begins_after_the_reasoning(plain: Rig):
         assert re.fullmatch("[0-9]{2}", text_of(tokens[begin:]))
 
 
+@pytest.mark.parametrize("ignores_eos", [False, True])
+def test_the_constraint_begins_behind_reasoning_that_the_model_opens_or_at_once(
+    plain: Rig, ignores_eos: bool
+):
+    marker = tuple(ids(" the"))
+    (free,) = plain.answer([Asked(options={"temperature": 0.0})])
+    likely, unlikely = tuple(free.token_ids[:2]), tuple(ids("x"))
+    options = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": ignores_eos}
+    reasoned, at_once = plain.answer(
+        [
+            Asked(regex_spec("[0-9]{2}", reasoning_end=marker, reasoning_start=mark), options=options)
+            for mark in (likely, unlikely)
+        ]
+    )
+    tokens = tuple(reasoned.token_ids)
+    assert tokens[:2] == likely
+    spec = regex_spec("[0-9]{2}", reasoning_end=marker, reasoning_start=likely)
+    assert re.fullmatch("[0-9]{2}", text_of(tokens[spec.begin_in(tokens) :]))
+    assert re.fullmatch("[0-9]{2}", text_of(at_once.token_ids))
+
+
 def test_no_stage_of_the_feature_is_called_in_a_step_without_a_constraint(
     plain: Rig, monkeypatch: pytest.MonkeyPatch
 ):

@@ -115,6 +115,49 @@ def test_124_an_end_of_reasoning_may_have_one_token_or_several(marker: tuple[int
     assert rows.allowed_after(marker[-1]) == {ids(digit)[0] for digit in "0123456789"}
 
 
+def test_an_output_may_open_reasoning_itself_and_is_held_behind_it_or_from_its_first_token():
+    a, think, digits = ids("a")[0], 1899, {ids(digit)[0] for digit in "0123456789"}
+    spec = regex_spec("[ab][0-9]", reasoning_end=MARKER, reasoning_start=(think,))
+    rows = Rows()
+    for row in (0, 1):
+        rows.enter(row, spec, min_tokens=2)
+        first = rows.allowed_after(row=row)
+        assert {a, think} <= first and EOS not in first and 7 not in first
+    assert rows.allowed_after(a, row=0) == digits, "no reasoning behind the first token"
+    assert rows.allowed_after(think, row=1) == set(range(SIZE))
+    assert rows.allowed_after(7, think, a, row=1) == set(range(SIZE))
+    assert think not in rows.allowed_after(*MARKER, row=1)
+    assert rows.allowed_after(a, row=1) == digits
+    # A request that moved, at any token.
+    for tokens in ((think, 7, *MARKER, a), (a,)):
+        for num_before in range(len(tokens) + 1):
+            rows.enter(2, spec, tokens[:num_before])
+            assert rows.allowed_after(*tokens[num_before:], row=2) == digits
+            rows.feature.remove_row(2)
+        assert spec.begin_in(tokens) == (4 if tokens[0] == think else 0)
+    assert spec.begin_in((think, 7)) == -1
+
+
+def test_a_mark_of_reasoning_may_have_several_tokens_and_begin_like_the_language():
+    a, digits = ids("a")[0], {ids(digit)[0] for digit in "0123456789"}
+    rows = Rows()
+    for row, mark in ((0, (1899, 1898)), (1, (a, 1898, 1897))):
+        spec = regex_spec("[ab][0-9]", reasoning_end=MARKER, reasoning_start=mark)
+        rows.enter(row, spec)
+        assert {a, mark[0]} <= rows.allowed_after(row=row)
+        assert rows.allowed_after(mark[0], row=row) == ({1898} | (digits if row else set()))
+        if row:
+            assert rows.allowed_after(1898, row=row) == {1897}
+        assert rows.allowed_after(mark[-1], row=row) == set(range(SIZE))
+        assert rows.allowed_after(*MARKER, a, row=row) == digits
+        for num_before in range(len(mark)):
+            rows.enter(2, spec, mark[:num_before])
+            assert rows.allowed_after(*mark[num_before:], *MARKER, a, row=2) == digits
+            rows.feature.remove_row(2)
+    rows.enter(2, spec)
+    assert EOS in rows.allowed_after(a, ids("4")[0], row=2), "as if there were no mark"
+
+
 def test_29_a_row_that_cannot_advance_ends_and_others_go_on():
     rows = Rows()
     a, b = ids("a")[0], ids("b")[0]
