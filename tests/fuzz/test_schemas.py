@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.schemas.exact import Unjudged, is_valid, read
 from tests.fuzz.schemas.walks import Report, check_schema
 
-NUM_SCHEMAS = 300
+NUM_SCHEMAS = 200
 
 
 def test_outputs_of_drawn_schemas_are_valid() -> None:

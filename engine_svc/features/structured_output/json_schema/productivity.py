@@ -20,8 +20,12 @@ from engine_svc.features.structured_output.json_schema.logic import (
     type_of_kinds,
 )
 from engine_svc.features.structured_output.json_schema.numbers import Numbers
+from engine_svc.features.structured_output.json_schema.shapes import is_nothing, text_shape
 
 MAX_STATES = 20_000  # conjunctions that are evaluated; later ones are taken to have values
+MAX_TEXTS = 32  # combinations of patterns and lengths that are compared; 10 ms each
+MAX_SIZE = 16  # of a length beside them
+_OF_TEXTS = ("pattern", "minLength", "maxLength")
 _KEYWORDS_OF = {"object": OBJECT_KEYWORDS, "array": ARRAY_KEYWORDS}
 _PARTS = OBJECT_KEYWORDS | ARRAY_KEYWORDS
 _State = frozenset[int]  # the identities of conjoined schemas
@@ -49,6 +53,7 @@ class _FiniteValues:
         self._limits: dict[int, dict[str, Any]] = {}  # on parts of values, by identity of the schema
         self._kinds: dict[_State, frozenset[str]] = {}
         self._parents: dict[_State, set[_State]] = {}
+        self._texts: dict[str, bool] = {}  # whether there are some, by their limits
         self._open: list[_State] = []
         self._current: _State | None = None
 
@@ -118,6 +123,8 @@ class _FiniteValues:
             kinds -= {"object"}
         if "array" in kinds and not self._has_array(conjuncts):
             kinds -= {"array"}
+        if "string" in kinds and not self._has_text(conjuncts):
+            kinds -= {"string"}
         limits = [limit for schema in conjuncts if (limit := self._limits_of(schema))]
         for schema in conjuncts:
             if "anyOf" in schema:
@@ -161,6 +168,21 @@ class _FiniteValues:
             if self._has_value([entry for schema in conjuncts for entry in _of_name(schema, name)])
         ]
         return len(possible) >= min_properties
+
+    def _has_text(self, conjuncts: list[dict[str, Any]]) -> bool:
+        texts = [{name: schema[name] for name in _OF_TEXTS if name in schema} for schema in conjuncts]
+        limits = [limit for schema in texts for name, limit in schema.items() if name != "pattern"]
+        if (
+            len(limits) + sum("pattern" in schema for schema in texts) < 2
+            or max(limits, default=0) > MAX_SIZE
+        ):
+            return True
+        key = repr(texts)
+        if key not in self._texts:
+            if len(self._texts) >= MAX_TEXTS:
+                return True
+            self._texts[key] = not is_nothing(text_shape(texts))
+        return self._texts[key]
 
     def _has_array(self, conjuncts: list[dict[str, Any]]) -> bool:
         min_items = max((schema.get("minItems", 0) for schema in conjuncts), default=0)
