@@ -383,7 +383,9 @@ def _changed(value: Any, noise: random.Random, names: list[str]) -> tuple[Any, b
     if isinstance(value, str):
         return noise.choice([value + "x", value[:-1], "@@" + value, value + "é", value * 3]), False
     if isinstance(value, int | float):
-        return noise.choice([value + 1, -value or 0, value * 1000, value + 0.5]), True
+        other = noise.choice([value + 1, -value or 0, value * 1000, value + 0.5])
+        # Integers have one spelling, which a sum of floats may round to another one.
+        return int(other) if isinstance(other, float) and other.is_integer() else other, True
     if isinstance(value, list):
         return noise.choice([value[:-1], value + value[-1:], value + value]), True
     key = noise.choice([*value, *names])
