@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from itertools import combinations
+from itertools import combinations, permutations
 from operator import and_, or_
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.conjunction import Node, Subschema
 from engine_svc.features.structured_output.json_schema.document import pointer
+from engine_svc.features.structured_output.json_schema.instances import satisfies
 from engine_svc.features.structured_output.json_schema.languages import Texts
 from engine_svc.features.structured_output.json_schema.logic import (
     ANNOTATIONS,
@@ -38,6 +39,7 @@ from engine_svc.features.structured_output.json_schema.patterns import (
 
 MAX_BRANCHES = 64  # that one keyword may become
 MAX_APART = 4  # patterns of names that are compared with each other
+MAX_ORDERS = 120  # of the items of an array
 MAX_NAMED = 16  # names of a pattern that are written as properties
 MAX_DISJOINT = 64  # branches of a oneOf: all pairs are compared
 MAX_JOINS = 16  # nested joins of schemas in which evaluated properties are searched
@@ -125,7 +127,7 @@ def _unevaluated_items(node: Node, keyword: str) -> None:
 
 
 def _unique_items(node: Node, keyword: str) -> None:
-    """`uniqueItems` left out where other keywords keep the items apart."""
+    """`uniqueItems` left out where other keywords keep the items apart; or as orders of few listed items."""
     if not node.keywords[keyword]:
         return
     prefix = node.keywords.get("prefixItems", [])
@@ -134,11 +136,32 @@ def _unique_items(node: Node, keyword: str) -> None:
         max_items = min(max_items, len(prefix))
     if max_items <= 1:
         return
-    if max_items > min(len(prefix), 8) or not all(
+    listed = _listed_items(node)
+    length = int(min(max_items, len(listed)))
+    if listed and math.perm(len(listed), length) <= MAX_ORDERS:
+        orders = [
+            {"type": "array", "prefixItems": [{"const": item} for item in order], "items": False}
+            for order in permutations(listed, length)
+        ]
+        node.require(_or_other("array", *orders), keyword)
+    elif max_items > min(len(prefix), 8) or not all(
         node.prover.is_unsatisfiable(first, second)
         for first, second in combinations(prefix[: int(max_items)], 2)
     ):
         node.report(keyword, "it has no equal in other keywords")
+
+
+def _listed_items(node: Node) -> list[Any]:
+    """The values of `items`, where these are listed."""
+    items = node.keywords.get("items")
+    while isinstance(items, dict) and items.keys() - ANNOTATIONS == {"$ref"}:
+        items = node.rewriter.document.resolve(items)
+    if not isinstance(items, dict) or "prefixItems" in node.keywords or "enum" not in items:
+        return []
+    is_one = {json_key(value): satisfies(node.prover, value, items) for value in items["enum"]}
+    if None in is_one.values():
+        return []
+    return list({key: value for value in items["enum"] if is_one[key := json_key(value)]}.values())
 
 
 def _contains(node: Node, keyword: str) -> None:

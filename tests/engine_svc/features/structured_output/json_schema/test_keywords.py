@@ -217,6 +217,17 @@ PROBED: list[tuple[Any, str, str]] = [
     ({"type": "string", "format": "date"}, '"2024-01-31"', '"2024-01-32"'),
     ({"prefixItems": [{"type": "integer"}, {"type": "null"}], "minItems": 2}, "[1, null]", "[null, 1]"),
     ({"contains": {"type": "null"}, "maxContains": 0}, "1", "[]"),
+    ({"uniqueItems": True, "items": {"enum": [1, "a", None]}}, '[null, "a"]', "[1, 1]"),
+    (
+        {
+            "uniqueItems": True,
+            "minItems": 2,
+            "items": {"$ref": "#/$defs/x"},
+            "$defs": {"x": {"enum": [1, 2]}},
+        },
+        "[2, 1]",
+        "[1]",
+    ),
     (
         {"required": ["a"], "maxProperties": 2, "additionalProperties": {"type": "integer"}},
         '{"a": 1, "b": 1}',

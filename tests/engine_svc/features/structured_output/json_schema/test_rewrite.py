@@ -80,6 +80,7 @@ class Generator:
             lambda: {"prefixItems": [self.schema(depth) for _ in range(2)]},
             lambda: {"contains": self.schema(depth), "maxItems": 2},
             lambda: {"uniqueItems": True, "maxItems": 1},
+            lambda: {"uniqueItems": True, "items": {"enum": noise.sample(VALUES, 3)}},
             lambda: {"unevaluatedProperties": False},
             lambda: {"unevaluatedItems": False},
             lambda: {"allOf": [self.schema(depth) for _ in range(2)]},
