@@ -149,7 +149,7 @@ def test_ids_equal_those_of_transformers_through_chunks_preemptions_and_prefix_h
         {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
         {"enable_chunked_prefill": False, "num_kv_blocks": 200},
         {"scheduling_policy": "priority", "num_kv_blocks": 12, "long_prefill_token_threshold": 7},
-        {"speculative": "suffix", "num_kv_blocks": 12},
+        {"speculative": "suffix", "draft_limit": "none", "num_kv_blocks": 12},
     ],
     ids=["no prefix cache", "room for one", "no chunks", "priority", "drafts"],
 )
