@@ -29,18 +29,29 @@ def loads(text: str | bytes) -> Any:
 
 
 def dumps(value: Any, *, ensure_ascii: bool = True) -> str:
-    """JSON of a value that may have Decimals and LongNumbers."""
-
-    def written(part: Any) -> str:
-        if isinstance(part, Decimal):
-            return str(part)
-        if isinstance(part, LongNumber):
-            return part.text
-        if isinstance(part, dict):
-            members = (f"{written(key)}: {written(entry)}" for key, entry in part.items())
-            return "{" + ", ".join(members) + "}"
-        if isinstance(part, list | tuple):
-            return "[" + ", ".join(map(written, part)) + "]"
-        return json.dumps(part, ensure_ascii=ensure_ascii)
-
-    return written(value)
+    """JSON of a value that may have Decimals and LongNumbers, however deeply it is nested."""
+    written: list[str] = []
+    # What is still to be written, the next one last: texts as they are, and values.
+    rest: list[tuple[bool, Any]] = [(False, value)]
+    while rest:
+        is_text, part = rest.pop()
+        if is_text:
+            written.append(part)
+        elif isinstance(part, Decimal):
+            written.append(str(part))
+        elif isinstance(part, LongNumber):
+            written.append(part.text)
+        elif isinstance(part, dict):
+            rest.append((True, "}"))
+            for index, (key, entry) in reversed([*enumerate(part.items())]):
+                name = json.dumps(key, ensure_ascii=ensure_ascii)
+                rest += [(False, entry), (True, f"{', ' if index else ''}{name}: ")]
+            written.append("{")
+        elif isinstance(part, list | tuple):
+            rest.append((True, "]"))
+            for index, entry in reversed([*enumerate(part)]):
+                rest += [(False, entry), (True, ", " if index else "")]
+            written.append("[")
+        else:
+            written.append(json.dumps(part, ensure_ascii=ensure_ascii))
+    return "".join(written)

@@ -30,3 +30,10 @@ def test_a_long_number_is_a_float_that_is_written_with_its_digits() -> None:
     assert exact_json.dumps({"a": [number]}) == f'{{"a": [{DIGITS}]}}'
     assert type(LongNumber.of("0.50")) is float
     assert exact_json.dumps(LongNumber.of("1e400")) == "1e400"
+
+
+def test_what_is_nested_deeply_is_written() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(10_000):
+        deep = {"a": [deep]}
+    assert exact_json.dumps(deep) == '{"a": [' * 10_000 + "{}" + "]}" * 10_000

@@ -66,7 +66,8 @@ TRANSPORT = {
     "method": (get("/health", method="B@D<"), 400, "request line"),
     "unknown method": (get("/v1/completions", method="FOO"), 405, "FOO"),
     "tunnel": (get("a.b:80", method="CONNECT"), 404, "not served"),
-    "another host's": (get("http://evil/health"), 404, "not served"),
+    "another host's": (get("http://evil/nothing"), 404, "GET /nothing is not served"),
+    "no host's": (get("http:///health"), 404, "not served"),
     "path": (get("/v1/../v1/completions"), 404, "not served"),
     "path of bytes": (b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n", 400, "request line"),
     "name of bytes": (get("/v1/models/%ff%00"), 400, "model"),
@@ -128,6 +129,7 @@ BODIES = {
 }
 # What looks bad and is served.
 SERVED = {
+    "absolute form": get("http://127.0.0.1:1/health"),
     "equal lengths": post(OK, f"content-length: {len(OK)}", f"content-length: {len(OK)}"),
     "chunks": post(chunks(OK[:5], OK[5:], extension=b";a=b"), CHUNKED),
     "expectation": post(OK, "expect: 100-continue"),
