@@ -287,7 +287,12 @@ def known_flags() -> frozenset[str]:
             # Fields of configurations and parameters of verbs are flags by their names.
             names = {name.replace("_", "-") for name in re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)}
             flags |= {f"--{prefix}{name}" for name in names for prefix in ("", "no-")}
-    for _, text in sources("benchmarks/**/*.py", "tests/acceptance/**/*.py", "tests/simulation/__main__.py"):
+    for _, text in sources(
+        "benchmarks/**/*.py",
+        "tests/acceptance/**/*.py",
+        "tests/*/__main__.py",
+        "tests/fuzz/schemas/__main__.py",
+    ):
         flags |= set(FLAG.findall(text))
     return frozenset(flags)
 

@@ -78,6 +78,7 @@ _LIMITATIONS = {
     "circular references with sibling keys": (
         "no backend enforces $ref to a schema that contains itself where other keywords limit the same value"
     ),
+    "min/maxProperties only": "no backend enforces minProperties or maxProperties beside optional properties",
     "are not disjoint": "no backend enforces patternProperties of which several may match one name",
 }
 _LIMIT_WORDS = ("fuel", "too complex", "too large", "limit", "too many", "exceeded")

@@ -62,6 +62,7 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     for ecma, python in (
         ("$", r"\Z"),
         (".", r"[^\n\r\u2028\u2029]"),
+        (r"\S", r"[^\t\n\v\f\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]"),
         (r"\w", "[0-9A-Za-z_]"),
         (r"\d", "[0-9]"),
     ):

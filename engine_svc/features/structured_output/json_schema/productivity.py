@@ -186,6 +186,8 @@ class _FiniteValues:
 
     def _has_array(self, conjuncts: list[dict[str, Any]]) -> bool:
         min_items = max((schema.get("minItems", 0) for schema in conjuncts), default=0)
+        if any(min_items > schema.get("maxItems", min_items) for schema in conjuncts):
+            return False
         longest = max((len(schema.get("prefixItems", ())) for schema in conjuncts), default=0)
         return all(
             self._has_value([entry for schema in conjuncts for entry in _of_index(schema, index)])

@@ -153,6 +153,7 @@ def test_a_part_without_an_end_is_never_opened(schema: dict[str, Any], written: 
         {"type": "number", "exclusiveMinimum": 1, "maximum": 1},
         {"type": "number", "minimum": 1, "maximum": 3, "multipleOf": 7},
         {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "array", "minItems": 1, "maxItems": 0},
         {"type": "string", "minLength": 2, "pattern": "^.$"},
         {"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "^b"}]},
         {"allOf": [{"type": "number", "minimum": 2}, {"maximum": 1}]},
