@@ -33,6 +33,7 @@ from engine_svc.features.structured_output.json_schema.negation import CannotNeg
 from engine_svc.features.structured_output.json_schema.patterns import (
     UNWRITABLE,
     UnsupportedPattern,
+    pattern_without,
     texts_of,
     translated,
 )
@@ -222,7 +223,7 @@ def with_named_patterns(node: Node) -> Node:
 def _with_patterns_apart(node: Node) -> Node:
     """The node with patterns without names in common, which are within those of `propertyNames`."""
     keywords = node.keywords
-    patterns = keywords["patternProperties"]
+    patterns, named = keywords["patternProperties"], keywords.get("properties", {})
     limits = _limits_of_names(node) if "propertyNames" in keywords else []
     if len(patterns) > MAX_APART or any("properties" in limit for limit in limits):
         return node
@@ -242,9 +243,10 @@ def _with_patterns_apart(node: Node) -> Node:
             return node
         if limits:
             within = reduce(and_, (Texts.of(limit["pattern"]) for limit in limits))
-            every = reduce(or_, map(Texts.of, patterns))
-            others = keywords.get("additionalProperties", True)
-            apart = [(texts & within, entries) for texts, entries in (*apart, (~every, [others]))]
+            # additionalProperties says nothing of names that properties or a pattern has.
+            others = ~reduce(or_, map(Texts.of, patterns)) & Texts.of(pattern_without(named))
+            apart.append((others, [keywords.get("additionalProperties", True)]))
+            apart = [(texts & within, entries) for texts, entries in apart]
         written = {node.prover.pattern_of(texts): entries for texts, entries in apart}
     except UnsupportedPattern:
         return node
@@ -255,7 +257,6 @@ def _with_patterns_apart(node: Node) -> Node:
     }
     keywords = keywords | {"patternProperties": changed}
     if limits:
-        named = keywords.get("properties", {})
         found = {name: [is_found(limit["pattern"], name) for limit in limits] for name in named}
         if "unevaluatedProperties" in keywords or any(None in one for one in found.values()):
             return node

@@ -276,6 +276,26 @@ TEXTS: list[tuple[Any, Any, Any]] = [
     ),
     ({"type": "object", "propertyNames": {"pattern": '^[^"]+$'}}, {"\\": 1}, {'"': 1}),
     ({"type": "object", "propertyNames": {"minLength": 0, "maxLength": 0}}, {"": 1}, {"a": 1}),
+    (
+        {
+            "properties": {"é": True},
+            "patternProperties": {"a|b": True},
+            "propertyNames": {"maxLength": 1},
+            "additionalProperties": False,
+        },
+        {"é": 10.1},
+        {"c": 1},
+    ),
+    (
+        {
+            "properties": {"é": {"const": 1}},
+            "patternProperties": {"a|b": True},
+            "propertyNames": {"maxLength": 1},
+            "additionalProperties": {"const": 2},
+        },
+        {"é": 1, "c": 2},
+        {"é": 1, "c": 1},
+    ),
     ({"type": "object", "propertyNames": {"pattern": "\\n", "minLength": 2}}, {"\n\n": 1}, {"\n": 1}),
     (
         {
