@@ -28,17 +28,21 @@ class PeersLost(RuntimeError):
 
 
 class RequestFailed(Exception):
-    """One request cannot be served and ends alone, with this status. code: name of a gRPC status code.
+    """One request cannot be served and ends alone, with this status.
 
-    reason: for programs, "" if the code says all. field: of the ADD, if that is what is refused.
+    code: name of a gRPC status code; "" for that of an internal error.  reason: for programs, "" if the code
+    says all.  field: of the ADD, if that is what is refused.  rules: of the request, if they leave no token.
     """
 
-    def __init__(self, code: str, message: str, reason: str = "", field: str = "") -> None:
+    def __init__(
+        self, code: str, message: str, reason: str = "", field: str = "", rules: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
         self.reason = reason
         self.field = field
+        self.rules = rules
 
 
 def describe_failure(feature: str, error: Exception) -> str:

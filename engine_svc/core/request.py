@@ -223,7 +223,6 @@ class RequestOutput:
     first: FirstOutput | None = None  # in the first output of the request only
     message: str = ""  # for people, if it ended by an error
     failure: RequestFailed | None = None  # the status of that error, if it has one
-    error_fields: tuple[str, ...] = ()  # rules of the request that leave no token, if that is the error
     continues: bool = False  # only the turn ended: the request waits for an input segment, or has one already
     extras: Extras | None = None  # of features, for the client; None, as most have none and all are made anew
     drafts: DraftUse | None = None  # in the last output of the request only, if any draft was verified

@@ -6,6 +6,7 @@ Belongs to the engine thread. Knows no scheduler and no wire.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engine_svc.adoption.detached_outputs import DetachedOutput, DetachedOutputs
 from engine_svc.core.request import FinishReason, RequestOutput
@@ -94,17 +95,15 @@ class OutputRouter:
 
 def _finished_row(row: int, output: RequestOutput, reason: FinishReason) -> FinishedRow:
     failure = output.failure
-    code, why, field = ("", "", "") if failure is None else (failure.code, failure.reason, failure.field)
-    return FinishedRow(
-        row,
-        reason,
-        output.stop_token_id,
-        output.message,
-        code,
-        output.drafts,
-        why,
-        field,
-        output.error_fields,
+    ended = FinishedRow(row, reason, output.stop_token_id, output.message, drafts=output.drafts)
+    if failure is None:
+        return ended
+    return replace(
+        ended,
+        code=failure.code,
+        error_reason=failure.reason,
+        error_field=failure.field,
+        error_fields=failure.rules,
     )
 
 

@@ -89,4 +89,7 @@ def write_prepared(number: int, failure: RequestFailed | None) -> RankMessage:
 
 def read_prepared(message: RankMessage) -> tuple[int, RequestFailed | None]:
     number, *status = cast("tuple[int, str, str, str, str]", message["prepared"])
-    return number, RequestFailed(*status) if status else None
+    if not status:
+        return number, None
+    code, text, reason, field = status
+    return number, RequestFailed(code, text, reason, field)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine_svc.cache.kv_cache import KVCache
+from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import (
     FinishReason,
     FirstOutput,
@@ -133,9 +134,10 @@ class RequestQueues:
         is_barred: whether its own rules leave none.
         """
         output = self.end_early(request, FinishReason.ERROR, now)
-        output.error_fields = tuple(request.rules) if is_barred else ()
         named = f": {', '.join(request.rules)}" if message is BARRED and request.rules else ""
         output.message = message + named
+        if is_barred and request.rules:
+            output.failure = RequestFailed("", output.message, rules=tuple(request.rules))
         return output
 
     def release_again(self, request_ids: Iterable[str]) -> None:

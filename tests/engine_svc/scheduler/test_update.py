@@ -59,7 +59,13 @@ def test_a_row_whose_rules_leave_no_token_ends_its_request_and_names_them():
         ("d", "the request's own rules leave no token to choose: min_tokens, only_these"),
         ("a", ""),
     ]
-    assert [output.error_fields for output in outputs] == [(), (), ("min_tokens", "only_these"), ()]
+    failures = [output.failure for output in outputs]
+    assert [failure and failure.rules for failure in failures] == [
+        None,
+        None,
+        ("min_tokens", "only_these"),
+        None,
+    ]
 
 
 # Row 154.
