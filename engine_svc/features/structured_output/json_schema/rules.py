@@ -40,6 +40,7 @@ from engine_svc.features.structured_output.json_schema.patterns import (
 
 MAX_BRANCHES = 64  # that one keyword may become
 MAX_APART = 4  # patterns of names that are compared with each other
+MAX_REFERENCES = 8  # to each other, to a list of values: some never end
 MAX_ORDERS = 120  # of the items of an array
 MAX_NAMED = 16  # names of a pattern that are written as properties
 MAX_DISJOINT = 64  # branches of a oneOf: all pairs are compared
@@ -155,7 +156,9 @@ def _unique_items(node: Node, keyword: str) -> None:
 def _listed_items(node: Node) -> list[Any]:
     """The values of `items`, where these are listed."""
     items = node.keywords.get("items")
-    while isinstance(items, dict) and items.keys() - ANNOTATIONS == {"$ref"}:
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(items, dict) or items.keys() - ANNOTATIONS != {"$ref"}:
+            break
         items = node.rewriter.document.resolve(items)
     if not isinstance(items, dict) or "prefixItems" in node.keywords or "enum" not in items:
         return []

@@ -167,3 +167,10 @@ def test_a_definition_without_a_value_is_never_referred_to(empty: dict[str, Any]
     assert result["properties"] == {"a": False, "b": {"anyOf": [{"type": "null"}]}}
     with pytest.raises(InvalidSchema, match="no finite value"):
         rewrite(json.dumps({"items": reference, "type": "array", "minItems": 1, "$defs": {"empty": empty}}))
+
+
+def test_unique_items_that_lead_to_themselves_are_refused():
+    itself = {"$ref": "#/$defs/itself"}
+    schema = {"type": "array", "items": itself, "uniqueItems": True, "$defs": {"itself": itself}}
+    with pytest.raises(InvalidSchema, match="leads to itself"):
+        rewrite(json.dumps(schema))
