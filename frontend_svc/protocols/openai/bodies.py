@@ -343,17 +343,17 @@ def read_body(
 
     try:
         record = msgspec.json.Decoder(float_hook=number).decode(content)
+        if not isinstance(record, dict):
+            raise InvalidArgument("the body is not a JSON object")
+        if long_numbers:
+            record = {
+                name: value if name in _WITH_SCHEMAS else _as_floats(value, name)
+                for name, value in record.items()
+            }
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise InvalidArgument(_MAX_DEPTH_MESSAGE) from error
-    if not isinstance(record, dict):
-        raise InvalidArgument("the body is not a JSON object")
-    if long_numbers:
-        record = {
-            name: value if name in _WITH_SCHEMAS else _as_floats(value, name)
-            for name, value in record.items()
-        }
     return read_object(record, kind, takes_unknown=takes_unknown)
 
 

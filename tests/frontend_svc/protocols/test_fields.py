@@ -196,3 +196,9 @@ def test_the_numbers_of_schemas_keep_all_their_digits() -> None:
     assert encode(body.tools).count(digits.encode()) == 1
     with pytest.raises(InvalidArgument, match="temperature is a number out of range"):
         read_body(b'{"messages": [], "temperature": 1e400}', ChatBody)
+
+
+def test_long_numbers_in_a_deep_body_are_refused_by_its_depth():
+    content = b'{"model": "m", "messages": ' + b"[" * 900 + b"0.12345678901234567890123" + b"]" * 900 + b"}"
+    with pytest.raises(InvalidArgument, match="nested too deeply"):
+        read_body(content, ChatBody)
