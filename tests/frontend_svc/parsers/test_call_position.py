@@ -8,7 +8,7 @@ import random
 import pytest
 
 from frontend_svc.parsers.registry import TOOL_PARSERS
-from tests.frontend_svc.parsers.transcripts import TOOLS, Message, cut, joined, parse, rules, run
+from tests.frontend_svc.parsers.transcripts import TOOLS, Message, cut, is_json, joined, parse, rules, run
 
 # How each format writes a call of a tool with arguments, which are JSON text.
 WRITTEN = {
@@ -313,14 +313,6 @@ def test_a_call_that_breaks_behind_its_arguments_is_marked_and_they_are_no_json(
     assert (message.incomplete, message.calls[0][3]) == ([0], '{"a": {}')
     assert message.content == '}, "oops": {"name": "f", "parameters": {}}}'
     assert read_whole("llama3_json", text) == Message(text)
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 BODIES = ['{"a": "b"}', "null", '{"a": tru', '"{}"']

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -98,3 +99,11 @@ def cut(text: str, cuts: Sequence[int]) -> list[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     starts = [0, *ends[:-1]]
     return [decoder.decode(data[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.frontend_svc.fakes import AT_LENGTH, TOKENIZER, FakeEngine, FakeRequest
+from tests.frontend_svc.parsers.transcripts import is_json
 from tests.frontend_svc.protocols.test_messages import events_of as message_events
 from tests.frontend_svc.protocols.test_openai import Reply, served
 from tests.frontend_svc.protocols.test_responses import TEMPLATE, engine_of, events_of
@@ -28,14 +29,6 @@ BROKEN = {
     "no bracket behind the arguments": f'{HEAD}{{"a": "b"}}\n</tool_call>',
     "a second call breaks": f'{WHOLE}{HEAD}{{"a": }}}}\n</tool_call>',
 }
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def streamed_chat(reply: Reply) -> tuple[list[dict[str, Any]], str, str]:
