@@ -184,6 +184,7 @@ class _Terms:
         self._terms: list[tuple[Any, ...]] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._derivatives: dict[tuple[int, int], int] = {}
+        self._bodies: list[int] = []  # of loops
         self.every = (1 << num_classes) - 1
         self.none = self._number(("set", 0))
         self.empty = self._number(("empty",))
@@ -218,6 +219,14 @@ class _Terms:
         if term in (self.none, self.empty):
             return self.empty
         return term if self._terms[term][0] == "star" else self._number(("star", term))
+
+    def loop(self, rest: int) -> int:
+        """A term that is equal to its body: `rest`, or at least one character before the loop itself."""
+        self._bodies.append(rest)
+        return self._number(("loop", len(self._bodies) - 1))
+
+    def set_body(self, loop: int, body: int) -> None:
+        self._bodies[self._terms[loop][1]] = body
 
     def complement(self, term: int) -> int:
         if term in (self.none, self.any):
@@ -267,6 +276,8 @@ class _Terms:
                 return any(map(self.has_empty, parts[0]))
             case "not":
                 return not self.has_empty(parts[0])
+            case "loop":
+                return self.has_empty(self._bodies[parts[0]])
         return True
 
     def derivative(self, number: int, index: int) -> int:
@@ -295,6 +306,8 @@ class _Terms:
                 return self.intersection(self.derivative(part, index) for part in parts[0])
             case "not":
                 return self.complement(self.derivative(parts[0], index))
+            case "loop":
+                return self.derivative(self._bodies[parts[0]], index)
         return self.none
 
 
@@ -380,7 +393,7 @@ class _Builder:
                 return rest if position == _START else terms.none
         _, part, low, high = tree
         if not _is_plain(part):
-            raise UnsupportedPattern("a repeated anchor or lookahead")
+            return self._repeated(part, low, high, rest, position)
         one = self._term(part, terms.empty, _BEHIND)
         repeated = terms.star(one) if high is None else terms.empty
         for _ in range(0 if high is None else high - low):
@@ -388,6 +401,23 @@ class _Builder:
         for _ in range(low):
             repeated = terms.sequence(one, repeated)
         return terms.sequence(repeated, rest)
+
+    def _repeated(self, part: Any, low: int, high: int | None, rest: int, position: str) -> int:
+        """A repetition whose anchors and lookaheads see the text behind each repetition."""
+        terms = self.terms
+        is_empty = _may_be_empty(part)
+        behind = _UNKNOWN if is_empty and position != _BEHIND else _BEHIND
+        if high is None and is_empty:
+            raise UnsupportedPattern("an anchor or lookahead in a part that may be empty, repeated at will")
+        term = rest
+        num_optional = 1 if high is None else high - low
+        if high is None:
+            term = terms.loop(rest)
+            terms.set_body(term, terms.union((rest, self._term(part, term, behind))))
+        for index in reversed(range(low + num_optional)):
+            one = self._term(part, term, behind if index else position)
+            term = one if index < low else terms.union((rest, one))
+        return term
 
 
 def _is_assertion(tree: Any) -> bool:
