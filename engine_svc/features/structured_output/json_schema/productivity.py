@@ -27,7 +27,7 @@ MAX_TEXTS = 32  # combinations of patterns and lengths that are compared; 10 ms 
 MAX_SIZE = 16  # of a length beside them
 _OF_TEXTS = ("pattern", "minLength", "maxLength")
 _KEYWORDS_OF = {"object": OBJECT_KEYWORDS, "array": ARRAY_KEYWORDS}
-_PARTS = OBJECT_KEYWORDS | ARRAY_KEYWORDS
+_LIMITS = OBJECT_KEYWORDS | ARRAY_KEYWORDS | NUMBER_KEYWORDS | frozenset(_OF_TEXTS)
 _State = frozenset[int]  # the identities of conjoined schemas
 
 
@@ -50,7 +50,7 @@ class _FiniteValues:
     def __init__(self, definitions: dict[str, Any]) -> None:
         self._definitions = definitions
         self._schemas: dict[int, Any] = {}  # by identity
-        self._limits: dict[int, dict[str, Any]] = {}  # on parts of values, by identity of the schema
+        self._limits: dict[int, dict[str, Any]] = {}  # by identity of the schema
         self._kinds: dict[_State, frozenset[str]] = {}
         self._parents: dict[_State, set[_State]] = {}
         self._texts: dict[str, bool] = {}  # whether there are some, by their limits
@@ -144,9 +144,9 @@ class _FiniteValues:
         return all(self._join(entry, conjuncts, names) for entry in joined)
 
     def _limits_of(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of the schema about parts of values, the same object each time."""
+        """The keywords of the schema that limit values of a kind, the same object each time."""
         if id(schema) not in self._limits:
-            self._limits[id(schema)] = {name: schema[name] for name in schema if name in _PARTS}
+            self._limits[id(schema)] = {name: schema[name] for name in schema if name in _LIMITS}
             self._schemas[id(schema)] = schema  # kept, as it is known by identity
         return self._limits[id(schema)]
 

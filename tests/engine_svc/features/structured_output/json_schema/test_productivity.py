@@ -157,6 +157,9 @@ def test_a_part_without_an_end_is_never_opened(schema: dict[str, Any], written: 
         {"type": "string", "minLength": 2, "pattern": "^.$"},
         {"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "^b"}]},
         {"allOf": [{"type": "number", "minimum": 2}, {"maximum": 1}]},
+        {"type": "integer", "maximum": 1.5, "anyOf": [{"type": "string"}, {"minimum": 2}]},
+        {"type": "integer", "maximum": 9, "if": {"maximum": 10}, "then": {"type": "string"}},
+        {"type": "string", "pattern": "^a", "anyOf": [{"pattern": "^b"}, {"maxLength": 0}]},
     ],
     ids=json.dumps,
 )
