@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 from typing import Any, Protocol
 
 from engine_svc.features.structured_output.json_schema.document import SchemaDocument, pointer
-from engine_svc.features.structured_output.json_schema.languages import STEPS, has_lookahead, rust_pattern
+from engine_svc.features.structured_output.json_schema.languages import (
+    STEPS,
+    Texts,
+    has_lookahead,
+    rust_pattern,
+)
 from engine_svc.features.structured_output.json_schema.logic import Prover, kinds_of_type
-from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern
+from engine_svc.features.structured_output.json_schema.patterns import (
+    UnsupportedPattern,
+    ecma_pattern,
+    translated,
+)
+
+MAX_PATTERNS = 2  # that stand beside each other as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +130,37 @@ class Node:
             keywords = {}  # would keep a reference from standing alone
         if keywords and _joins_first(names):
             before, keywords = [*before, keywords], {}
-        entries = [*before, *behind]
+        entries = self._with_joined_patterns([*before, *behind])
+        if False in entries:
+            return False
         if not entries:
             return keywords
         if len(entries) == 1 and (not keywords or set(entries[0]) == {"anyOf"}):
             return keywords | entries[0]
         return keywords | {"allOf": entries}
 
+    def _with_joined_patterns(self, entries: list[Any]) -> list[Any]:
+        """The entries, many that are patterns of texts as one; False if no text has them all.
+
+        The work of a backend for each token is exponential in the number of patterns.
+        """
+        is_text = any("type" in entry and kinds_of_type(entry["type"]) == {"string"} for entry in entries)
+        patterns = [entry["pattern"] for entry in entries if _is_pattern(entry)]
+        if not is_text or len(patterns) <= MAX_PATTERNS:
+            return entries
+        try:
+            joined = self.prover.pattern_of(reduce(and_, (Texts.of(ecma_pattern(one)) for one in patterns)))
+        except UnsupportedPattern:
+            return entries
+        text = joined is not None and {"type": "string", "pattern": translated(joined)}
+        return [text, *(entry for entry in entries if not _is_pattern(entry))]
+
     def _is_type_implied(self, type_: Any) -> bool:
         return self.prover.kinds(self.without("type")) <= kinds_of_type(type_)
+
+
+def _is_pattern(entry: Any) -> bool:
+    return "pattern" in entry and entry.keys() <= {"type", "pattern"}
 
 
 def _any_of(branches: list[Any]) -> Any:

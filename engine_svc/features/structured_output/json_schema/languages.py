@@ -29,7 +29,7 @@ from engine_svc.features.structured_output.json_schema.patterns import (
 STEPS = 10_000  # of proof that one automaton counts as
 MAX_STATES = 128  # of an automaton
 MAX_TERMS = 8_000
-MAX_PATTERN = 1_000  # characters of one that is read
+MAX_PATTERN = 4_000  # characters of one that is read
 MAX_CHARS = 30_000  # of a pattern that is written from an automaton
 _QUANTIFIER = re.compile(r"([*+?])|\{(\d+)(,?)(\d*)\}")
 _RANGE = re.compile(rf"({ONE})(?:-({ONE}))?")

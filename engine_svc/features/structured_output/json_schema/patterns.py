@@ -23,6 +23,7 @@ _CLASSES: dict[str, Ranges] = {
 _LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
+_LONG_CODE = re.compile(r"\\U0*([0-9a-f]+)")
 _CODE = re.compile(r"\\(?:x..|u....|U........)")
 # Parts of a translated pattern.
 ONE = r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}|[^\\\[\](){}|*+?.]"
@@ -42,6 +43,11 @@ class UnsupportedPattern(ValueError):
 def translated(pattern: str) -> str:
     """The pattern in Rust's syntax, unanchored as before, but with lookaheads. Raises UnsupportedPattern."""
     return _Translation(pattern).run()
+
+
+def ecma_pattern(pattern: str) -> str:
+    """A translated pattern as one of ECMA-262 again."""
+    return _LONG_CODE.sub(lambda code: f"\\u{{{code[1]}}}", pattern)
 
 
 def pattern_without(texts: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ from engine_svc.features.structured_output.json_schema.logic import (
     is_found,
     is_trivial,
     json_key,
+    kind_of,
     kinds_of_type,
     type_of_kinds,
 )  # fmt: skip
@@ -173,7 +174,6 @@ def _contains(node: Node, keyword: str) -> None:
     schema, low, high = (
         node.keywords[keyword], node.keywords.get("minContains", 1), node.keywords.get("maxContains"),
     )  # fmt: skip
-    max_items = node.keywords.get("maxItems", math.inf)
     if high is None and low == 0:
         return
     if high is not None and high < low:
@@ -181,12 +181,8 @@ def _contains(node: Node, keyword: str) -> None:
     elif _matches_each_item(node, schema):
         limits = {"type": "array", "minItems": low} | ({} if high is None else {"maxItems": high})
         node.require(_or_other("array", limits))
-    elif high is None and low == 1 and max_items <= 16:
-        positions = [
-            {"type": "array", "prefixItems": [*[True] * index, schema], "minItems": index + 1}
-            for index in range(int(max_items))
-        ]
-        node.require(_or_other("array", *positions), keyword)
+    elif high is None and low == 1:
+        node.parts.keywords[keyword] = node.subschema(schema, keyword)
     elif high == 0:
         _require_negation(
             node,
@@ -553,11 +549,91 @@ def _recursive_ref(node: Node, keyword: str) -> None:
 
 def _all_of(node: Node, keyword: str) -> None:
     """`allOf`, each entry rewritten for values that satisfy the others, so that fewer branches overlap."""
-    entries = node.keywords[keyword]
+    entries = _with_cases(node.keywords[keyword])
     own = node.without(keyword)
     for index, entry in enumerate(entries):
         beside = {"allOf": [own, *entries[:index], *entries[index + 1 :]]}
         node.parts.joined.append(Subschema(entry, pointer(node.place, keyword, index), beside))
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """An `if` about the values of one property, with its `then` and `else`."""
+
+    values: list[Any]
+    then: Any
+    other: Any
+
+
+def _with_cases(entries: list[Any]) -> list[Any]:
+    """The entries of an `allOf`, those with an `if` about the same property as one choice of its value.
+
+    Each alone is a choice of two, and a grammar has the product of them all.
+    """
+    groups: dict[tuple[str, bool, bool], list[int]] = {}
+    cases: dict[int, _Case] = {}
+    for index, entry in enumerate(entries):
+        if (read := _case(entry)) is not None:
+            key, cases[index] = read
+            groups.setdefault(key, []).append(index)
+    joined = list(entries)
+    for (name, is_required, is_object), indices in groups.items():
+        values = [json_key(value) for index in indices for value in cases[index].values]
+        if len(indices) > 1 and len(set(values)) == len(values) <= MAX_BRANCHES:
+            joined[indices[0]] = _choice_of(name, is_required, is_object, [cases[index] for index in indices])
+            for index in indices[1:]:
+                joined[index] = True
+    return [entry for entry in joined if entry is not True]
+
+
+def _case(entry: Any) -> tuple[tuple[str, bool, bool], _Case] | None:
+    """The case of an entry, by the property and by whether its absence and other types fail the condition."""
+    if not isinstance(entry, dict) or entry.keys() - ANNOTATIONS - {"if", "then", "else"}:
+        return None
+    condition = entry.get("if")
+    if not isinstance(condition, dict) or condition.get("type", "object") != "object":
+        return None
+    properties, required = condition.get("properties", {}), condition.get("required", [])
+    if condition.keys() - ANNOTATIONS - {"properties", "required", "type"} or len(properties) != 1:
+        return None
+    ((name, schema),) = properties.items()
+    if not isinstance(schema, dict) or len(schema.keys() & {"const", "enum"}) != 1 or set(required) - {name}:
+        return None
+    values = schema.get("enum", [schema.get("const")])
+    if schema.keys() - ANNOTATIONS - {"const", "enum", "type"} or any(
+        "type" in schema and kind_of(value) not in kinds_of_type(schema["type"]) for value in values
+    ):
+        return None
+    case = _Case(values, entry.get("then", True), entry.get("else", True))
+    return (name, bool(required), "type" in condition), case
+
+
+def _choice_of(name: str, is_required: bool, is_object: bool, cases: list[_Case]) -> dict[str, Any]:
+    """The conjunction of cases of a property, none of which have a value in common."""
+    others = [case.other for case in cases]
+    all_then, all_others = {"allOf": [case.then for case in cases]}, {"allOf": others}
+    values = [value for case in cases for value in case.values]
+    branches = [
+        {
+            "allOf": [
+                {"type": "object", "properties": {name: {"enum": case.values}}, "required": [name]},
+                case.then,
+                *others[:index],
+                *others[index + 1 :],
+            ]
+        }
+        for index, case in enumerate(cases)
+    ]
+    other = {"type": "object", "properties": {name: {"not": {"enum": values}}}, "required": [name]}
+    absent = {"type": "object", "properties": {name: False}}
+    return {
+        "anyOf": [
+            *branches,
+            {"allOf": [other, all_others]},
+            {"allOf": [absent, all_others if is_required else all_then]},
+            {"allOf": [_NO_OBJECT, all_others if is_object else all_then]},
+        ]
+    }
 
 
 def _any_of(node: Node, keyword: str) -> None:

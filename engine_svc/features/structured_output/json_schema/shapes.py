@@ -23,9 +23,8 @@ from engine_svc.features.structured_output.json_schema.logic import (
     STRING_KEYWORDS,
 )
 from engine_svc.features.structured_output.json_schema.numbers import Numbers, is_number
-from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern
+from engine_svc.features.structured_output.json_schema.patterns import UnsupportedPattern, ecma_pattern
 
-_LONG_CODE = re.compile(r"\\U0*([0-9a-f]+)")
 MAX_STEPS = 20_000  # of one document: schemas read and pairs intersected
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
 _KEYWORDS_OF = {
@@ -348,7 +347,7 @@ def _both_texts(first: TextShape, second: TextShape) -> Shape:
 
 def text_shape(schemas: Sequence[Mapping[str, Any]]) -> Shape:
     """The shape of texts; nothing if no text is known to satisfy all schemas."""
-    parts = [Texts.of(_ecma(schema["pattern"])) for schema in schemas if "pattern" in schema]
+    parts = [Texts.of(ecma_pattern(schema["pattern"])) for schema in schemas if "pattern" in schema]
     low = max((schema.get("minLength", 0) for schema in schemas), default=0)
     highs = [schema["maxLength"] for schema in schemas if "maxLength" in schema]
     if highs and low > min(highs):
@@ -360,11 +359,6 @@ def text_shape(schemas: Sequence[Mapping[str, Any]]) -> Shape:
             if pattern_of(reduce(operator.and_, parts)) is None:
                 return NOTHING
     return TextShape(tuple(schemas))
-
-
-def _ecma(pattern: str) -> str:
-    """A translated pattern as one of ECMA-262 again."""
-    return _LONG_CODE.sub(lambda code: f"\\u{{{code[1]}}}", pattern)
 
 
 def _has_text(schema: Mapping[str, Any], text: str) -> bool:

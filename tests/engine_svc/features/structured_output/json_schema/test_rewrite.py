@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -364,6 +365,46 @@ def test_branches_are_distinguished_by_what_stands_beside(schema, valid, invalid
     assert not rewritten.unenforced
     validator = Draft202012Validator(rewritten.schema)
     assert validator.is_valid(valid) and not validator.is_valid(invalid)
+
+
+CASES: list[dict[str, Any]] = [
+    {"if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["x"]}},
+    {
+        "if": {"properties": {"k": {"enum": ["b", 1]}}},
+        "then": {"maxProperties": 1},
+        "else": {"properties": {"y": False}},
+    },
+    {"if": {"properties": {"k": {"const": "c"}}}, "then": False, "else": {"maxProperties": 2}},
+]
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"required": ["k"]},
+    {"type": "object"},
+    {"type": "object", "required": ["k"]},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=json.dumps)
+def test_conditions_on_one_property_become_one_choice(form):
+    schema = {"allOf": [case | {"if": case["if"] | form} for case in CASES]}
+    written = rewrite(json.dumps(schema)).schema
+    assert json.dumps(written).count('"pattern"') == 1  # of the other texts
+    expected, found = Draft202012Validator(schema), Draft202012Validator(written)
+    for kind, x, y in product(["a", "b", 1, "c", "d", 2, None, ...], [0, ...], [0, ...]):
+        instance = {name: value for name, value in zip("kxy", (kind, x, y), strict=True) if value is not ...}
+        assert found.is_valid(instance) == expected.is_valid(instance), instance
+    for other in (0, "a", [], None):
+        assert found.is_valid(other) == expected.is_valid(other)
+
+
+def test_many_patterns_of_a_text_become_one():
+    beginnings = ["ab", "ba", "bb", "ca", "cb"]
+    schema = {"type": "string", "oneOf": [{"pattern": f"^{start}"} for start in beginnings]}
+    written = rewrite(json.dumps(schema)).schema
+    assert all("allOf" not in branch or len(branch["allOf"]) <= 2 for branch in written["anyOf"])
+    never = {"allOf": [{"type": "string"}, {"pattern": "^a"}, {"pattern": "b$"}, {"pattern": "^.$"}]}
+    with pytest.raises(InvalidSchema, match="no output satisfies"):
+        rewrite(json.dumps(never))
 
 
 def test_a_pattern_that_takes_exponential_time_is_not_searched():
