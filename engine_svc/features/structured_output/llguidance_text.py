@@ -25,7 +25,7 @@ from engine_svc.features.structured_output.constraint import (
 )
 from engine_svc.features.structured_output.json_schema.lark_rules import (
     SchemaRules,
-    has_true_numbers,
+    is_within,
     needs_rules,
     slashed,
 )
@@ -239,7 +239,7 @@ def _schema_rules(schema: dict[str, Any], constraint: Constraint) -> str | None:
     try:
         return SchemaRules(schema, cast(dict[str, Any], _json_options(constraint)), _check_schema).text()
     except UnsupportedShape as error:
-        if has_true_numbers(schema):
+        if is_within(schema):
             return None
         raise GrammarError(f"json_schema: {error}") from None
 

@@ -175,6 +175,8 @@ class Draws:
             schema["maxItems"] = self._noise.randrange(4)
         if self._chance(0.06):
             schema["uniqueItems"] = True
+        if self._chance(0.1):
+            schema["contains"] = self._schema(inner)
         return schema
 
     def _joined(self, depth: int) -> dict[str, Any]:

@@ -146,6 +146,8 @@ class _Validator:
                 return all(self.is_valid(rule, item, ()) for item in rest)
             case "prefixItems":
                 return all(self.is_valid(entry, item, ()) for entry, item in zip(rule, value, strict=False))
+            case "contains":
+                return any(self.is_valid(rule, item, ()) for item in value)
             case "uniqueItems":
                 return not rule or len(set(map(key_of, value))) == len(value)
         return True

@@ -9,12 +9,13 @@ from typing import Any
 from engine_svc.features.structured_output.json_schema.document import pointer
 from engine_svc.features.structured_output.json_schema.lark_rules import (
     SchemaRules,
-    has_true_numbers,
+    is_within,
     needs_rules,
 )
 from engine_svc.features.structured_output.json_schema.logic import NUMBER_KEYWORDS
 from engine_svc.features.structured_output.json_schema.rewrite import Unenforced, rewrite
 from engine_svc.features.structured_output.json_schema.shapes import UnsupportedShape
+from engine_svc.features.structured_output.limits import SCHEMA_MAPS
 from triptych_kit.exact_json import dumps
 
 BACKENDS = ("llguidance", "xgrammar")  # the order in which `auto` tries them
@@ -23,8 +24,8 @@ BACKENDS = ("llguidance", "xgrammar")  # the order in which `auto` tries them
 ENFORCED_KEYWORDS = (
     "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "pattern", "format", "properties", "required", "additionalProperties",
-    "dependentRequired", "dependentSchemas", "items", "prefixItems", "minItems", "maxItems", "allOf", "anyOf",
-    "$ref", "$anchor", "$defs",
+    "dependentRequired", "dependentSchemas", "items", "prefixItems", "minItems", "maxItems", "contains",
+    "allOf", "anyOf", "$ref", "$anchor", "$defs",
 )  # fmt: skip
 
 # Keywords that xgrammar was seen to enforce alone in a schema. Beside each other many of them are ignored. A
@@ -78,7 +79,7 @@ def serve(
         if backend == "xgrammar":
             unenforced += tuple(_beyond_xgrammar(schema, ""))
         elif (unwritten := _without_rules(schema)) is not None:
-            unenforced, schema = (*unenforced, unwritten), _without_exact_numbers(schema)
+            unenforced, schema = (*unenforced, unwritten), _plain(schema)
         served = ServedSchema(backend, dumps(schema), unenforced)
         if not unenforced:
             return served
@@ -91,8 +92,8 @@ def serve(
 
 
 def _without_rules(schema: dict[str, Any]) -> Unenforced | None:
-    """A keyword that keeps numbers of a rewritten schema from being written as rules for llguidance."""
-    if needs_rules(schema) and not has_true_numbers(schema):
+    """A keyword that keeps a rewritten schema from being written as rules for llguidance."""
+    if needs_rules(schema) and not is_within(schema):
         try:
             SchemaRules(schema, {})
         except UnsupportedShape as error:
@@ -100,17 +101,19 @@ def _without_rules(schema: dict[str, Any]) -> Unenforced | None:
     return None
 
 
-def _without_exact_numbers(schema: Any) -> Any:
-    """The schema without limits on numbers that llguidance reads as others."""
+def _plain(schema: Any) -> Any:
+    """The schema without keywords that llguidance ignores or reads as others."""
     if isinstance(schema, list):
-        return [_without_exact_numbers(entry) for entry in schema]
+        return [_plain(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value if name in ("const", "enum") else _without_exact_numbers(value)
-        for name, value in schema.items()
-        if name not in NUMBER_KEYWORDS or isinstance(value, dict)
-    }
+    plain = {name: value for name, value in schema.items() if name not in NUMBER_KEYWORDS | {"contains"}}
+    for name, value in plain.items():
+        if name in SCHEMA_MAPS:
+            plain[name] = {key: _plain(entry) for key, entry in value.items()}
+        elif name not in ("const", "enum"):
+            plain[name] = _plain(value)
+    return plain
 
 
 def _beyond_xgrammar(schema: Any, place: str) -> Iterator[Unenforced]:

@@ -1,16 +1,18 @@
-"""JSON schemas as rules of a Lark grammar, for numbers that llguidance's own form of a schema does not keep.
+"""JSON schemas as rules of a Lark grammar, for what llguidance's own form of a schema does not keep.
 
-llguidance reads numbers as doubles, and writes only some of those between fractional bounds. Their texts
-become terminals here, and arrays and objects on the way to them rules; other parts are `%json`, as a whole
-schema is otherwise.
+llguidance reads numbers as doubles, writes only some of those between fractional bounds, and ignores
+`contains`. Such numbers become terminals here, such arrays rules, and so do arrays and objects on the way to
+them; other parts are `%json`, as a whole schema is otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 from engine_svc.features.structured_output.json_schema.document import InvalidSchema, SchemaTooLarge, pointer
@@ -45,14 +47,18 @@ from engine_svc.features.structured_output.json_schema.shapes import (
 from engine_svc.features.structured_output.limits import subschemas
 from triptych_kit.exact_json import dumps
 
+MAX_CONTAINED = 3  # schemas of items that one array contains
+MAX_COUNTED = 32  # items of an array that are counted beside them
 MAX_MEMBERS = 2_000  # named ones of one object
 _BESIDE = "it stands beside numbers that need another form"
 _STRING = r'/"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/'
 
 
 def needs_rules(document: Any) -> bool:
-    """Whether llguidance's own form of a rewritten schema has other numbers, or not all of them."""
+    """Whether llguidance's own form of a rewritten schema has other numbers or arrays, or not all of them."""
     for schema in _schemas_in(document):
+        if "contains" in schema:
+            return True
         for name, value in schema.items():
             if name in NUMBER_KEYWORDS and is_number(value) and not _is_whole(value):
                 return True
@@ -61,10 +67,12 @@ def needs_rules(document: Any) -> bool:
     return False
 
 
-def has_true_numbers(document: Any) -> bool:
-    """Whether llguidance's own form of a rewritten schema has no other numbers, if perhaps not all."""
+def is_within(document: Any) -> bool:
+    """Whether llguidance's own form of a rewritten schema has no other numbers or arrays, if not all."""
     bounds: list[tuple[str, Any]] = []
     for schema in _schemas_in(document):
+        if "contains" in schema:
+            return False
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int | Decimal) and not is_read_exactly(multiple):
             return False
@@ -156,6 +164,8 @@ class SchemaRules:
                 return shape.name in exact
             case Choice():
                 parts: list[Shape] = [*shape.shapes]
+            case ArrayShape() if shape.contained:
+                return True
             case ArrayShape():
                 parts = [*shape.prefix, shape.items]
             case ObjectShape():
@@ -188,7 +198,7 @@ class SchemaRules:
                 return self._rule("array", self._array(shape, place))
             case ObjectShape():
                 return self._rule("object", self._object(shape, place))
-        raise AssertionError("other shapes have no numbers")
+        raise AssertionError("other shapes need no rules")
 
     def _rule(self, kind: str, content: str) -> str:
         """The name of a rule or terminal with the content."""
@@ -278,6 +288,8 @@ class SchemaRules:
         return f'"{plain}"' if pattern is None else self._rule("SEPARATOR", f"/{slashed(pattern)}/")
 
     def _array(self, shape: ArrayShape, place: str) -> str:
+        if shape.contained:
+            return self._containing_array(shape, place)
         prefix = shape.prefix if shape.high is None else shape.prefix[: shape.high]
         num_prefix = len(prefix)
         items = pointer(place, "items")
@@ -298,6 +310,42 @@ class SchemaRules:
             if index % 8 == 7:
                 rest = self._rule("items", rest or '""')
         return f'"[" {rest} "]"'
+
+    def _containing_array(self, shape: ArrayShape, place: str) -> str:
+        """An array with items of some shapes: a rule for each position and set of missing ones."""
+        end = max(len(shape.prefix), shape.low, shape.high or 0, 1)  # from there on positions are alike
+        if len(shape.contained) > MAX_CONTAINED or end > MAX_COUNTED:
+            raise UnsupportedShape("contains", "its array has too many schemas or items to count", place)
+
+        def item(index: int, found: Iterable[int]) -> str | None:
+            value = shape.prefix[index] if index < len(shape.prefix) else shape.items
+            for number in found:
+                value = self._shapes.both(value, shape.contained[number])
+            if is_nothing(value):
+                return None
+            written = self._written(value, pointer(place, "items"))
+            return f"{self._comma} {written}" if index else written
+
+        @cache
+        def rest(index: int, missing: frozenset[int]) -> str | None:
+            """The items from a position on; None if there are no such items."""
+            if index == shape.high:
+                return None if missing else '""'
+            choices = ['""'] if not missing and index >= shape.low else []
+            before = ""
+            if index == end and (any_item := item(index, ())):
+                before = f"({any_item})*"
+            for size in range(index == end, len(missing) + 1):
+                for found in combinations(sorted(missing), size):
+                    one, behind = item(index, found), rest(min(index + 1, end), missing - set(found))
+                    if one is not None and behind is not None:
+                        choices.append(f"{one} {behind}")
+            return self._rule("items", f"{before} ({' | '.join(choices)})") if choices else None
+
+        items = rest(0, frozenset(range(len(shape.contained))))
+        if items is None:
+            raise UnsupportedShape("contains", "no array has items of all its schemas", place)
+        return f'"[" {items} "]"'
 
     def _object(self, shape: ObjectShape, place: str) -> str:
         names = dict.fromkeys([*shape.properties, *shape.required])

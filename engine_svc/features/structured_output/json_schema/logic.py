@@ -154,6 +154,7 @@ class _Facts:
     others: list[_Others] = field(default_factory=list)
     prefix_items: dict[int, list[Any]] = field(default_factory=dict)
     items: list[Any] = field(default_factory=list)  # of arrays without a prefix
+    contained: list[Any] = field(default_factory=list)  # schemas of an item that each has
     numbers: Numbers = field(default_factory=Numbers)
     lows: dict[str, float] = field(default_factory=dict)  # largest lower limit of a size, by keyword
     highs: dict[str, float] = field(default_factory=dict)  # smallest upper limit
@@ -274,6 +275,8 @@ class Prover:
                 facts.prefix_items.setdefault(index, []).append(entry)
         elif "items" in schema:
             facts.items.append(schema["items"])
+        if "contains" in schema and schema.get("minContains", 1) > 0:
+            facts.contained.append(schema["contains"])
         if isinstance(schema.get("pattern"), str):
             facts.patterns.append(schema["pattern"])
         numbers = {word: schema[word] for word in NUMBER_KEYWORDS if is_number(schema.get(word))}
@@ -308,10 +311,15 @@ class Prover:
             case "string":
                 return facts.low("minLength") > facts.high("maxLength")
             case "array":
-                min_items = facts.lows.get("minItems", 0)
-                return min_items > facts.high("maxItems") or any(
-                    index < min_items and self._is_empty(entries, depth + 1)
-                    for index, entries in facts.prefix_items.items()
+                min_items = max(facts.lows.get("minItems", 0), bool(facts.contained))
+                items = [] if facts.prefix_items else facts.items
+                return (
+                    min_items > facts.high("maxItems")
+                    or any(
+                        index < min_items and self._is_empty(entries, depth + 1)
+                        for index, entries in facts.prefix_items.items()
+                    )
+                    or any(self._is_empty([entry, *items], depth + 1) for entry in facts.contained)
                 )
             case "object":
                 return facts.low("minProperties") > facts.high("maxProperties") or any(

@@ -102,6 +102,11 @@ class _Negation:
                 return self._wrong_name(value)
             case "items" if self._excludes_items(value):
                 return {"type": "array", "minItems": 1}
+            case "items" if "prefixItems" not in self.schema:
+                wrong = self._inner(value)
+                return {"type": "array", "contains": wrong} if wrong is not False else False
+            case "contains" if not self.schema.keys() & {"minContains", "maxContains"}:
+                return {"type": "array", "items": self._inner(value)}
             case "additionalProperties" if self._has_known_names():
                 return self._wrong_additional(value)
             case "minimum":

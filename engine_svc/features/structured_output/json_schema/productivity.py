@@ -188,6 +188,9 @@ class _FiniteValues:
         min_items = max((schema.get("minItems", 0) for schema in conjuncts), default=0)
         if any(min_items > schema.get("maxItems", min_items) for schema in conjuncts):
             return False
+        contained = [schema["contains"] for schema in conjuncts if "contains" in schema]
+        if not all(self._has_value([entry]) for entry in contained):
+            return False
         longest = max((len(schema.get("prefixItems", ())) for schema in conjuncts), default=0)
         return all(
             self._has_value([entry for schema in conjuncts for entry in _of_index(schema, index)])

@@ -170,7 +170,7 @@ def _listed_items(node: Node) -> list[Any]:
 
 
 def _contains(node: Node, keyword: str) -> None:
-    """`contains` as a number of items, where each matches; as a choice of positions; or as no match."""
+    """`contains` of one item; as a number of items, where each matches; or as no match."""
     schema, low, high = (
         node.keywords[keyword], node.keywords.get("minContains", 1), node.keywords.get("maxContains"),
     )  # fmt: skip

@@ -35,7 +35,7 @@ _READ = frozenset(
         "$defs", "$ref", "allOf", "anyOf", "const", "enum", "type", "minimum", "maximum", "exclusiveMinimum",
         "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format", "properties",
         "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties", "items",
-        "prefixItems", "minItems", "maxItems",
+        "prefixItems", "minItems", "maxItems", "contains",
     }
 )  # fmt: skip
 
@@ -81,6 +81,7 @@ class ArrayShape:
     items: Shape = field(default_factory=Anything)
     low: int = 0
     high: int | None = None
+    contained: tuple[Shape, ...] = ()  # each is the shape of an item
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,12 +230,13 @@ class Shapes:
                 kept = {word: value for word, value in schema.items() if word in STRING_KEYWORDS}
                 return text_shape([kept] if kept else [])
             case "array":
-                return array_shape(
+                return self._possible(
                     ArrayShape(
                         tuple(map(self.read, schema.get("prefixItems", ()))),
                         self.read(schema.get("items", True)),
                         schema.get("minItems", 0),
                         schema.get("maxItems"),
+                        tuple(self.read(schema[name]) for name in ("contains",) if name in schema),
                     )
                 )
         return self._of_object(schema)
@@ -278,14 +280,23 @@ class Shapes:
     def _both_arrays(self, first: ArrayShape, second: ArrayShape) -> Shape:
         length = max(len(first.prefix), len(second.prefix))
         pairs = zip(*(_prefix_of(shape, length) for shape in (first, second)), strict=True)
-        return array_shape(
+        return self._possible(
             ArrayShape(
                 tuple(self.both(*pair) for pair in pairs),
                 self.both(first.items, second.items),
                 max(first.low, second.low),
                 _lower(first.high, second.high),
+                (*first.contained, *second.contained),
             )
         )
+
+    def _possible(self, shape: ArrayShape) -> Shape:
+        """The shape; nothing if it has no items that it must contain."""
+        items = [*shape.prefix, shape.items]
+        for contained in shape.contained:
+            if all(is_nothing(self.both(item, contained)) for item in items):
+                return NOTHING
+        return array_shape(shape)
 
     def _both_objects(self, first: ObjectShape, second: ObjectShape) -> Shape:
         names = dict.fromkeys([*first.properties, *second.properties])
@@ -317,7 +328,10 @@ def array_shape(shape: ArrayShape) -> Shape:
         high = _lower(high, possible[0])
     elif is_nothing(shape.items):
         high = _lower(high, len(shape.prefix))
-    return NOTHING if high is not None and shape.low > high else replace(shape, high=high)
+    low = max(shape.low, bool(shape.contained))
+    if (high is not None and low > high) or any(map(is_nothing, shape.contained)):
+        return NOTHING
+    return replace(shape, low=low, high=high)
 
 
 def object_shape(shape: ObjectShape) -> Shape:

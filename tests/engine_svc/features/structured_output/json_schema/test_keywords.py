@@ -62,6 +62,22 @@ ENFORCED: list[tuple[str, Any, str, str]] = [
     ("maximum", {"maximum": 5}, "5", "6"),
     ("exclusiveMinimum", {"exclusiveMinimum": 5}, "5.1", "5"),
     ("exclusiveMaximum", {"exclusiveMaximum": 5}, "4", "5"),
+    ("contains", {"contains": {"const": 1}}, "[2, 1]", "[2]"),
+    (
+        "contains",
+        {"contains": {"const": 1}, "maxItems": 2, "prefixItems": [{"type": "null"}]},
+        "[null, 1]",
+        "[1]",
+    ),
+    ("contains", {"contains": {"const": 1}, "items": {"minimum": 1}, "minItems": 2}, "[1, 2, 3]", "[1]"),
+    (
+        "contains",
+        {"allOf": [{"contains": {"const": 1}}, {"contains": {"maximum": 0}}]},
+        "[2, 0, 1]",
+        "[2, 1]",
+    ),
+    ("contains", {"not": {"items": {"type": "string"}}}, '["a", 1]', '["a"]'),
+    ("contains", {"not": {"contains": {"type": "string"}}}, "[1]", '["a"]'),
     ("multipleOf", {"multipleOf": 0.5}, "1.5", "1.2"),
     ("minLength", {"minLength": 2}, '"ab"', '"a"'),
     ("maxLength", {"maxLength": 1}, '"😀"', '"ab"'),
@@ -410,7 +426,9 @@ def test_other_formats_are_annotations():
 
 
 def test_what_no_backend_enforces_is_refused_by_keyword_and_place():
-    schema = json.dumps({"properties": {"a": {"uniqueItems": True}, "b": {"contains": {"const": 1}}}})
+    schema = json.dumps(
+        {"properties": {"a": {"uniqueItems": True}, "b": {"contains": {"const": 1}, "minContains": 2}}}
+    )
     with pytest.raises(UnenforcedKeywords, match=r"uniqueItems at #/properties/a: .* \(and 1 more\)"):
         serve(schema)
 

@@ -20,7 +20,7 @@ PLAIN = {
     "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "pattern", "format", "properties", "required", "additionalProperties",
     "patternProperties", "minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems",
-    "allOf", "anyOf", "$ref", "$defs",
+    "contains", "allOf", "anyOf", "$ref", "$defs",
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ class Generator:
             lambda: {"dependentSchemas": {name: self.schema(depth)}},
             lambda: {"items": self.schema(depth)},
             lambda: {"prefixItems": [self.schema(depth) for _ in range(2)]},
-            lambda: {"contains": self.schema(depth), "maxItems": 2},
+            lambda: {"contains": self.schema(depth)},
             lambda: {"uniqueItems": True, "maxItems": 1},
             lambda: {"uniqueItems": True, "items": {"enum": noise.sample(VALUES, 3)}},
             lambda: {"unevaluatedProperties": False},
@@ -117,7 +117,7 @@ def words(schema: Any) -> set[str]:
         elif name in ("allOf", "anyOf", "prefixItems"):
             for entry in value:
                 found |= words(entry)
-        elif name in ("items", "additionalProperties"):
+        elif name in ("items", "contains", "additionalProperties"):
             found |= words(value)
     return found
 
@@ -164,7 +164,11 @@ def test_random_schemas_keep_their_instances(seed):
 
 UNENFORCED = [
     ({"uniqueItems": True}, "uniqueItems", ""),
-    ({"properties": {"a/b": {"contains": {"const": 1}}}}, "contains", "/properties/a~1b"),
+    (
+        {"properties": {"a/b": {"contains": {}, "minContains": 2, "items": False}}},
+        "contains",
+        "/properties/a~1b",
+    ),
     ({"not": {"pattern": r"a\b"}}, "not", ""),
     ({"not": {"pattern": "^[ab]*a[ab]{12}$"}}, "not", ""),
     ({"oneOf": [{"format": "email"}, {"format": "uri"}]}, "oneOf", ""),
