@@ -6,7 +6,7 @@ Both engines are processes of their own with one compute thread on the same core
 works, and which is first alternates. Prompts are random, questions whose answers do not repeat, or texts of
 which an answer repeats much: code to be edited, records to be printed again, the turns of an agent. Models
 with random weights answer none of them; their greedy outputs repeat themselves, drawn ones do not. A cell is
-measured until its interval is narrow enough to decide, for at most `--max-rounds`.
+measured until its interval lies on one side of the least ratio, for at most `--max-rounds`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _measure(pair: Sequence[Contestant], job: Job, num_rounds: int, max_rounds: 
         if round_index + 1 < num_rounds:
             continue
         interval = median_interval([before / after for before, after in zip(off, on, strict=True)], 0)
-        if interval.high - interval.low <= _WIDEST or interval.low >= 1:
+        if interval.low >= _LEAST_RATIO or interval.high < _LEAST_RATIO:
             break
     accepted = pair[1].process.ask(**asdict(job))["accepted_drafts"]
     num_tokens = len(job.prompts()) * job.num_output_tokens
@@ -127,7 +127,7 @@ def _measure(pair: Sequence[Contestant], job: Job, num_rounds: int, max_rounds: 
         "high": interval.high,
         # Every other token took a step of its row.
         "accepted_per_step": accepted / (num_tokens - accepted),
-        "decides": interval.high - interval.low <= _WIDEST or interval.low >= 1,
+        "decides": interval.high - interval.low <= _WIDEST or interval.low >= _LEAST_RATIO,
         "falls_short": interval.estimate < _LEAST_RATIO,
     }
 

@@ -30,6 +30,8 @@ _LONGEST_WAIT = 256
 _PROBING_SHARE = 0.004
 # Costs change with the contexts' lengths, so decisions are made anew at least this often.
 _MAX_SETTLED_STEPS = 64
+# Where rows come and go all the time, so many of them are decided about in a step on the average.
+_ROWS_PER_STEP = 8
 
 
 class DraftLimit(Protocol):
@@ -118,12 +120,16 @@ class SurvivalLimit:
         if not rows:
             return ()
         names = [request.request_id for request in rows]
-        if self._step >= self._settled_until or names != self._names:
-            self._names = names
+        are_others = names != self._names
+        is_due = self._step >= self._settled_until
+        if is_due or (are_others and self._step >= self._decided_at + len(rows) // _ROWS_PER_STEP):
             self._settled_until = self._step + _MAX_SETTLED_STEPS
             self._decide(rows)
-            granted = [self._histories[name].allowed for name in names]
-            self._granted = granted if any(granted) else []
+        elif not are_others:
+            return self._granted
+        self._names = names
+        granted = [history.allowed if (history := self._histories.get(name)) else 0 for name in names]
+        self._granted = granted if any(granted) else []
         return self._granted
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:

@@ -126,3 +126,15 @@ def test_rows_for_which_nothing_is_proposed_have_no_drafts():
             if num_drafts:
                 limit.note(row, 0, 0)
     assert 0.0 < seconds < 0.004 * 5000 * HOST.of(4)
+
+
+def test_rows_that_come_and_go_are_not_decided_about_in_each_step():
+    limit, rows = SurvivalLimit(StepCosts((1, 1024), (10e-3, 12e-3)), MAX_DRAFTS), rows_of(64)
+    assert all(learn(limit, rows, [8] * 64))
+    num_at_once = 0
+    for number in range(64):
+        rows = [*rows[1:], request(f"new {number}", 10)]
+        allowed = granted(limit, rows)
+        assert allowed[0]
+        num_at_once += allowed[-1] > 0
+    assert 8 <= num_at_once <= 10
