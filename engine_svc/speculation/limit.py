@@ -27,7 +27,7 @@ _SHARED_FADING = 0.99
 _FIRST_WAIT = 16
 _LONGEST_WAIT = 256
 # Of the time of steps, what such tries may cost, in vain or not.
-_PROBING_SHARE = 0.004
+_PROBING_SHARE = 0.002
 # Costs change with the contexts' lengths, so decisions are made anew at least this often.
 _MAX_SETTLED_STEPS = 64
 # Where rows come and go all the time, so many of them are decided about in a step on the average.

@@ -125,7 +125,7 @@ def test_rows_for_which_nothing_is_proposed_have_no_drafts():
         for row, num_drafts in zip(rows, allowed, strict=True):
             if num_drafts:
                 limit.note(row, 0, 0)
-    assert 0.0 < seconds < 0.004 * 5000 * HOST.of(4)
+    assert 0.0 < seconds < 0.002 * 5000 * HOST.of(4)
 
 
 def test_rows_that_come_and_go_are_not_decided_about_in_each_step():
