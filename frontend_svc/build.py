@@ -70,7 +70,7 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
-from triptych_kit.addresses import is_loopback, listen_at, port_in
+from triptych_kit.addresses import is_loopback, join_address, listen_at, port_in
 from triptych_kit.admin import AdminServicer
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.clock import Clock, MonotonicClock
@@ -450,7 +450,7 @@ def _http_listener(
         pages=pages,
     )
     listener = HTTPListener(
-        f"{config.host}:{config.http_port}",
+        join_address(config.host, config.http_port),
         CallIds(
             for_browsers(routes.app, allowed_origins=config.http_allowed_origin, host=config.host),
             dialect_of,

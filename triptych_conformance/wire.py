@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from triptych_kit.addresses import join_address, split_address
+
 _CHUNK_BYTES = 65_536
 
 
@@ -29,10 +31,10 @@ class Wire:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
-        host, _, port = self._listen.rpartition(":")
+        host, port = split_address(self._listen)
         self._is_refusing = False
-        self._server = await asyncio.start_server(self._take, host, int(port))
-        self._listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._take, host, port)
+        self._listen = join_address(host, self._server.sockets[0].getsockname()[1])
         return self._listen
 
     def cut(self) -> None:
@@ -70,9 +72,8 @@ class Wire:
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._target.rpartition(":")
         try:
-            inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+            inner_reader, inner_writer = await asyncio.open_connection(*split_address(self._target))
         except OSError:
             return
         pumps = [

@@ -1,4 +1,4 @@
-"""Addresses that a process listens at: host:port, or the path of a unix socket."""
+"""Addresses that a process listens at: host:port, an IPv6 host in brackets, or the path of a unix socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 UNIX = "unix:"
 # Listen addresses that nothing can connect to: every address of the machine.
-WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]", "*", "")
+_WILDCARD_HOSTS = ("0.0.0.0", "::", "*", "")
 # Of the path in a socket's address, with its final zero byte.
 _MAX_PATH_BYTES = 107
 
@@ -23,6 +23,27 @@ class AddressError(OSError):
 
     def __str__(self) -> str:
         return self.strerror or "address error"
+
+
+def join_address(host: str, port: int | str) -> str:
+    """`host:port`; an IPv6 address, with brackets or without, gets them."""
+    plain = host.strip("[]")
+    return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of `host:port`. Raises ValueError for anything else."""
+    host, _, port = address.rpartition(":")
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    has_brackets = host.startswith("[") and host.endswith("]")
+    if not host or not is_number or int(port) > 65535 or (":" in host and not has_brackets):
+        raise ValueError(f"{address} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for every address of the machine, to which nothing can connect."""
+    return host.strip("[]") in _WILDCARD_HOSTS
 
 
 def is_loopback(host: str) -> bool:
@@ -37,7 +58,7 @@ def is_loopback(host: str) -> bool:
 
 def listen_at(uds: str | None, host: str, port: int) -> str:
     """Where to listen: at the unix socket `uds`, if it is given, else at host and port."""
-    return f"{host}:{port}" if uds is None else UNIX + os.path.abspath(uds)
+    return join_address(host, port) if uds is None else UNIX + os.path.abspath(uds)
 
 
 def port_in(address: str) -> int | None:
@@ -69,26 +90,41 @@ def check_address(listen: str, *, shares_port: bool = False) -> None:
     if path is not None:
         _check_path(path)
         return
-    host, _, port = listen.rpartition(":")
-    is_number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not host or not is_number or int(port) > 65535:
-        raise AddressError(errno.EINVAL, f"address {listen} is not host:port")
+    # On a shared port a listening probe would get connections, which it would drop.
+    bind_socket(listen, shares_port=shares_port, backlog=0 if shares_port else 1).close()
+
+
+def bind_socket(address: str, *, shares_port: bool = False, backlog: int = 0) -> socket.socket:
+    """A TCP socket bound at host:port, listening if it has a backlog. Raises AddressError.
+
+    `::` is every address of the machine, those of IPv4 too.
+    """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        host, port = split_address(address)
+    except ValueError as error:
+        raise AddressError(errno.EINVAL, f"address {error}") from None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Of a name with both, as `localhost`, the address that clients without IPv6 can dial.
+        family, kind, protocol, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shares_port:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            probe.bind(address)
-            # On a shared port a listening probe would get connections, which it would drop.
-            if not shares_port:
-                probe.listen()
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            bound.bind(place)
+            if backlog:
+                bound.listen(backlog)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "is already in use" if is_taken else f"cannot be listened on: {error.strerror or error}"
-        raise AddressError(error.errno or errno.EINVAL, f"address {listen} {reason}") from error
+        raise AddressError(error.errno or errno.EINVAL, f"address {address} {reason}") from error
+    return bound
 
 
 def remove_socket(path: str) -> None:

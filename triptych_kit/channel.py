@@ -11,6 +11,7 @@ from typing import Any, Literal
 import grpc
 import grpc.aio
 
+from triptych_kit.addresses import split_address
 from triptych_kit.config import ConfigError
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.security.files import Version, version_of
@@ -170,9 +171,11 @@ def parse_target(target: str) -> str:
     for scheme in ("grpc://", "http://", *TLS_SCHEMES):
         address = address.removeprefix(scheme)
     address = address.removesuffix("/")
-    host, colon, port = address.rpartition(":")
-    is_number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not host or not colon or "/" in address or not is_number or not 0 < int(port) < 65536:
+    try:
+        host, port = split_address(address)
+    except ValueError:
+        host, port = "", 0
+    if not host or not port or "/" in address:
         raise InvalidArgument(f"{target!r} is not an address such as grpc://host:50051", field="target")
     return address
 

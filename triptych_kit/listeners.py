@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from triptych_kit.addresses import WILDCARD_HOSTS
+from triptych_kit.addresses import is_wildcard
 from triptych_kit.config import ConfigError
 
 _NAMES = {
@@ -60,5 +60,5 @@ def check_service_ports(config: Any) -> None:
 
 
 def _collide(first: Listener, second: Listener) -> bool:
-    has_wildcard = first.host in WILDCARD_HOSTS or second.host in WILDCARD_HOSTS
+    has_wildcard = is_wildcard(first.host) or is_wildcard(second.host)
     return bool(first.port) and first.port == second.port and (has_wildcard or first.host == second.host)

@@ -24,7 +24,14 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from triptych_kit import health
-from triptych_kit.addresses import AddressError, check_address, private_files, unix_path
+from triptych_kit.addresses import (
+    AddressError,
+    check_address,
+    join_address,
+    private_files,
+    split_address,
+    unix_path,
+)
 from triptych_kit.errors import InvalidTransition, ServiceError
 from triptych_kit.interceptors import CheckMessage, server_interceptors
 from triptych_kit.limits import ADMIN, INTERNAL, PUBLIC, LimitProfile
@@ -236,7 +243,7 @@ class Server:
         await server.start()
         self._server = server
         is_unix = unix_path(self._listen) is not None
-        return self._listen if is_unix else f"{self._listen.rpartition(':')[0]}:{port}"
+        return self._listen if is_unix else join_address(split_address(self._listen)[0], port)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         if unix_path(self._listen) is not None:

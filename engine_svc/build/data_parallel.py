@@ -15,7 +15,7 @@ from engine_svc.config import EngineConfig
 from engine_svc.core.facts import ModelFingerprint
 from engine_svc.data_parallel.expert_shards import HeldExperts
 from engine_svc.model.loading.loader import has_experts
-from triptych_kit.addresses import WILDCARD_HOSTS
+from triptych_kit.addresses import is_wildcard, split_address
 from triptych_kit.config import ConfigError
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def parallel_config_hash(fingerprint: ModelFingerprint, group: str) -> str:
 def _reachable_host(config: EngineConfig) -> str:
     """The host name at which the other engines reach this one."""
     if config.advertise_address is not None:
-        host, _, port = config.advertise_address.rpartition(":")
-        return (host if port.isdigit() and host else config.advertise_address).strip("[]")
-    return socket.gethostname() if config.host in WILDCARD_HOSTS else config.host.strip("[]")
+        try:
+            return split_address(config.advertise_address)[0]
+        except ValueError:  # a host alone
+            return config.advertise_address.strip("[]")
+    return socket.gethostname() if is_wildcard(config.host) else config.host.strip("[]")

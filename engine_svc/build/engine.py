@@ -49,7 +49,7 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
-from triptych_kit.addresses import WILDCARD_HOSTS, listen_at, unix_path
+from triptych_kit.addresses import is_wildcard, join_address, listen_at, split_address, unix_path
 from triptych_kit.admin import AdminServicer
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError
@@ -472,8 +472,11 @@ def _endpoint(config: EngineConfig, bound: str) -> str:
     """The address at which frontends reach this engine: with the bound port, never a wildcard host."""
     if unix_path(bound) is not None:
         return bound
-    host, _, port = bound.rpartition(":")
+    host, port = split_address(bound)
     if config.advertise_address is not None:
-        has_port = config.advertise_address.rpartition(":")[2].isdigit()
-        return config.advertise_address if has_port else f"{config.advertise_address}:{port}"
-    return f"{socket.gethostname()}:{port}" if host in WILDCARD_HOSTS else bound
+        try:
+            split_address(config.advertise_address)
+        except ValueError:  # a host alone
+            return join_address(config.advertise_address, port)
+        return config.advertise_address
+    return join_address(socket.gethostname(), port) if is_wildcard(host) else bound

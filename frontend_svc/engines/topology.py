@@ -131,7 +131,7 @@ class Topology:
 
     def _is_wanted(self, registration: member_pb2.EngineRegistration) -> bool:
         facts = {label.key: label.value for label in registration.labels}
-        facts["host"] = registration.host or registration.endpoint.rpartition(":")[0]
+        facts["host"] = registration.host or registration.endpoint.rpartition(":")[0].strip("[]")
         facts["dp_rank"] = str(registration.dp_rank)
         facts["dp_group"] = registration.dp_group
         return all(facts.get(key) == value for key, value in self._wanted.items())

@@ -6,6 +6,7 @@ docs/tracing.md describes the trace.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from frontend_svc.output.engine_times import EngineTimes, Stay
 from frontend_svc.output.request_state import RequestState
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
+from triptych_kit.addresses import split_address
 from triptych_kit.errors import ServiceError
 from triptych_kit.rules import rules_of
 from triptych_kit.telemetry import conventions as names
@@ -188,9 +190,9 @@ class RequestTraces:
             names.REQUEST_ID: request_id,
             names.RESPONSE_ID: request_id,
         }
-        host, _, port = (caller.server or self.address).rpartition(":")
-        if port:
-            timeline.attributes |= {names.SERVER_ADDRESS: host.strip("[]"), names.SERVER_PORT: int(port)}
+        with contextlib.suppress(ValueError):  # a unix socket
+            host, port = split_address(caller.server or self.address)
+            timeline.attributes |= {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
         method = current_method()
         if method:
             timeline.attributes |= {names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: method}

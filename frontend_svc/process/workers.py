@@ -20,7 +20,7 @@ from pathlib import Path
 
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.worker_metrics import WorkerMetrics
-from triptych_kit.addresses import check_address, listen_at, port_in
+from triptych_kit.addresses import bind_socket, check_address, join_address, listen_at, port_in
 from triptych_kit.config import Loaded
 from triptych_kit.http.admin_http import AdminHTTP, read_page
 from triptych_kit.http.pages import MakePage, Page
@@ -321,14 +321,9 @@ def _reserved_http(config: FrontendConfig) -> Iterator[int | None]:
 def _reserved(config: FrontendConfig, port: int) -> Iterator[int]:
     """Reserve a public port for the workers: no other program can bind it before they listen."""
     # Checked without sharing first, so that two groups of workers never share one port.
-    check_address(f"{config.host}:{port}", shares_port=config.share_port)
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        config.host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(address)
+    address = join_address(config.host, port)
+    check_address(address, shares_port=config.share_port)
+    with bind_socket(address, shares_port=True) as holder:
         yield int(holder.getsockname()[1])
 
 
@@ -339,8 +334,8 @@ def _announce(
     admin_http: str,
     addresses: Sequence[Announcement],
 ) -> None:
-    address = f"{config.host}:{port}"
-    http = {} if http_port is None else {"http": f"{config.host}:{http_port}"}
+    address = join_address(config.host, port)
+    http = {} if http_port is None else {"http": join_address(config.host, http_port)}
     admin_addresses = [one.admin_address for one in addresses]
     logger.info(
         "serving",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from triptych_kit.addresses import AddressError, bind_socket, join_address
 
 _LISTEN = "0A"
 
@@ -38,16 +39,12 @@ def find_port_owner(host: str, port: int) -> PortOwner | None:
 
 
 def _can_bind(host: str, port: int) -> bool:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # As servers do: connections of an earlier server in TIME_WAIT do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise
+    try:
+        bind_socket(join_address(host, port)).close()
+    except AddressError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise
     return True
 
 

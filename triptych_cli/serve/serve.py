@@ -76,7 +76,7 @@ def _check_ports(listeners: Iterable[Listener]) -> None:
         try:
             owner = find_port_owner(one.host, one.port)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {one.host}: {error.strerror}") from error
+            raise ConfigError(str(error)) from error
         if owner is not None:
             raise ConfigError(f"port {one.port} is in use by {owner}: {one.flag} takes another")
 

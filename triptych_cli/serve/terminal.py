@@ -13,7 +13,7 @@ from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
-from triptych_kit.addresses import WILDCARD_HOSTS, is_loopback, unix_path
+from triptych_kit.addresses import is_loopback, is_wildcard, join_address, split_address, unix_path
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.version import installed_version
@@ -97,7 +97,11 @@ def banner(
     secure = "s" if has_tls else ""
     frontends = [one for name, one in admin_https.items() if name.startswith("frontend")]
     # The HTTP port, which stays the same, has the page, too, where it is on loopback.
-    pages = [one for one in (http, *frontends) if is_loopback(one.rpartition(":")[0])]
+    pages = [
+        one
+        for one in (http, *frontends)
+        if one and unix_path(one) is None and is_loopback(split_address(one)[0])
+    ]
     url = f"grpc{secure}://{_reachable(addresses[0], tls_hosts)}"
     verb = f"--url {url}" + (" --cacert CA.pem" if has_tls else "")
     notes = [
@@ -154,11 +158,12 @@ def _curl(address: str, tls_hosts: Sequence[str] | None, *, verifies_clients: bo
 
 def _reachable(address: str, tls_hosts: Sequence[str] | None) -> str:
     """The address for a caller on this machine, with a host that the certificate is for, if there is one."""
-    host, _, port = address.rpartition(":")
-    is_wildcard = host in WILDCARD_HOSTS
+    host, port = split_address(address)
+    is_every = is_wildcard(host)
+    loopback = "::1" if ":" in host else "127.0.0.1"
     if tls_hosts is None:
-        return f"127.0.0.1:{port}" if is_wildcard else address
-    own = ["localhost", "127.0.0.1"] if is_wildcard or is_loopback(host) else []
+        return join_address(loopback, port) if is_every else address
+    own = ["localhost", loopback] if is_every or is_loopback(host) else []
     named = [one for one in tls_hosts if not one.startswith("*")]
-    known = [one for one in ([] if is_wildcard else [host]) + own if one in named]
-    return f"{[*known, *named, 'localhost' if is_wildcard else host][0]}:{port}"
+    known = [one for one in ([] if is_every else [host]) + own if one in named]
+    return join_address([*known, *named, "localhost" if is_every else host][0], port)

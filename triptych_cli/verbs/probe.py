@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 
+from triptych_kit.addresses import join_address, split_address
 from triptych_kit.channel import TLS_SCHEMES, ChannelCredentials, parse_target
 from triptych_kit.config import ConfigError
 from triptych_kit.errors import InvalidArgument
@@ -36,8 +37,7 @@ def describe_port(target: str, credentials: ChannelCredentials) -> str:
         return ""
     if address.startswith("unix:"):
         return ""
-    host, _, port = address.rpartition(":")
-    place = host.strip("[]"), int(port)
+    place = split_address(address)
     wants_tls = f"{scheme}://" in TLS_SCHEMES or credentials.has_tls
     try:
         sentence = (
@@ -113,8 +113,8 @@ def _of_http(answer: bytes, address: str, scheme: str) -> str:
     port = _grpc_port(answer)
     if port is None:
         return f"{address} is an HTTP server: --url takes the address that `triptych serve` shows as gRPC"
-    host = address.rpartition(":")[0]
-    return f"{address} is the HTTP API (OpenAI's) of a frontend: --url {scheme}://{host}:{port} is its gRPC"
+    own = join_address(split_address(address)[0], port)
+    return f"{address} is the HTTP API (OpenAI's) of a frontend: --url {scheme}://{own} is its gRPC"
 
 
 def _grpc_port(answer: bytes) -> int | None:

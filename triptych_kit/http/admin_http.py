@@ -17,10 +17,13 @@ import h11
 
 from triptych_kit.addresses import (
     AddressError,
+    bind_socket,
     check_address,
     is_loopback,
+    join_address,
     private_files,
     remove_socket,
+    split_address,
     unix_path,
 )
 from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials
@@ -54,7 +57,7 @@ class AdminHTTP:
         self._listen = listen
         self._security = security
         self._path = unix_path(listen)
-        on_loopback = self._path is not None or is_loopback(listen.rpartition(":")[0])
+        on_loopback = self._path is not None or is_loopback(split_address(listen)[0])
         open_paths = {METRICS_PATH} if on_loopback else set()
         self._pages = Pages(
             pages,
@@ -70,7 +73,6 @@ class AdminHTTP:
     async def start(self) -> str:
         """Bind and serve. Returns the bound address; raises AddressError if it cannot be bound."""
         check_address(self._listen)
-        host, _, port = self._listen.rpartition(":")
         try:
             if self._path is not None:
                 with private_files():
@@ -79,17 +81,18 @@ class AdminHTTP:
             tls = None if self._security.tls is None else self._security.tls.context()
             self._server = await asyncio.start_server(
                 self._accept,
-                host.strip("[]"),
-                int(port),
+                sock=bind_socket(self._listen),
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
             )
+        except AddressError:
+            raise
         except OSError as error:
             raise AddressError(
                 error.errno or errno.EADDRINUSE, f"address {self._listen} cannot be bound"
             ) from error
         listening: socket.socket = self._server.sockets[0]
-        return f"{host}:{listening.getsockname()[1]}"
+        return join_address(split_address(self._listen)[0], listening.getsockname()[1])
 
     def drain(self) -> None:
         """Do nothing: pages are served until the end."""
@@ -181,10 +184,8 @@ async def read_page(
         if path is not None:
             reader, writer = await asyncio.open_unix_connection(path)
         else:
-            host, _, port = address.rpartition(":")
             reader, writer = await asyncio.open_connection(
-                host.strip("[]"),
-                int(port),
+                *split_address(address),
                 ssl=credentials.context() if has_tls else None,
                 server_hostname=credentials.server_name if has_tls else None,
             )

@@ -34,6 +34,7 @@ from frontend_svc.protocols.openai.body_reader import BodyReader
 from frontend_svc.protocols.openai.errors import error_body, error_headers, status_of
 from frontend_svc.protocols.openai.field_names import as_it_is
 from triptych.api.v1 import chat_message_pb2, generate_pb2
+from triptych_kit.addresses import join_address
 from triptych_kit.errors import (
     Cancelled,
     Internal,
@@ -171,7 +172,7 @@ def without_rank(handler: Handler) -> Handler:
 def _address_in(request: Request) -> str:
     """The address that the connection of a request was accepted at."""
     host, port = request.scope["server"]
-    return f"{host}:{port}"
+    return join_address(host, port)
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T]) -> _T:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import functools
 import logging
 import math
 import resource
-import socket
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import uvicorn
 
 from frontend_svc.protocols.openai.connection import ConnectionLimits, Connections, LimitedConnection
-from triptych_kit.addresses import AddressError, check_address
+from triptych_kit.addresses import bind_socket, check_address, join_address, split_address
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
 
 logger = logging.getLogger(__name__)
@@ -100,20 +98,15 @@ class HTTPListener:
     async def start(self) -> str:
         """Bind and serve. Returns the bound `host:port`; raises AddressError if it cannot be bound."""
         check_address(self._listen, shares_port=self._shares_port)
-        host, _, port = self._listen.rpartition(":")
-        try:
-            bound = self._bind(host.strip("[]"), int(port))
-        except OSError as error:
-            raise AddressError(
-                error.errno or errno.EADDRINUSE, f"address {self._listen} cannot be bound"
-            ) from error
+        bound = bind_socket(self._listen, shares_port=self._shares_port, backlog=_BACKLOG)
+        bound.setblocking(False)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[bound]))
         while not self._server.started:
             if self._serving.done():
                 await self._serving
             await asyncio.sleep(_POLL_S)
         self._sweeping = asyncio.ensure_future(self._sweep())
-        self.address = f"{host}:{bound.getsockname()[1]}"
+        self.address = join_address(split_address(self._listen)[0], bound.getsockname()[1])
         return self.address
 
     def drain(self) -> None:
@@ -138,21 +131,6 @@ class HTTPListener:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._connections.sweep(loop.time())
-
-    def _bind(self, host: str, port: int) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if self._shares_port:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            bound.bind((host, port))
-            bound.listen(_BACKLOG)
-            bound.setblocking(False)
-        except OSError:
-            bound.close()
-            raise
-        return bound
 
 
 def _within_open_files(limits: ConnectionLimits) -> ConnectionLimits:

@@ -361,8 +361,10 @@ async def test_a_killed_engine_and_a_killed_frontend_with_workers_come_back_on_t
     tmp_path: Path,
 ) -> None:
     ready_file = tmp_path / "ready.json"
-    async with serving(ready_file, "--workers=2") as stack:
+    async with serving(ready_file, "--workers=2", "--host=::1") as stack:
         assert len(workers_of(stack.pid_of("frontend"))) == 2
+        assert stack.ready["grpc"].startswith("[::1]:") and f"grpc://{stack.ready['grpc']}\n" in stack.banner
+        assert asked_over_http(stack, "/v1/models")["data"]
         os.kill(stack.pid_of("engine"), signal.SIGKILL)
         with_engine = await until_restarted(ready_file, stack.ready)
         addresses = [[one["address"] for one in ready["processes"]] for ready in (stack.ready, with_engine)]
@@ -503,7 +505,7 @@ def test_a_host_that_is_not_of_this_machine_is_refused(run_here: RunHere) -> Non
     for host in ("no-such-host.invalid", "192.0.2.1"):
         outcome = run_here("serve", "--host", host, "--insecure")
         assert outcome.exit_code == 2
-        assert f"cannot listen on {host}: " in outcome.err
+        assert f"address {host}:50051 cannot be listened on: " in outcome.err
 
 
 # Finding the process that holds a port.
