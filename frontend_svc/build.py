@@ -450,9 +450,14 @@ def _http_listener(
         pages=pages,
     )
     listener = HTTPListener(
-        join_address(config.host, config.http_port),
+        join_address(config.host, config.http_port or 0),
         CallIds(
-            for_browsers(routes.app, allowed_origins=config.http_allowed_origin, host=config.host),
+            for_browsers(
+                routes.app,
+                allowed_origins=config.http_allowed_origin,
+                checks_hosts=is_loopback(config.host) and not security.authenticator.needs_credentials,
+                open_paths=PROBES,
+            ),
             dialect_of,
         ),
         shares_port=config.share_port,

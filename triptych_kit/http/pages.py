@@ -115,7 +115,7 @@ class Pages:
     def _refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Page | None:
         # Only a browser is sent here by another site under a name of that site, and it always names the host.
         host = headers.get("host")
-        if self._on_loopback and host is not None and not is_loopback(_name_in(host)):
+        if self._on_loopback and host is not None and not is_loopback(name_in(host)):
             return refused(421, f"host {host} is not served: localhost or an address of loopback is")
         if path not in self.pages and path not in self.posts:
             return refused(404, f"not found; served: {' '.join(sorted({*self.pages, *self.posts}))}")
@@ -157,7 +157,7 @@ def _cross_site_refusal(host: str | None, headers: Mapping[str, str]) -> Page | 
     return None
 
 
-def _name_in(host: str) -> str:
+def name_in(host: str) -> str:
     """The name or address in a Host header, without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""

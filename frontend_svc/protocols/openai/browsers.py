@@ -9,10 +9,12 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 
-from frontend_svc.protocols.openai.errors import error_body
+from frontend_svc.protocols.openai.errors import error_body, status_of
 from triptych_kit.addresses import is_loopback
-from triptych_kit.errors import PermissionDenied
+from triptych_kit.errors import PermissionDenied, ServiceError
+from triptych_kit.http.pages import name_in
 
 _SHOWN_HEADERS = (
     "request-id",
@@ -29,9 +31,15 @@ _SHOWN_HEADERS = (
 _ANY = "*"
 
 
-def for_browsers(app: Any, *, allowed_origins: Sequence[str], host: str) -> Any:
-    """`app` behind the checks of browsers' requests. host: the address that it is served at."""
-    guarded = _OriginCheck(app, allowed_origins, on_loopback=is_loopback(host))
+def for_browsers(
+    app: Any, *, allowed_origins: Sequence[str], checks_hosts: bool, open_paths: Sequence[str]
+) -> Any:
+    """`app` behind the checks of browsers' requests.
+
+    checks_hosts: every page of this machine's browsers could call, so they must name it as their host.
+    open_paths: those without a check, which probes ask for.
+    """
+    guarded = _SiteCheck(app, allowed_origins, open_paths, checks_hosts=checks_hosts)
     if not allowed_origins:
         return guarded
     return CORSMiddleware(
@@ -43,37 +51,61 @@ def for_browsers(app: Any, *, allowed_origins: Sequence[str], host: str) -> Any:
     )
 
 
-class _OriginCheck:
-    """Refuses requests of pages of other sites; a browser names the site of a page in a POST.
+class _SiteCheck:
+    """Refuses requests that a browser sends for a page of another site.
 
-    A page may be of the same host under a name that its site has pointed here (DNS rebinding), so on loopback
-    that name must be one of loopback.
+    A browser names the site in a POST, and says of a GET that it is another one. The page may be of the same
+    host under a name that its site has pointed here (DNS rebinding), so on loopback, where no key is needed,
+    that name must be one of loopback, or of an allowed site.
     """
 
-    def __init__(self, app: Any, allowed_origins: Sequence[str], *, on_loopback: bool) -> None:
+    def __init__(
+        self, app: Any, allowed_origins: Sequence[str], open_paths: Sequence[str], *, checks_hosts: bool
+    ) -> None:
         self._app = app
         self._allowed = frozenset(allowed_origins)
-        self._on_loopback = on_loopback
+        self._allowed_names = {urlsplit(origin).hostname for origin in allowed_origins}
+        self._checks_hosts = checks_hosts and _ANY not in self._allowed
+        self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        if origin is None or self._is_served(origin, headers.get("host", "")):
+        error = None if scope["path"] in self._open_paths else self._refusal(headers)
+        if error is None:
             await self._app(scope, receive, send)
             return
-        error = PermissionDenied(
-            f"origin {origin} is not served: --http-allowed-origin allows it", reason="ORIGIN_NOT_ALLOWED"
+        refusal = Response(
+            json.dumps(error_body(error)), status_code=status_of(error), media_type="application/json"
         )
-        lines = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 403, "headers": lines})
-        await send({"type": "http.response.body", "body": json.dumps(error_body(error)).encode()})
+        await refusal(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> ServiceError | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._checks_hosts and host and not self._is_own_name(name_in(host)):
+            return PermissionDenied(
+                f"host {host} is not served: localhost, an address of loopback or a host of "
+                "--http-allowed-origin is",
+                reason="HOST_NOT_SERVED",
+            )
+        if origin is not None:
+            if self._is_served(origin, host):
+                return None
+        # No page sees the answer to a link that somebody follows.
+        elif headers.get("sec-fetch-site") != "cross-site" or headers.get("sec-fetch-mode") == "navigate":
+            return None
+        return PermissionDenied(
+            f"origin {origin or 'of another site'} is not served: --http-allowed-origin allows it",
+            reason="ORIGIN_NOT_ALLOWED",
+        )
+
+    def _is_own_name(self, name: str) -> bool:
+        return is_loopback(name) or name in self._allowed_names
 
     def _is_served(self, origin: str, host: str) -> bool:
         if not self._allowed.isdisjoint((origin, _ANY)):
             return True
         try:
-            parts = urlsplit(origin)
-            is_same = bool(parts.netloc) and parts.netloc.lower() == host.lower()
-            return is_same and (not self._on_loopback or is_loopback(parts.hostname or ""))
+            netloc = urlsplit(origin).netloc
         except ValueError:
             return False
+        return bool(netloc) and netloc.lower() == host.lower()

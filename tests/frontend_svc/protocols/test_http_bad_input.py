@@ -36,7 +36,7 @@ def chunks(*parts: bytes, extension: bytes = b"") -> bytes:
 
 
 def get(path: str, *headers: str, version: str = "HTTP/1.1", method: str = "GET") -> bytes:
-    return "\r\n".join([f"{method} {path} {version}", "host: a", *headers, "", ""]).encode("latin-1")
+    return "\r\n".join([f"{method} {path} {version}", "host: 127.0.0.1", *headers, "", ""]).encode("latin-1")
 
 
 TEXT_PLAIN = "content-type: text/plain"
@@ -66,7 +66,7 @@ TRANSPORT = {
     "method": (get("/health", method="B@D<"), 400, "request line"),
     "unknown method": (get("/v1/completions", method="FOO"), 405, "FOO"),
     "tunnel": (get("a.b:80", method="CONNECT"), 404, "not served"),
-    "another host's": (get("http://evil/nothing"), 404, "GET /nothing is not served"),
+    "another host's": (get("http://evil/nothing"), 421, "host evil is not served"),
     "no host's": (get("http:///health"), 404, "not served"),
     "path": (get("/v1/../v1/completions"), 404, "not served"),
     "path of bytes": (b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n", 400, "request line"),
@@ -90,8 +90,8 @@ TRANSPORT = {
     "page without a site": (post(OK, "origin: null"), 403, "origin null"),
     "page under a name of its own": (
         post(OK, "origin: http://evil.com").replace(b"host: 127.0.0.1", b"host: evil.com"),
-        403,
-        "http://evil.com",
+        421,
+        "host evil.com",
     ),
 }
 BODIES = {
@@ -307,6 +307,25 @@ async def test_a_stream_that_is_not_read_is_aborted_and_its_connection_cut_off()
             await until(lambda: frontend.servers.http.num_connections == 0)
         assert (await exchange(address, get("/health"))).status == 200
         await frontend.servers.http.stop(0)
+
+
+async def test_a_site_that_points_its_name_here_is_not_served():
+    cross_site = "sec-fetch-site: cross-site"
+    async with serving(FakeEngine(answer("the cat")), http_port=0, http_allowed_origin=("https://a.b",)) as (
+        _,
+        frontend,
+    ):
+        address = await frontend.servers.http.start()
+        rebound = [
+            await exchange(address, get(path).replace(b"host: 127.0.0.1", host))
+            for path in ("/v1/models", "/version", "/health", "/ready")
+            for host in (b"host: evil.com:8000", b"host: a.b", b"host: localhost:8000", b"host: [::1]:8000")
+        ]
+        embedded = await exchange(address, get("/v1/models", cross_site))
+        followed = await exchange(address, get("/v1/models", cross_site, "sec-fetch-mode: navigate"))
+        await frontend.servers.http.stop(0)
+    assert [one.status for one in rebound] == [421, 200, 200, 200] * 2 + [200] * 8
+    assert (embedded.status, followed.status) == (403, 200)
 
 
 async def test_a_page_of_an_allowed_site_may_call():
