@@ -10,6 +10,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 UNIX = "unix:"
 # Listen addresses that nothing can connect to: every address of the machine.
@@ -64,6 +65,12 @@ def listen_at(uds: str | None, host: str, port: int) -> str:
 def port_in(address: str) -> int | None:
     """The port of a bound address; None for a unix socket."""
     return None if address.startswith(UNIX) else int(address.rpartition(":")[2])
+
+
+def host_of_peer(peer: str) -> str:
+    """The address in a peer of gRPC, such as `ipv6:%5B::1%5D:50051`; the peer itself for a unix socket."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
 
 
 def unix_path(listen: str) -> str | None:

@@ -24,7 +24,15 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from triptych_kit.errors import Internal, InvalidArgument, ServiceError, Unimplemented, to_status
+from triptych_kit.addresses import host_of_peer
+from triptych_kit.errors import (
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unauthenticated,
+    Unimplemented,
+    to_status,
+)
 from triptych_kit.open_calls import OpenCall, OpenCalls
 from triptych_kit.security.access import AUDITED, OPEN_METHODS, check_access
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
@@ -52,8 +60,6 @@ _QUIET_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 
 Handler = Callable[[Any, Any], Any]
 Decode = Callable[[bytes], Awaitable[Any]]
-# Called with the method, the metadata and the context of a call. Raises Unauthenticated.
-Identify = Callable[[str, dict[str, str], Any], Identity]
 # Checks the serialized message of a descriptor away from the event loop. Raises ServiceError.
 CheckMessage = Callable[[bytes, Descriptor, MessageLimits], Awaitable[None]]
 
@@ -74,7 +80,8 @@ def server_interceptors(
     """
     calls = OpenCalls() if calls is None else calls
     decoder = functools.partial(_decoder, limits, check_large)
-    return [_CallInterceptor(service, calls, decoder, functools.partial(_identify, authenticator))]
+    authenticator = authenticator or Authenticator(None, verifies_certificates=False)
+    return [_CallInterceptor(service, calls, decoder, authenticator)]
 
 
 @dataclass(slots=True)
@@ -89,6 +96,8 @@ class _Call:
     code: str = "OK"
     reason: str = ""  # of a ServiceError
     refusal: grpc.Status | None = None
+    client: str = ""  # the address of a caller without credentials
+    num_unlogged: int | None = 0  # refusals of this address before, which were not logged; None: nor is this
 
     def refuse(self, error: ServiceError) -> None:
         """End the call with the status of `error`."""
@@ -100,13 +109,17 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     """Wraps the handler of every method in `_guarded_handler`."""
 
     def __init__(
-        self, service: str, calls: OpenCalls, decoder: Callable[[Any], Decode], identify: Identify
+        self,
+        service: str,
+        calls: OpenCalls,
+        decoder: Callable[[Any], Decode],
+        authenticator: Authenticator,
     ) -> None:
         self._service = service
         self._calls = calls
         self._quiet_calls = OpenCalls()
         self._decoder = decoder
-        self._identify = identify
+        self._authenticator = authenticator
 
     async def intercept_service(
         self,
@@ -121,7 +134,12 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         is_quiet = handler_call_details.method.startswith(_QUIET_PREFIXES)
         calls = self._quiet_calls if is_quiet else self._calls
         return _guarded_handler(
-            handler, self._service, calls, handler_call_details, self._decoder, self._identify
+            handler,
+            self._service,
+            calls,
+            handler_call_details,
+            self._decoder,
+            self._authenticator,
         )
 
 
@@ -131,7 +149,7 @@ def _guarded_handler(
     calls: OpenCalls,
     details: Any,
     decoder: Callable[[Any], Decode],
-    identify: Identify,
+    authenticator: Authenticator,
 ) -> Any:
     method: str = details.method
     metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
@@ -139,6 +157,9 @@ def _guarded_handler(
     def start() -> _Call:
         return _Call(service, method, _request_id(metadata), time.monotonic())
 
+    # A message is read when it is known who calls: until then it takes no more memory than the window of its
+    # stream. On the wire a call with one request is one with a stream of them.
+    is_read_late = not handler.request_streaming
     # A unary request is parsed inside the guard: grpc itself would answer UNKNOWN with the parser's message.
     decode = decoder(handler.request_deserializer)
     if handler.request_streaming:
@@ -154,15 +175,21 @@ def _guarded_handler(
             # Sent at once, so that refused and unanswered calls can be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
             try:
-                call.identity = identify(method, metadata, context)
+                call.identity = _identify(authenticator, method, metadata, context)
                 bind_identity(call.identity)
                 if call.identity is not UNRESTRICTED:
                     check_access(call.identity, method.removeprefix("/"))
-            except ServiceError:
+            except ServiceError as error:
+                if isinstance(error, Unauthenticated):
+                    call.client = host_of_peer(context.peer())
+                    call.num_unlogged = authenticator.refusals.note(call.client, error.reason)
+                    await authenticator.refusals.wait(call.client, error.reason)
                 if handler.request_streaming:
                     await _read_out(request)
                 raise
             with calls.opened() as opened:
+                if is_read_late:
+                    request = await _only_message(request)
                 return await answer(request, context, opened)
         # grpc's call state refers to the error that ends the call, and the frames of that error refer to the
         # state, until a full collection. So the error is raised outside an `except` block, by a frame that
@@ -187,16 +214,14 @@ def _guarded_handler(
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
+    }[handler.request_streaming or is_read_late, handler.response_streaming]
     return make(run, None, handler.response_serializer)
 
 
-def _identify(
-    authenticator: Authenticator | None, method: str, metadata: dict[str, str], context: Any
-) -> Identity:
+def _identify(authenticator: Authenticator, method: str, metadata: dict[str, str], context: Any) -> Identity:
     """The caller's identity; unrestricted where it needs no credentials."""
     name = method.removeprefix("/")
-    if authenticator is None or not authenticator.needs_credentials or name in OPEN_METHODS:
+    if not authenticator.needs_credentials or name in OPEN_METHODS:
         return UNRESTRICTED
     # Only its own user can connect to a unix socket.
     if context.peer().startswith("unix:"):
@@ -207,6 +232,12 @@ def _identify(
 
 def _unserved(requests: Any, context: Any) -> Any:
     raise NotImplementedError
+
+
+async def _only_message(requests: AsyncIterator[bytes]) -> bytes:
+    async for data in requests:
+        return data
+    raise InvalidArgument("the call has no request", reason="MALFORMED")
 
 
 async def _read_out(requests: AsyncIterator[Any]) -> None:
@@ -257,12 +288,16 @@ def _incident(incident_id: str) -> Internal:
 
 
 def _log_access(call: _Call) -> None:
-    level = logging.DEBUG if call.method.startswith(_QUIET_PREFIXES) else logging.INFO
+    is_quiet = call.method.startswith(_QUIET_PREFIXES) or call.num_unlogged is None
+    level = logging.DEBUG if is_quiet else logging.INFO
     duration_ms = round((time.monotonic() - call.started_at) * 1000, 1)
     reason = {"reason": call.reason} if call.reason else {}
     identity = {"identity": call.identity.name} if call.identity.name else {}
-    fields = {"method": call.method, "code": call.code, **reason, **identity, "duration_ms": duration_ms}
-    if call.method.startswith(_AUDITED_PREFIXES):
+    client = {"client": call.client} if call.client else {}
+    unlogged = {"num_unlogged": call.num_unlogged} if call.num_unlogged else {}
+    fields = {"method": call.method, "code": call.code, **reason, **identity, **client, **unlogged}
+    fields["duration_ms"] = duration_ms
+    if call.method.startswith(_AUDITED_PREFIXES) and not is_quiet:
         audit_logger.info("admin call", extra=fields)
     else:
         logger.log(level, "call", extra=fields)

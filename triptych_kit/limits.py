@@ -8,6 +8,8 @@ from triptych_kit.wire_check import MessageLimits
 
 _MIB = 1024 * 1024
 _UNCOMPRESSED = 1
+_MAX_STREAMS = 2048  # more than clients have open
+_HANDSHAKE_MS = 10_000  # for TLS and the preface of HTTP/2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class LimitProfile:
             # Compression would bypass the limit of a message: 1 MB of gzip is 1 GB of text.
             ("grpc.compression_enabled_algorithms_bitset", _UNCOMPRESSED),
             ("grpc.per_message_decompression", 0),
+            # Of a connection. Calls that are reset count until they are seen, with 15 kB each.
+            ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from triptych_kit.addresses import AddressError, check_address, join_address, listen_at, port_in, split_address
+from triptych_kit.addresses import (
+    AddressError,
+    check_address,
+    join_address,
+    listen_at,
+    port_in,
+    split_address,
+)
 from triptych_kit.channel import open_channel
 from triptych_kit.http.admin_http import AdminHTTP, read_page
 from triptych_kit.http.pages import Page

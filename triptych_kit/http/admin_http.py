@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Mapping
 
 import h11
@@ -139,6 +140,7 @@ class AdminHTTP:
                     {name.decode("ascii"): value.decode("latin-1") for name, value in request.headers},
                     body,
                     _certificate_names(writer),
+                    _client_of(writer),
                 )
                 if isinstance(page.body, bytes):
                     await _write(connection, writer, page, with_body=with_body)
@@ -151,8 +153,13 @@ class AdminHTTP:
             if connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 page = Page(f"{error}\n".encode(), status=error.error_status_hint)
                 await _write(connection, writer, page, with_body=with_body)
-        except (TimeoutError, ConnectionError):
-            pass
+        except (TimeoutError, ConnectionError, ssl.SSLError):
+            pass  # the client is gone, or ended the handshake with an alert
+
+
+def _client_of(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
 def _certificate_names(writer: asyncio.StreamWriter) -> list[str]:

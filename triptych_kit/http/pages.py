@@ -98,10 +98,16 @@ class Pages:
         headers: Mapping[str, str],
         body: bytes,
         certificate_names: Sequence[str],
+        client: str,
     ) -> Page:
-        """headers: by names in lower case.  certificate_names: of the certificate of the connection."""
+        """headers: by names in lower case.
+
+        certificate_names, client: of the certificate of the connection, and the address behind it.
+        """
         path = target.partition("?")[0]
-        refusal = self._refusal(method, path, headers) or self._denial(path, headers, certificate_names)
+        refusal = self._refusal(method, path, headers)
+        if refusal is None:
+            refusal = await self._denial(path, headers, certificate_names, client)
         if refusal is not None:
             return refusal
         try:
@@ -126,7 +132,9 @@ class Pages:
             return refused(405, f"{path} is served to {' and '.join(methods)}", methods)
         return None
 
-    def _denial(self, path: str, headers: Mapping[str, str], certificate_names: Sequence[str]) -> Page | None:
+    async def _denial(
+        self, path: str, headers: Mapping[str, str], certificate_names: Sequence[str], client: str
+    ) -> Page | None:
         """The refusal of a caller that does not prove that it may see the page."""
         if path in self._open_paths or not self._authenticator.needs_credentials:
             return None
@@ -134,6 +142,11 @@ class Pages:
             identity = self._authenticator.identify(headers.get("authorization", ""), certificate_names)
             check_role(identity, ANY_ROLE if path in _PATHS_OF_EVERY_ROLE else frozenset((Role.ADMIN,)), path)
         except Unauthenticated as error:
+            refusals = self._authenticator.refusals
+            if (num_unlogged := refusals.note(client, error.reason)) is not None:
+                fields = {"path": path, "reason": error.reason, "client": client}
+                logger.info("page refused", extra=fields | {"num_unlogged": num_unlogged})
+            await refusals.wait(client, error.reason)
             return refused(401, error.message)
         except PermissionDenied as error:
             return refused(403, error.message)

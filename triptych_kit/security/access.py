@@ -26,7 +26,7 @@ RULES: Mapping[str, frozenset[Role]] = {
     "triptych.engine.v1.EngineCoreService/GetEngineInfo": _OBSERVERS,
     "triptych.engine.v1.EngineCoreService/GetLoad": _OBSERVERS,
     "triptych.engine.v1.EngineCoreService/SubscribeKvEvents": _OBSERVERS,
-    "triptych.engine.v1.KvTransferService": _ENGINES,
+    "triptych.engine.v1.KvService": _ENGINES,
     "triptych.coordinator.v1.CoordinatorService/EngineSession": _ENGINES,
     "triptych.coordinator.v1.CoordinatorService/FrontendSession": _FRONTENDS,
     "triptych.coordinator.v1.CoordinatorService/GetTopology": _OBSERVERS,

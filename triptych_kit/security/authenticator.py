@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from triptych_kit.errors import Unauthenticated
 from triptych_kit.security.credentials import Credentials
 from triptych_kit.security.identity import UNRESTRICTED, Identity, Role
+from triptych_kit.security.refusals import Refusals
 
 AUTHORIZATION = "authorization"
 # Longer keys are refused before they are hashed.
@@ -27,6 +28,7 @@ class Authenticator:
     def __init__(self, credentials: Credentials | None, *, verifies_certificates: bool) -> None:
         self._credentials = credentials
         self._verifies_certificates = verifies_certificates
+        self.refusals = Refusals()
 
     @property
     def needs_credentials(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -49,6 +50,7 @@ class Entry:
     digest: bytes | None = None
     certificate: str | None = None
     expires_at: datetime | None = None
+    is_clear: bool = False  # the key itself is in the file
 
 
 class Credentials:
@@ -141,7 +143,12 @@ def read_entries(path: str) -> tuple[Entry, ...]:
         raise ConfigError(f"api_keys {path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"api_keys {path} has {len(content)} bytes, the limit is {_MAX_BYTES}")
-    return parse_entries(content, f"api_keys {path}")
+    entries = parse_entries(content, f"api_keys {path}")
+    mode = os.stat(path).st_mode
+    if mode & 0o077 and any(entry.is_clear for entry in entries):
+        fields = {"path": path, "mode": f"{mode & 0o777:04o}"}
+        logger.warning("API keys in clear can be read by other users", extra=fields)
+    return entries
 
 
 def parse_entries(content: bytes | str, what: str) -> tuple[Entry, ...]:
@@ -193,7 +200,7 @@ def _entry(fields: Any, what: str) -> Entry:
     if proofs[0] == "certificate":
         return Entry(identity, certificate=proof, expires_at=expires_at)
     if proofs[0] == "key":
-        return Entry(identity, digest=digest_of(proof, what), expires_at=expires_at)
+        return Entry(identity, digest=digest_of(proof, what), expires_at=expires_at, is_clear=True)
     if not _SHA256.fullmatch(proof):
         raise ConfigError(f"{what}: sha256 has to be 64 digits of lower-case hex")
     return Entry(identity, digest=bytes.fromhex(proof), expires_at=expires_at)

@@ -17,7 +17,14 @@ class ListenerSecurity:
     tls: ListenerTLS | None = None
 
     def register(self, metrics: Metrics, service: str) -> None:
-        """Register a metric of the files that are read again when they change."""
+        """Register metrics of refused credentials, and of the files that are read again when they change."""
+        refusals = self.authenticator.refusals
+        metrics.counter(
+            f"triptych_{service}_refused_credentials_total",
+            "Calls that were refused for the lack of valid credentials, by reason.",
+            lambda: {(reason,): float(count) for reason, count in refusals.by_reason.items()},
+            labels=("reason",),
+        )
         metrics.gauge(
             f"triptych_{service}_security_files_usable",
             "Whether files can be used as they are now: api_keys (at 0 no key is valid), certificates (at 0 "

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend_svc.protocols.openai.call import Dialect
 from frontend_svc.protocols.openai.errors import error_headers, status_of
-from triptych_kit.errors import PermissionDenied, Unauthenticated, Unavailable
+from triptych_kit.errors import PermissionDenied, ServiceError, Unauthenticated, Unavailable
 from triptych_kit.security.access import CLIENTS, check_role
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
 from triptych_kit.security.identity import bind_identity
@@ -49,14 +49,8 @@ class Authorization:
             try:
                 self._identify(scope)
             except (Unauthenticated, PermissionDenied, Unavailable) as error:
-                logger.info(
-                    "call",
-                    extra={
-                        "method": f"{scope['method']} {scope['path'][:256]}",
-                        "code": str(status_of(error)),
-                        "reason": error.reason,
-                    },
-                )
+                client = scope["client"][0] if scope.get("client") else ""
+                await self._note(error, f"{scope['method']} {scope['path'][:256]}", client)
                 refusal = Response(
                     msgspec.json.encode(self._dialect_of(scope).error_body(error)),
                     status_code=status_of(error),
@@ -66,6 +60,18 @@ class Authorization:
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    async def _note(self, error: ServiceError, method: str, client: str) -> None:
+        fields = {"method": method, "code": str(status_of(error)), "reason": error.reason, "client": client}
+        num_unlogged: int | None = 0
+        if isinstance(error, Unauthenticated):
+            num_unlogged = self._authenticator.refusals.note(client, error.reason)
+        if num_unlogged is None:
+            logger.debug("call", extra=fields)
+        else:
+            logger.info("call", extra=fields | ({"num_unlogged": num_unlogged} if num_unlogged else {}))
+        if isinstance(error, Unauthenticated):
+            await self._authenticator.refusals.wait(client, error.reason)
 
     def _identify(self, scope: Scope) -> None:
         if not self._authenticator.needs_credentials:

@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import resource
+import socket
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 

@@ -45,4 +45,5 @@ class PageRoutes:
                 return refused(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
         target = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
         names: Any = request.scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
-        return await self._pages.answer(request.method, target, request.headers, bytes(body), names)
+        client = request.client.host if request.client is not None else ""
+        return await self._pages.answer(request.method, target, request.headers, bytes(body), names, client)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -608,6 +609,20 @@ async def test_every_answer_has_the_ids_of_its_call(tmp_path):
             assert made.headers["x-trace-id"] != TRACE_ID
             assert len(made.headers["x-trace-id"]) == len(made.headers["x-request-id"]) == 32
             assert own.headers.get("request-id") == ("mine" if path == "/v1/messages" else None)
+
+
+async def test_wrong_keys_of_an_address_are_one_line_of_the_log(tmp_path, caplog):
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {name: ann, key: key-of-ann-0123456789, role: client}\n")
+    wrong = {"authorization": "Bearer key-of-eve-0123456789"}
+    with caplog.at_level(logging.INFO):
+        async with served(api_keys=str(file)) as client:
+            replies = [
+                await client.call("GET", path, **wrong) for path in ("/v1/models", "/metrics", "/v1/models")
+            ]
+    assert [reply.status for reply in replies] == [401, 401, 401]
+    lines = [record for record in caplog.records if getattr(record, "reason", "") == "UNKNOWN_KEY"]
+    assert [(line.getMessage(), line.client) for line in lines] == [("call", "127.0.0.1")]
 
 
 async def test_answers_show_the_rates_of_tenants_with_limits(tmp_path):

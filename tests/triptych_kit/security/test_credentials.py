@@ -22,7 +22,22 @@ def digest(key: str) -> str:
 
 def write(path: Path, text: str) -> str:
     path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("proof", "mode", "is_warned"),
+    [(f"key: {KEY}", 0o640, True), (f"key: {KEY}", 0o600, False), (f"sha256: '{'0' * 64}'", 0o644, False)],
+)
+def test_a_file_with_keys_in_clear_is_for_its_owner(tmp_path, caplog, proof, mode, is_warned):
+    path = write(tmp_path / "keys", f"- {{name: a, {proof}, role: client}}")
+    Path(path).chmod(mode)
+    Credentials(path)
+    found = [
+        vars(record)["mode"] for record in caplog.records if "can be read by other users" in record.message
+    ]
+    assert found == ([f"{mode:04o}"] if is_warned else [])
 
 
 def test_a_key_in_clear_and_by_its_digest(tmp_path):

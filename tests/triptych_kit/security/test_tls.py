@@ -1,5 +1,7 @@
 import asyncio
 import contextlib
+import gc
+import logging
 import socket
 import ssl
 from pathlib import Path
@@ -9,6 +11,7 @@ import grpc
 import pytest
 
 from tests.certificates import CertificateAuthority
+from triptych_kit.addresses import split_address
 from triptych_kit.channel import ChannelCredentials, open_channel
 from triptych_kit.config import ConfigError
 from triptych_kit.http.admin_http import AdminHTTP
@@ -88,7 +91,10 @@ def test_an_identity_of_spiffe_is_a_uri_name():
     assert names_in_certificate(shown) == ["spiffe://example/client/b", "cn", "dns"]
 
 
-async def test_a_key_is_sent_over_tls_with_the_name_of_another_host(tmp_path: Path):
+async def test_a_key_is_sent_over_tls_with_the_name_of_another_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
     ca, key = CertificateAuthority(tmp_path), "triptych-0123456789abcdef"
     (tmp_path / "keys").write_text(f"- {{name: alice, key: {key}, role: client}}")
     (tmp_path / "key").write_text(key + "\n")
@@ -109,6 +115,9 @@ async def test_a_key_is_sent_over_tls_with_the_name_of_another_host(tmp_path: Pa
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(address, no_key, method)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        [line] = [vars(record) for record in caplog.records if hasattr(record, "client")]
+        assert (line["code"], line["client"]) == ("UNAUTHENTICATED", "127.0.0.1")
+        assert line["reason"] == "NO_CREDENTIALS"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(address, channel, "made.up.Service/Method")
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -117,6 +126,24 @@ async def test_a_key_is_sent_over_tls_with_the_name_of_another_host(tmp_path: Pa
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await server.stop(0)
+
+
+async def test_an_alert_of_a_client_is_no_error_of_the_listener(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    files = CertificateAuthority(tmp_path).issue("server")
+    tls = ListenerTLS(CertificateFiles(files.certificate, files.key))
+    security = ListenerSecurity(Authenticator(None, verifies_certificates=False), tls)
+    listener = AdminHTTP("127.0.0.1:0", {}, security=security)
+    host, port = split_address(await listener.start())
+    for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+        context = ssl.create_default_context()  # which does not know the CA
+        context.maximum_version = version
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost")
+    await listener.stop(0)
+    gc.collect()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def serial_of(address: str, ca: CertificateAuthority) -> str:

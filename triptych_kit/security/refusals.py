@@ -1,0 +1,72 @@
+"""Refused credentials by the address of the caller: wrong keys wait, one log line a minute, and a count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from triptych_kit.clock import Clock, MonotonicClock
+
+_WINDOW_S = 60.0  # without a refusal, an address is a new one again
+_NO_GUESS = "NO_CREDENTIALS"  # the reason where there is no key that could be wrong
+_NUM_AT_ONCE = 10  # wrong ones of an address in the window, which are answered at once
+_FIRST_DELAY_S = 0.05  # doubled with each further one
+_LONGEST_DELAY_S = 2.0
+_MAX_WAITING = 256  # answers; later ones do not wait
+_MAX_ADDRESSES = 10_000  # of which the oldest is forgotten
+
+
+@dataclass(slots=True)
+class _Refused:
+    """The refusals of an address in its window."""
+
+    num_wrong: int = 0
+    newest_at: float = 0.0
+    logged_at: float = float("-inf")
+    num_unlogged: int = 0
+
+
+class Refusals:
+    """The refused credentials of a process."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.by_reason: Counter[str] = Counter()
+        self._clock = clock or MonotonicClock()
+        self._refused: OrderedDict[str, _Refused] = OrderedDict()  # by address, the newest last
+        self._num_waiting = 0
+
+    def note(self, address: str, reason: str) -> int | None:
+        """Count a refusal. Returns how many before it were not logged; None if it is not logged either."""
+        self.by_reason[reason] += 1
+        now = self._clock.now()
+        refused = self._refused.pop(address, None)
+        if refused is None or now - refused.newest_at > _WINDOW_S:
+            refused = _Refused()
+        self._refused[address] = refused
+        if len(self._refused) > _MAX_ADDRESSES:
+            self._refused.popitem(last=False)
+        refused.num_wrong += reason != _NO_GUESS
+        refused.newest_at = now
+        if now - refused.logged_at < _WINDOW_S:
+            refused.num_unlogged += 1
+            return None
+        num_unlogged, refused.num_unlogged, refused.logged_at = refused.num_unlogged, 0, now
+        return num_unlogged
+
+    def delay_s(self, address: str, reason: str) -> float:
+        """How long the newest refusal of an address waits for its answer."""
+        refused = self._refused.get(address)
+        num_more = 0 if refused is None or reason == _NO_GUESS else refused.num_wrong - _NUM_AT_ONCE
+        return 0.0 if num_more <= 0 else min(_FIRST_DELAY_S * 2.0 ** min(num_more - 1, 10), _LONGEST_DELAY_S)
+
+    async def wait(self, address: str, reason: str) -> None:
+        """Wait before the newest refusal of an address is answered, unless very many do."""
+        delay_s = self.delay_s(address, reason)
+        if not delay_s or self._num_waiting >= _MAX_WAITING:
+            return
+        self._num_waiting += 1
+        try:
+            await asyncio.sleep(delay_s)
+        finally:
+            self._num_waiting -= 1
