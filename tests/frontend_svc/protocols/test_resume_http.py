@@ -80,7 +80,13 @@ async def read_events(connection: RawConnection, events: Events, count: int) -> 
 
 
 def rest(events: Events, request_id: str = "mine") -> bytes:
-    lines = [f"GET /v1/streams/{request_id} HTTP/1.1", "host: localhost", f"last-event-id: {events.ids[-1]}", "", ""]
+    lines = [
+        f"GET /v1/streams/{request_id} HTTP/1.1",
+        "host: localhost",
+        f"last-event-id: {events.ids[-1]}",
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode()
 
 
