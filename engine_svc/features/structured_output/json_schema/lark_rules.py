@@ -43,6 +43,7 @@ from engine_svc.features.structured_output.json_schema.shapes import (
     UnsupportedShape,
     choice,
     is_nothing,
+    text_shape,
 )
 from engine_svc.features.structured_output.limits import subschemas
 from triptych_kit.exact_json import dumps
@@ -261,8 +262,11 @@ class SchemaRules:
                     "properties": {
                         name: self._schema(part, names) for name, part in shape.properties.items()
                     },
+                    # One without a value would rule out the properties that have such a name.
                     "patternProperties": {
-                        pattern: self._schema(part, names) for pattern, part in shape.patterns.items()
+                        pattern: self._schema(part, names)
+                        for pattern, part in shape.patterns.items()
+                        if not (is_nothing(part) and is_nothing(shape.additional))
                     },
                     "additionalProperties": self._schema(shape.additional, names),
                     "required": list(shape.required),
@@ -393,7 +397,10 @@ class SchemaRules:
             if len(shape.patterns) > 1:
                 raise UnsupportedShape("patternProperties", f"several patterns: {_BESIDE}", place)
             others = [{"pattern": translated(pattern_without(names))}] if names else []
-            key = self._json(TextShape(({"pattern": pattern}, *others)))
+            key_shape = text_shape([{"pattern": pattern}, *others])
+            if is_nothing(key_shape):
+                continue
+            key = self._json(key_shape)
             written = self._written(value, pointer(place, "patternProperties", pattern))
             choices.append(f"{key} {self._colon} {written}")
         if not is_nothing(shape.additional):

@@ -15,6 +15,7 @@ from engine_svc.features.structured_output.json_schema.logic import (
     KINDS,
     NUMBER_KEYWORDS,
     OBJECT_KEYWORDS,
+    json_key,
     kind_of,
     kinds_of_type,
     type_of_kinds,
@@ -51,6 +52,7 @@ class _FiniteValues:
         self._definitions = definitions
         self._schemas: dict[int, Any] = {}  # by identity
         self._limits: dict[int, dict[str, Any]] = {}  # by identity of the schema
+        self._constants: dict[str, dict[str, Any]] = {}
         self._kinds: dict[_State, frozenset[str]] = {}
         self._parents: dict[_State, set[_State]] = {}
         self._texts: dict[str, bool] = {}  # whether there are some, by their limits
@@ -125,6 +127,9 @@ class _FiniteValues:
             kinds -= {"array"}
         if "string" in kinds and not self._has_text(conjuncts):
             kinds -= {"string"}
+        for schema in conjuncts:
+            if "enum" in schema or "const" in schema:
+                kinds &= {kind_of(value) for value in _values(schema) if self._may_be(value, conjuncts)}
         limits = [limit for schema in conjuncts if (limit := self._limits_of(schema))]
         for schema in conjuncts:
             if "anyOf" in schema:
@@ -149,6 +154,26 @@ class _FiniteValues:
             self._limits[id(schema)] = {name: schema[name] for name in schema if name in _LIMITS}
             self._schemas[id(schema)] = schema  # kept, as it is known by identity
         return self._limits[id(schema)]
+
+    def _may_be(self, value: Any, conjuncts: list[dict[str, Any]]) -> bool:
+        """Whether the parts of a value may satisfy what the schemas say of them."""
+        if isinstance(value, list):
+            parts = [
+                (part, [entry for schema in conjuncts for entry in _of_index(schema, index)])
+                for index, part in enumerate(value)
+            ]
+        elif isinstance(value, dict):
+            parts = [
+                (part, [entry for schema in conjuncts for entry in _of_name(schema, name)])
+                for name, part in value.items()
+            ]
+        else:
+            return True
+        return all(not entries or self._has_value([self._only(part), *entries]) for part, entries in parts)
+
+    def _only(self, value: Any) -> dict[str, Any]:
+        """The schema of one value, the same object each time."""
+        return self._constants.setdefault(json_key(value), {"const": value})
 
     def _has_object(self, conjuncts: list[dict[str, Any]]) -> bool:
         for name in dict.fromkeys(name for schema in conjuncts for name in schema.get("required", ())):
@@ -216,9 +241,12 @@ def _empty_kinds(conjuncts: list[dict[str, Any]]) -> set[str]:
 def _own_kinds(schema: dict[str, Any]) -> frozenset[str]:
     kinds = kinds_of_type(schema["type"]) if "type" in schema else KINDS
     if "enum" in schema or "const" in schema:
-        values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
-        kinds &= {kind_of(value) for value in values}
+        kinds &= {kind_of(value) for value in _values(schema)}
     return kinds
+
+
+def _values(schema: dict[str, Any]) -> list[Any]:
+    return [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
 
 
 def _of_name(schema: dict[str, Any], name: str) -> list[Any]:

@@ -143,6 +143,7 @@ class Shapes:
         self.root = self.read({name: value for name, value in document.items() if name != "$defs"})
         for name in self._schemas:
             self._definition(name)
+        self._remove_empty()
 
     def read(self, schema: Any) -> Shape:
         if isinstance(schema, bool):
@@ -194,6 +195,43 @@ class Shapes:
             case (ObjectShape(), ObjectShape()):
                 return self._both_objects(first, second)
         return NOTHING
+
+    def _remove_empty(self) -> None:
+        """Take out references to definitions without a value, of which a rule could not be written."""
+        empty: set[str] = set()
+        while more := {name for name, shape in self.definitions.items() if is_nothing(shape)} - empty:
+            empty |= more
+            self.definitions = {name: self._without(shape, empty) for name, shape in self.definitions.items()}
+            self.root = self._without(self.root, empty)
+
+    def _without(self, shape: Shape, empty: set[str]) -> Shape:
+        """The shape without the definitions of these names."""
+        match shape:
+            case Reference():
+                return NOTHING if shape.name in empty else shape
+            case Choice():
+                return choice([self._without(part, empty) for part in shape.shapes])
+            case ArrayShape():
+                return self._possible(
+                    replace(
+                        shape,
+                        prefix=tuple(self._without(part, empty) for part in shape.prefix),
+                        items=self._without(shape.items, empty),
+                        contained=tuple(self._without(part, empty) for part in shape.contained),
+                    )
+                )
+            case ObjectShape():
+                return object_shape(
+                    replace(
+                        shape,
+                        properties={
+                            name: self._without(part, empty) for name, part in shape.properties.items()
+                        },
+                        patterns={name: self._without(part, empty) for name, part in shape.patterns.items()},
+                        additional=self._without(shape.additional, empty),
+                    )
+                )
+        return shape
 
     def _definition(self, name: str) -> Shape:
         if name not in self.definitions:

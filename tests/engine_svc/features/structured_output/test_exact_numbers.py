@@ -116,6 +116,33 @@ def members(required: list[str], **properties: Any) -> dict[str, Any]:
             ["0.5"],
             ['"a"', '""'],
         ),
+        # Beside parts that have no value.
+        (
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/x"},
+                "$defs": {"x": {"allOf": [{"minimum": 0.75}, {"type": "null"}, {"type": "number"}]}},
+            },
+            ["[]"],
+            ["[null]", "[1]"],
+        ),
+        (
+            {
+                "anyOf": [{"$ref": "#/$defs/x"}, {"minimum": 0.75, "type": "number"}],
+                "$defs": {"x": {"allOf": [{"type": "null"}, {"type": "array"}]}},
+            },
+            ["1"],
+            ["null", "0.5", "[]"],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"\\": {"maximum": 0.25, "type": "number"}},
+                "propertyNames": {"maxLength": 0, "minLength": 1},
+            },
+            ["{}"],
+            ['{"\\\\": 0}', '{"a": 0}'],
+        ),
     ],
     ids=str,
 )

@@ -160,6 +160,9 @@ def test_a_part_without_an_end_is_never_opened(schema: dict[str, Any], written: 
         {"type": "integer", "maximum": 1.5, "anyOf": [{"type": "string"}, {"minimum": 2}]},
         {"type": "integer", "maximum": 9, "if": {"maximum": 10}, "then": {"type": "string"}},
         {"type": "string", "pattern": "^a", "anyOf": [{"pattern": "^b"}, {"maxLength": 0}]},
+        {"type": "array", "items": {"type": "object"}, "anyOf": [{"enum": [2, [0.75]]}]},
+        {"allOf": [{"additionalProperties": {"type": "null"}}, {"enum": [{"a": 1}]}]},
+        {"type": "array", "contains": {"not": {}}},
     ],
     ids=json.dumps,
 )
