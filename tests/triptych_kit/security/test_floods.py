@@ -6,8 +6,10 @@ import asyncio
 import struct
 from pathlib import Path
 
+import pytest
 from grpc_health.v1 import health_pb2
 
+from triptych_kit import limits
 from triptych_kit.addresses import split_address
 from triptych_kit.channel import open_channel
 from triptych_kit.server import ADMIN, Server
@@ -38,6 +40,21 @@ def _resets(first: int, count: int) -> bytes:
         _frame(_HEADERS, 4, stream, block) + _frame(_RESET, 0, stream, struct.pack(">I", 8))
         for stream in range(first, first + 2 * count, 2)
     )
+
+
+@pytest.mark.parametrize("sent", [b"", _PREFACE[:8], _PREFACE])
+async def test_a_connection_that_does_not_begin_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "_HANDSHAKE_MS", 300)
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=ADMIN, service="x")
+    reader, writer = await asyncio.open_connection(*split_address(await server.start()))
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(30):
+            while await reader.read(4096):
+                pass
+    finally:
+        writer.close()
+        await server.stop(0)
 
 
 def _rss_mb() -> int:
