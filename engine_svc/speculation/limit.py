@@ -209,30 +209,35 @@ class SurvivalLimit:
         # A long time without tries must not be followed by several of all rows.
         left = min(saved, of_step + num_rows * of_row + sum(extras))
         self._decided_at = self._step
-        has_probes = False
+        due: list[_DraftHistory] = []
+        seconds = of_step
         for request, history, extra in zip(rows, histories, extras, strict=True):
             if history.allowed:
                 history.probe_at = 0
-                continue
-            if not history.probe_at:
+            elif not history.probe_at:
                 history.probe_at = self._step + history.wait
             elif self._step >= history.probe_at:
-                seconds = of_row + extra + (0.0 if has_probes else of_step)
-                pays = self._could_pay(request, extra, num_rows)
-                if pays and seconds > left:
-                    # As soon as the time for it was saved.
-                    saved_at = self._step + 1 + int((seconds - left) / per_step)
-                    self._settled_until = min(self._settled_until, saved_at)
+                if self._could_pay(request, extra, num_rows):
+                    due.append(history)
+                    seconds += of_row + extra
                     continue
-                history.wait = min(2 * history.wait, _LONGEST_WAIT)
-                history.probe_at = self._step + history.wait
-                if pays:
-                    left -= seconds
-                    history.allowed, has_probes = 1, True
-                    # Only in this step.
-                    self._settled_until = self._step + 1
-            self._settled_until = min(self._settled_until, history.probe_at)
+                self._wait_longer(history)
+            if history.probe_at:
+                self._settled_until = min(self._settled_until, history.probe_at)
+        # In one step, as a step with drafts costs more than its parts: those around it wait for it.
+        if due and seconds > left:
+            self._settled_until = min(self._settled_until, self._step + 1 + int((seconds - left) / per_step))
+        elif due:
+            left -= seconds
+            for history in due:
+                history.allowed = 1
+                self._wait_longer(history)
+            self._settled_until = self._step + 1  # only in this step
         self._probing_seconds = left
+
+    def _wait_longer(self, history: _DraftHistory) -> None:
+        history.wait = min(2 * history.wait, _LONGEST_WAIT)
+        history.probe_at = self._step + history.wait
 
     def _could_pay(self, request: Request, extra: float, num_rows: int) -> bool:
         limit, costs = _capped(request, self._max_drafts), self._costs
