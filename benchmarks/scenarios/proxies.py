@@ -477,7 +477,7 @@ class HTTPStreams:
         else:
             self._protocol.start_next_cycle()
         headers = [
-            ("host", "frontend"), ("content-type", "application/json"), ("content-length", str(len(body))),
+            ("host", "localhost"), ("content-type", "application/json"), ("content-length", str(len(body))),
             ("x-request-id", request_id),
         ]  # fmt: skip
         writer = self._streams[1]
