@@ -189,7 +189,7 @@ def _guarded_handler(
                 raise
             with calls.opened() as opened:
                 if is_read_late:
-                    request = await _only_message(request)
+                    request = await _only_message(context)
                 return await answer(request, context, opened)
         # grpc's call state refers to the error that ends the call, and the frames of that error refer to the
         # state, until a full collection. So the error is raised outside an `except` block, by a frame that
@@ -234,10 +234,12 @@ def _unserved(requests: Any, context: Any) -> Any:
     raise NotImplementedError
 
 
-async def _only_message(requests: AsyncIterator[bytes]) -> bytes:
-    async for data in requests:
-        return data
-    raise InvalidArgument("the call has no request", reason="MALFORMED")
+async def _only_message(context: Any) -> bytes:
+    # Not by the iterator of requests, which would keep the message until a full collection.
+    data: bytes = await context.read()
+    if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
+        raise InvalidArgument("the call has no request", reason="MALFORMED")
+    return data
 
 
 async def _read_out(requests: AsyncIterator[Any]) -> None:

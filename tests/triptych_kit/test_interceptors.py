@@ -244,6 +244,9 @@ class EndedContext:
     def time_remaining(self) -> float | None:
         return self._remaining_s
 
+    async def read(self) -> bytes:
+        return b""
+
     async def send_initial_metadata(self, metadata: Any) -> None:
         """Not seen by any client."""
 
@@ -272,12 +275,8 @@ async def test_a_call_that_its_client_ends_at_the_deadline_was_too_late_and_any_
     details = SimpleNamespace(method=f"/{SERVICE_NAME}/Unary", invocation_metadata=())
     (interceptor,) = server_interceptors("fake")
     handler: Any = await interceptor.intercept_service(find, details)
-
-    async def requests() -> AsyncIterator[bytes]:
-        yield b""
-
     with pytest.raises(asyncio.CancelledError):
-        await handler.stream_unary(requests(), EndedContext(remaining_s))
+        await handler.stream_unary(None, EndedContext(remaining_s))
     assert [record.code for record in access_lines(caplog)] == [code]
 
 

@@ -12,7 +12,7 @@ _WINDOW_S = 60.0  # without a refusal, an address is a new one again
 _NO_GUESS = "NO_CREDENTIALS"  # the reason where there is no key that could be wrong
 _NUM_AT_ONCE = 10  # wrong ones of an address in the window, which are answered at once
 _FIRST_DELAY_S = 0.05  # doubled with each further one
-_LONGEST_DELAY_S = 2.0
+_LONGEST_DELAY_S = 0.5
 _MAX_WAITING = 256  # answers; later ones do not wait
 _MAX_ADDRESSES = 10_000  # of which the oldest is forgotten
 

@@ -31,7 +31,7 @@ def test_wrong_keys_of_an_address_wait_and_a_lack_of_one_does_not():
     for _ in range(30):
         refusals.note("a", "UNKNOWN_KEY")
         delays.append(refusals.delay_s("a", "UNKNOWN_KEY"))
-    assert delays[:12] == [0.0] * 10 + [0.05, 0.1] and delays[-1] == 2.0
+    assert delays[:12] == [0.0] * 10 + [0.05, 0.1] and delays[-1] == 0.5
     assert refusals.delay_s("a", "NO_CREDENTIALS") == refusals.delay_s("b", "UNKNOWN_KEY") == 0.0
     clock.advance(61)
     refusals.note("a", "UNKNOWN_KEY")
