@@ -32,7 +32,7 @@ MAX_GROWTH_BYTES = 600 * 2**20
 MAX_HEALTH_S = 5.0  # on a busy machine
 LIMIT_S = 60.0
 # 503 is for connections beyond the limit.
-FINE = {100, 200, 400, 403, 404, 405, 408, 413, 415, 429, 431, 501, 503, 505}
+FINE = {100, 200, 400, 403, 404, 405, 408, 413, 415, 421, 429, 431, 501, 503, 505}
 
 
 def memory_of(process: ServiceProcess) -> int:
