@@ -138,13 +138,12 @@ class Credentials:
 def read_entries(path: str) -> tuple[Entry, ...]:
     """The entries of a file. Raises ConfigError that names the entry, and no key."""
     try:
-        content = Path(path).read_bytes()
+        content, mode = Path(path).read_bytes(), os.stat(path).st_mode
     except OSError as error:
         raise ConfigError(f"api_keys {path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"api_keys {path} has {len(content)} bytes, the limit is {_MAX_BYTES}")
     entries = parse_entries(content, f"api_keys {path}")
-    mode = os.stat(path).st_mode
     if mode & 0o077 and any(entry.is_clear for entry in entries):
         fields = {"path": path, "mode": f"{mode & 0o777:04o}"}
         logger.warning("API keys in clear can be read by other users", extra=fields)
