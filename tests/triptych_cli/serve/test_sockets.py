@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.processes import running
 from triptych_cli.serve.sockets import socket_folder
 
 _OTHER = """
@@ -17,6 +19,9 @@ with socket_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
+
+
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +34,7 @@ def _folders(tmp_path: Path) -> set[str]:
 
 
 def test_a_living_stack_keeps_its_folder_beside_others(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    with running(sys.executable, "-c", _OTHER, **PIPES) as other:
         assert other.stdin is not None and other.stdout is not None
         theirs = other.stdout.readline().strip()
         (Path(theirs) / "engine-0.sock").touch()
@@ -40,13 +43,12 @@ def test_a_living_stack_keeps_its_folder_beside_others(tmp_path: Path) -> None:
                 assert _folders(tmp_path) == {theirs, str(folder)}
         assert (Path(theirs) / "engine-0.sock").exists()
         other.stdin.close()
+        assert other.wait() == 0
     assert _folders(tmp_path) == set()
 
 
 def test_the_folder_of_a_killed_stack_is_removed_by_the_next(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    with running(sys.executable, "-c", _OTHER, **PIPES) as other:
         assert other.stdout is not None
         theirs = other.stdout.readline().strip()
         other.kill()
