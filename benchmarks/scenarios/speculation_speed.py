@@ -3,10 +3,12 @@
     python -m benchmarks speculation_speed --model embedded --json benchmarks/results/speculation_speed.json
 
 Both engines are processes of their own with one compute thread on the same core; each waits while the other
-works, and which is first alternates. Prompts are random, questions whose answers do not repeat, or texts of
-which an answer repeats much: code to be edited, records to be printed again, the turns of an agent. Models
-with random weights answer none of them; their greedy outputs repeat themselves, drawn ones do not. A cell is
-measured until its interval lies on one side of the least ratio, for at most `--max-rounds`.
+works, and which is first alternates. Two processes of one engine differ by up to 2 % for as long as they run,
+so both are started anew, `--pairs` times, and on while a cell is undecided, up to `--max-pairs`.
+`--method off` measures an engine against itself. Prompts are random, questions whose answers do not repeat,
+or texts of which an answer repeats much: code to be edited, records to be printed again, the turns of an
+agent. Models with random weights answer none of them; their greedy outputs repeat themselves, drawn ones do
+not.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from benchmarks.contestants.jobs import Job
-from benchmarks.report import Report, Row, median_interval
+from benchmarks.report import Interval, Report, Row
 from benchmarks.scenarios.engine.contest import Contestant, Entry
 from triptych_cli.services import embedded_model
 
@@ -34,6 +37,8 @@ _CODE = (_ROOT / "triptych_kit" / "clock.py").read_text(encoding="utf-8")
 _LEAST_RATIO = 0.99  # of the median of each cell
 _LEAST_MEAN = 0.995  # of the geometric mean over all
 _WIDEST = 0.04  # an interval that decides
+_FEWEST_TURNS = 3  # of a cell by one pair
+_NUM_RESAMPLES = 1000
 _PROMPT_TOKENS = 160
 _MAX_MODEL_LEN = 1024
 _NAMES = ("Ann", "Bob", "Eve", "Joe", "Kim", "Lea", "Max", "Zoe")
@@ -45,8 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", default="1,4,8,16,64", help="requests at once")
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens of a request")
-    parser.add_argument("--rounds", type=int, default=8, help="at least, of a cell")
-    parser.add_argument("--max-rounds", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=4, help="of processes, at least")
+    parser.add_argument("--max-pairs", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=6.0, help="at least, of a cell by one pair")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--core", type=int, default=1, help="the core that computes")
 
@@ -67,7 +73,9 @@ def run(options: argparse.Namespace) -> Report:
     if mean < _LEAST_MEAN:
         shortfalls.append(f"the geometric mean is {mean:.4f}")
     settings = {
-        "max_rounds": options.max_rounds,
+        "pairs": options.pairs,
+        "max_pairs": options.max_pairs,
+        "seconds": options.seconds,
         "tokens": options.tokens,
         "method": options.method,
         "least_ratio": _LEAST_RATIO,
@@ -77,20 +85,107 @@ def run(options: argparse.Namespace) -> Report:
     return Report("speculation_speed", settings, rows, shortfalls)
 
 
+@dataclass
+class _Cell:
+    """One job, and the seconds of its turns: a list for each pair of processes.
+
+    num_accepted: drafts, in one turn.
+    """
+
+    workload: str
+    job: Job
+    off: list[list[float]] = field(default_factory=list)
+    on: list[list[float]] = field(default_factory=list)
+    num_accepted: float = 0.0
+
+    def measure(self, off: Contestant, on: Contestant, least_s: float) -> None:
+        """Prompts are in the prefix cache but for the first turn, so that decoding is what is measured."""
+        self.off.append([])
+        self.on.append([])
+        in_turns = [(off, self.off[-1]), (on, self.on[-1])]
+        for contestant, _ in in_turns:
+            contestant.do(self.job)
+        while len(self.off[-1]) < _FEWEST_TURNS or sum(self.off[-1]) + sum(self.on[-1]) < least_s:
+            for contestant, seconds in in_turns:
+                seconds.append(contestant.do(self.job))
+            in_turns.reverse()
+        self.num_accepted = on.process.ask(**asdict(self.job))["accepted_drafts"]
+
+    def ratio(self) -> Interval:
+        """Of the speeds: the mean of the pairs' medians; its interval by pairs and turns drawn again."""
+        pairs = [
+            [before / after for before, after in zip(off, on, strict=True)]
+            for off, on in zip(self.off, self.on, strict=True)
+        ]
+        choose = random.Random(0)
+        means = sorted(
+            statistics.mean(
+                statistics.median(choose.choices(turns, k=len(turns)))
+                for turns in choose.choices(pairs, k=len(pairs))
+            )
+            for _ in range(_NUM_RESAMPLES)
+        )
+        low, high = means[int(0.025 * _NUM_RESAMPLES)], means[int(0.975 * _NUM_RESAMPLES)]
+        return Interval(statistics.mean(map(statistics.median, pairs)), low, high)
+
+    def is_decided(self) -> bool:
+        ratio = self.ratio()
+        is_exact = ratio.high - ratio.low <= _WIDEST
+        return ratio.low >= _LEAST_RATIO or ratio.high < _LEAST_RATIO or (is_exact and _holds(ratio))
+
+    def row(self, model: str) -> Row:
+        ratio = self.ratio()
+        num_requests, num_tokens = (
+            len(self.job.prompts()),
+            len(self.job.prompts()) * self.job.num_output_tokens,
+        )
+        return {
+            "model": model,
+            "workload": self.workload,
+            "temperature": self.job.temperature,
+            "requests": num_requests,
+            "pairs": len(self.off),
+            "turns": sum(map(len, self.off)),
+            "off_tokens_per_s": num_tokens / statistics.median(chain.from_iterable(self.off)),
+            "on_tokens_per_s": num_tokens / statistics.median(chain.from_iterable(self.on)),
+            "ratio": ratio.estimate,
+            "low": ratio.low,
+            "high": ratio.high,
+            # Every other token took a step of its row.
+            "accepted_per_step": self.num_accepted / (num_tokens - self.num_accepted),
+            "decides": self.is_decided(),
+            "falls_short": not _holds(ratio),
+        }
+
+
+def _holds(ratio: Interval) -> bool:
+    return ratio.estimate >= _LEAST_RATIO
+
+
 def _measure_model(name: str, options: argparse.Namespace) -> Iterator[Row]:
     model = embedded_model() if name == "embedded" else Path(name)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    with ExitStack() as stack:
-        pair = [_start(model, method, options.core) for method in ("off", options.method)]
-        for contestant in pair:
-            stack.enter_context(contestant.process)
-        for workload in options.workload or WORKLOADS:
-            for count in map(int, options.concurrency.split(",")):
-                prompts = [WORKLOADS[workload](tokenizer, random.Random(seed)) for seed in range(count)]
-                for temperature in map(float, options.temperature.split(",")):
-                    job = Job([], options.tokens, 0, given=prompts, temperature=temperature)
-                    cell = {"model": Path(name).name, "workload": workload, "temperature": temperature}
-                    yield {**cell, **_measure(pair, job, options.rounds, options.max_rounds)}
+    cells = []
+    for workload in options.workload or WORKLOADS:
+        for count in map(int, options.concurrency.split(",")):
+            prompts = [WORKLOADS[workload](tokenizer, random.Random(seed)) for seed in range(count)]
+            for temperature in map(float, options.temperature.split(",")):
+                job = Job([], options.tokens, 0, given=prompts, temperature=temperature)
+                cells.append(_Cell(workload, job))
+    for num_pairs in range(options.max_pairs):
+        undecided = [cell for cell in cells if num_pairs < options.pairs or not cell.is_decided()]
+        if not undecided:
+            break
+        with ExitStack() as stack:
+            methods = ["off", options.method] if num_pairs % 2 == 0 else [options.method, "off"]
+            started = [_start(model, method, options.core) for method in methods]
+            for contestant in started:
+                stack.enter_context(contestant.process)
+            off, on = started if num_pairs % 2 == 0 else reversed(started)
+            for cell in undecided:
+                cell.measure(off, on, options.seconds)
+        print(f"{name}: {num_pairs + 1} pairs, {len(undecided)} cells measured", file=sys.stderr, flush=True)
+    yield from (cell.row(Path(name).name) for cell in cells)
 
 
 def _start(model: Path, method: str, core: int) -> Contestant:
@@ -99,37 +194,6 @@ def _start(model: Path, method: str, core: int) -> Contestant:
     paths = os.pathsep.join(str(_ROOT / name) for name in (".", "protos", "kernels"))
     entry = Entry(method, [*command, *settings], {"PYTHONPATH": paths}, is_pinned=False)
     return Contestant(entry, core)
-
-
-def _measure(pair: Sequence[Contestant], job: Job, num_rounds: int, max_rounds: int) -> Row:
-    """Prompts are in the prefix cache but for the first turn, so that decoding is what is measured."""
-    for contestant in pair:
-        contestant.do(job)
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in pair}
-    off, on = (seconds[contestant.name] for contestant in pair)
-    for round_index in range(max_rounds):
-        for contestant in pair if round_index % 2 == 0 else reversed(pair):
-            seconds[contestant.name].append(contestant.do(job))
-        if round_index + 1 < num_rounds:
-            continue
-        interval = median_interval([before / after for before, after in zip(off, on, strict=True)], 0)
-        if interval.low >= _LEAST_RATIO or interval.high < _LEAST_RATIO:
-            break
-    accepted = pair[1].process.ask(**asdict(job))["accepted_drafts"]
-    num_tokens = len(job.prompts()) * job.num_output_tokens
-    return {
-        "requests": len(job.prompts()),
-        "rounds": len(off),
-        "off_tokens_per_s": num_tokens / statistics.median(off),
-        "on_tokens_per_s": num_tokens / statistics.median(on),
-        "ratio": interval.estimate,
-        "low": interval.low,
-        "high": interval.high,
-        # Every other token took a step of its row.
-        "accepted_per_step": accepted / (num_tokens - accepted),
-        "decides": interval.high - interval.low <= _WIDEST or interval.low >= _LEAST_RATIO,
-        "falls_short": interval.estimate < _LEAST_RATIO,
-    }
 
 
 def _random(tokenizer: Tokenizer, choose: random.Random) -> list[int]:
