@@ -47,6 +47,9 @@ def new(
     tokens_per_minute: Annotated[
         int | None, typer.Option(min=1, help="most tokens of its tenant a minute")
     ] = None,
+    weight: Annotated[
+        int | None, typer.Option(min=1, help="its tenant's share beside others, which have 1")
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="file of --api-keys that gets the entry, made if it is not there")
     ] = None,
@@ -62,6 +65,7 @@ def new(
         "max_requests": max_requests,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
+        "weight": weight,
     }
     entry = _entry(made, name, role, fields)
     try:

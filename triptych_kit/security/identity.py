@@ -23,12 +23,14 @@ class Role(StrEnum):
 class TenantLimits:
     """Limits of a tenant at one frontend process; None is without a limit.
 
-    Tokens are those of prompts and of the longest requested outputs.
+    Tokens are those of prompts and of the longest requested outputs. weight: its share of what others want as
+    well, relative to those of other tenants; None is 1.
     """
 
     max_requests: int | None = None  # open at the same time
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    weight: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ class Identity:
     roles: frozenset[Role]
     tenant: str = ""
     limits: TenantLimits = TenantLimits()
+
+    @property
+    def account(self) -> str:
+        """Whose share a call uses, and whose faults it adds to: the tenant, without one the caller's name."""
+        return self.tenant or self.name
+
+    @property
+    def weight(self) -> int:
+        return self.limits.weight or 1
 
 
 # The caller of a listener that needs no credentials, and of a unix socket, which the file system protects.
