@@ -58,7 +58,8 @@ class WorkerSlot:
     After a time limit the process is replaced at once. If processes die by themselves, it is replaced with a
     growing delay of up to 5 s.
 
-    on_free: called when the slot can take a task.  on_lost: called with a task whose worker died.
+    on_free: called when the slot can take a task.  on_end: called first with each task that it has ended
+    with, in whatever way.  on_lost: called then with a task whose worker died.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class WorkerSlot:
         time_limit_s: float,
         *,
         on_free: Callable[[], None],
+        on_end: Callable[[Work], None],
         on_lost: Callable[[Work], None],
     ) -> None:
         self._command = command
         self._time_limit_s = time_limit_s
         self._on_free = on_free
+        self._on_end = on_end
         self._on_lost = on_lost
         self._state = SlotState.DOWN
         self._link: WorkerLink | None = None
@@ -199,6 +202,7 @@ class WorkerSlot:
 
     def _send_work(self, work: Work) -> None:
         self._move_to(SlotState.WORKING)
+        work.began_at = asyncio.get_running_loop().time()
         self._send(work.header, work.files, (work.body,), self._time_limit_s)
 
     def _send(
@@ -236,14 +240,14 @@ class WorkerSlot:
             self._send_work(self._work)
 
     def _settle(self, frame: Frame) -> None:
-        work, self._work = self._work, None
+        work = self._end_work()
         if work is not None and not work.answer.done():
             work.answer.set_result(frame)
         self._move_to(SlotState.IDLE)
         self._on_free()
 
     def _expire(self, limit_s: float) -> None:
-        link, work = self._link, self._work
+        link, work = self._link, self._end_work()
         assert link is not None
         logger.warning(
             "text worker killed at its time limit",
@@ -260,7 +264,7 @@ class WorkerSlot:
     def _ended(self, link: WorkerLink | None) -> None:
         if link is not self._link or self._state is SlotState.CLOSED:
             return
-        work, process_id = self._work, self.process_id
+        work, process_id = self._end_work(), self.process_id
         self._leave()
         delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._num_failures, _MAX_DOUBLINGS))
         self._num_failures += 1
@@ -276,11 +280,17 @@ class WorkerSlot:
         self._restart = None
         self.start()
 
+    def _end_work(self) -> Work | None:
+        work, self._work = self._work, None
+        if work is not None:
+            self._on_end(work)
+        return work
+
     def _leave(self) -> None:
         """Detach from the process: its further answers are ignored."""
         if self._limit is not None:
             self._limit.cancel()
-        self._link, self._work, self._reading = None, None, None
+        self._link, self._reading = None, None
         self._loaded.clear()
         self._move_to(SlotState.DOWN)
 

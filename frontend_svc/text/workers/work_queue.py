@@ -1,27 +1,35 @@
-"""The queue of tasks for text workers. Knows no processes and no clock."""
+"""The queue of tasks for text workers, which tenants share. Knows no processes and no clock."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame
-from triptych_kit.errors import ServiceError
+from triptych_kit.errors import ResourceExhausted, ServiceError
+from triptych_kit.shares import FairQueue, SharedLimit
 
 # Tokenizing this much takes about 10 ms. Shorter texts do not wait for longer ones.
 LONG_BYTES = 16 * 1024
 # After this many short tasks a long one is due, so that long ones are not starved.
 _MAX_SHORT_IN_A_ROW = 16
+# A task that occupies a worker for longer makes its account a slow one for a while. Most take a few ms.
+SLOW_S = 0.1
+_MEMORY_S = 60.0
+_MAX_REMEMBERED = 1024
+# Share of the newest task in what the next one of its account is expected to take.
+_NEWEST_SHARE = 0.25
+_RETRY_AFTER_MS = 1000
 
 
 @dataclass(slots=True, eq=False)
 class Work:
     """One task: the request to a worker, and the future of its answer.
 
-    files: what it needs loaded.
+    files: what it needs loaded.  account, weight: whose it is, and the weight of its share.
+    began_at: when a worker began it, on the event loop's clock; 0 before, and while the worker loads `files`.
     """
 
     files: TextFiles | None
@@ -29,8 +37,12 @@ class Work:
     body: bytes
     field: str
     answer: asyncio.Future[Frame]
+    account: str = ""
+    weight: int = 1
     num_attempts: int = 0
     is_queued: bool = False
+    began_at: float = 0.0
+    expected_s: float = 0.0  # what its account was charged for it when it was taken
     expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -44,49 +56,156 @@ class Work:
 
 
 class WorkQueue:
-    """Two FIFO queues, one for short tasks and one for long ones."""
+    """Short tasks and long ones, each in the order of a `FairQueue`, and what of them runs.
 
-    def __init__(self, max_pieces: int, max_bytes: int) -> None:
-        self._max_pieces = max_pieces
-        self._max_bytes = max_bytes
-        self._short: deque[Work] = deque()
-        self._long: deque[Work] = deque()
-        self._num_bytes = 0
+    What an account uses is the time for which its tasks occupy workers. An account with a task of more than
+    `SLOW_S` now or in the last minute is a slow one. While accounts that are not slow send tasks, slow ones
+    do not get the last free worker; and where slow ones have all workers that may run long tasks, an account
+    that is not slow and runs none gets the worker that is reserved for short ones.
+    """
+
+    def __init__(self, num_workers: int, max_pieces: int, max_bytes: int) -> None:
+        self._max_slow = max(1, num_workers - 1)
+        self._has_reserve = num_workers > 1
+        self._max_pieces, self._max_bytes = max_pieces, max_bytes
+        self._pieces, self._bytes = SharedLimit(max_pieces), SharedLimit(max_bytes)
+        self._short: FairQueue[Work] = FairQueue()
+        self._long: FairQueue[Work] = FairQueue()
         self._num_short_in_a_row = 0
+        self._running: set[Work] = set()
+        self._slow_until: dict[str, float] = {}
+        self._seen_at: dict[str, float] = {}  # the one that has sent nothing for longest first
+        self._mean_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return len(self._short) + len(self._long)
+        return self._pieces.total
 
-    def has_room_for(self, work: Work) -> bool:
-        """Whether `work` fits. An empty queue takes a task of any size."""
-        has_bytes = self._num_bytes + len(work.body) <= self._max_bytes or not len(self)
-        return has_bytes and len(self) < self._max_pieces
+    def check_room(self, work: Work) -> None:
+        """Raise ResourceExhausted if `work` does not fit. An empty queue takes a task of any size."""
+        account, weight, num_bytes = work.account, work.weight, len(work.body)
+        if not self._pieces.has_room(account, weight):
+            words = self._pieces.words(account, weight)
+            raise _full(
+                f"{len(self)} texts are waiting to be tokenized, the limit is {self._max_pieces}{words}"
+            )
+        if len(self) and not self._bytes.has_room(account, weight, num_bytes):
+            words = self._bytes.words(account, weight)
+            raise _full(
+                f"texts of {self._bytes.total} bytes are waiting to be tokenized, {num_bytes} more exceed "
+                f"the limit of {self._max_bytes}{words}"
+            )
 
-    def add(self, work: Work, *, first: bool = False) -> None:
+    def add(self, work: Work, now: float, *, first: bool = False) -> None:
         """Append `work` to its queue; with `first`, for a task that was taken before, put it at the head."""
-        queue = self._long if work.is_long else self._short
-        self._num_bytes += len(work.body)
+        account = work.account
+        self._seen_at.pop(account, None)
+        self._seen_at[account] = now
+        if len(self._seen_at) > _MAX_REMEMBERED:
+            self._forget(next(iter(self._seen_at)))
+        self._pieces.take(account, work.weight)
+        self._bytes.take(account, work.weight, len(work.body))
         work.is_queued = True
-        if first:
-            queue.appendleft(work)
-        else:
-            queue.append(work)
+        self._of(work).add(work, account, work.weight, first=first)
 
-    def take(self, *, may_be_long: bool) -> Work | None:
-        """Remove and return the next task; only a short one unless `may_be_long`."""
-        is_long_due = not self._short or self._num_short_in_a_row >= _MAX_SHORT_IN_A_ROW
-        takes_long = may_be_long and bool(self._long) and is_long_due
-        if not takes_long and not self._short:
+    def take(self, now: float, *, may_be_long: bool) -> Work | None:
+        """Remove and return the next task, which runs until `end` or `put_back`.
+
+        Only a short one unless `may_be_long`, or unless slow accounts run all the long ones.
+        """
+
+        def may_take(account: str) -> bool:
+            return self._may_take(account, now)
+
+        def may_take_long(account: str) -> bool:
+            return self._may_take(account, now) and (may_be_long or self._may_exceed(account, now))
+
+        is_long_due = not len(self._short) or self._num_short_in_a_row >= _MAX_SHORT_IN_A_ROW
+        work = self._long.take(may_take_long) if is_long_due else None
+        work = work or self._short.take(may_take)
+        if work is None and not is_long_due:
+            work = self._long.take(may_take_long)
+        if work is None:
             return None
-        self._num_short_in_a_row = 0 if takes_long else self._num_short_in_a_row + 1
-        work = self._long.popleft() if takes_long else self._short.popleft()
-        self._num_bytes -= len(work.body)
-        work.is_queued = False
+        self._num_short_in_a_row = 0 if work.is_long else self._num_short_in_a_row + 1
+        self._leave(work)
+        self._running.add(work)
+        work.expected_s = self._mean_s.get(work.account, 0.0)
+        self._of(work).charge(work.account, work.expected_s)
         return work
+
+    def put_back(self, work: Work, now: float) -> None:
+        """Queue a task that was taken, and that no worker has begun, at the head again."""
+        self._running.discard(work)
+        self._of(work).charge(work.account, -work.expected_s)
+        self.add(work, now, first=True)
+
+    def end(self, work: Work, now: float) -> None:
+        """A worker has ended with `work`, in whatever way: charge its account for the time that it took."""
+        self._running.discard(work)
+        took_s = now - work.began_at if work.began_at else 0.0
+        work.began_at = 0.0
+        self._of(work).charge(work.account, took_s - work.expected_s)
+        if work.account in self._seen_at:
+            mean_s = self._mean_s.get(work.account, took_s)
+            self._mean_s[work.account] = mean_s + _NEWEST_SHARE * (took_s - mean_s)
+            if took_s > SLOW_S:
+                self._slow_until[work.account] = now + _MEMORY_S
 
     def remove(self, work: Work) -> None:
         """Remove `work` if it is queued."""
         if work.is_queued:
-            (self._long if work.is_long else self._short).remove(work)
-            self._num_bytes -= len(work.body)
-            work.is_queued = False
+            self._of(work).remove(work, work.account)
+            self._leave(work)
+
+    def clear(self) -> list[Work]:
+        """Remove and return all tasks."""
+        removed = []
+        for queue in (self._short, self._long):
+            while (work := queue.take()) is not None:
+                self._leave(work)
+                removed.append(work)
+        return removed
+
+    def _of(self, work: Work) -> FairQueue[Work]:
+        return self._long if work.is_long else self._short
+
+    def _leave(self, work: Work) -> None:
+        work.is_queued = False
+        self._pieces.give_back(work.account)
+        self._bytes.give_back(work.account, len(work.body))
+
+    def _may_take(self, account: str, now: float) -> bool:
+        """Whether a worker would be left for accounts that are not slow, where there are some."""
+        if not self._has_reserve or not self._is_slow(account, now):
+            return True
+        if sum(self._is_slow(work.account, now) for work in self._running) < self._max_slow:
+            return True
+        return not any(
+            seen_at > now - _MEMORY_S and not self._is_slow(other, now)
+            for other, seen_at in self._seen_at.items()
+        )
+
+    def _may_exceed(self, account: str, now: float) -> bool:
+        """Whether `account` may run a long task although as many run as may: slow ones of others alone."""
+        others = [work.account for work in self._running if work.is_long]
+        return (
+            self._has_reserve
+            and bool(others)
+            and account not in others
+            and not self._is_slow(account, now)
+            and all(self._is_slow(other, now) for other in others)
+        )
+
+    def _is_slow(self, account: str, now: float) -> bool:
+        return now < self._slow_until.get(account, 0.0) or any(
+            work.account == account and work.began_at and now - work.began_at > SLOW_S
+            for work in self._running
+        )
+
+    def _forget(self, account: str) -> None:
+        for memory in (self._seen_at, self._slow_until, self._mean_s):
+            memory.pop(account, None)
+
+
+def _full(text: str) -> ResourceExhausted:
+    return ResourceExhausted(text, reason="TEXT_QUEUE_FULL", retry_after_ms=_RETRY_AFTER_MS)

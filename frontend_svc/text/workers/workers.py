@@ -21,8 +21,9 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, unpack_numbers
 from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
-from frontend_svc.text.workers.work_queue import Work, WorkQueue
+from frontend_svc.text.workers.work_queue import SLOW_S, Work, WorkQueue
 from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
+from triptych_kit.security.identity import current_identity
 from triptych_kit.wire_check import MessageLimits
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class TextWorkers:
     A worker runs one task at a time. After `time_limit_s` it is killed and replaced, and the task fails with
     InvalidArgument, reason TEXT_TIME_LIMIT: the same text would take as long again, and DeadlineExceeded or
     ResourceExhausted would invite clients to retry. A task whose worker died for another reason is retried
-    once. With two or more workers, one is reserved for short tasks.
+    once. With two or more workers, one is reserved for short tasks, and tenants share them, see `WorkQueue`.
 
     command: what a worker runs; tests replace it.
     """
@@ -69,12 +70,16 @@ class TextWorkers:
         max_wait_s: float = _MAX_WAIT_S,
     ) -> None:
         self._max_wait_s = max_wait_s
-        self._queue = WorkQueue(max_queued, _MAX_QUEUED_BYTES)
+        num_processes = num_processes or num_cores()
+        self._queue = WorkQueue(num_processes, max_queued, _MAX_QUEUED_BYTES)
         self._models: dict[str, TextFiles] = {}
         self._slots = [
-            WorkerSlot(command, time_limit_s, on_free=self._dispatch, on_lost=self._lost)
-            for _ in range(num_processes or num_cores())
+            WorkerSlot(
+                command, time_limit_s, on_free=self._dispatch, on_end=self._end_work, on_lost=self._lost
+            )
+            for _ in range(num_processes)
         ]
+        self._next_dispatch: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     @property
@@ -175,7 +180,9 @@ class TextWorkers:
     async def close(self) -> None:
         """End all workers; queued and running tasks fail with Unavailable."""
         self._is_closed = True
-        while (work := self._queue.take(may_be_long=True)) is not None:
+        if self._next_dispatch is not None:
+            self._next_dispatch.cancel()
+        for work in self._queue.clear():
             work.fail(Unavailable("the frontend is stopping"))
         for slot in self._slots:
             slot.close(Unavailable("the frontend is stopping"))
@@ -189,7 +196,8 @@ class TextWorkers:
         field: str,
     ) -> Frame:
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        work = Work(files, header, body, field, answer)
+        identity = current_identity()
+        work = Work(files, header, body, field, answer, identity.account, identity.weight)
         if self._is_closed:
             raise Unavailable("the frontend is stopping")
         if all(slot.is_failing for slot in self._slots):
@@ -198,12 +206,7 @@ class TextWorkers:
                 reason="TEXT_WORKERS_FAILING",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        if not self._queue.has_room_for(work):
-            raise ResourceExhausted(
-                f"{len(self._queue)} texts are waiting to be tokenized, the limit is reached",
-                reason="TEXT_QUEUE_FULL",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+        self._queue.check_room(work)
         if files is not None:
             self._remember(files)
         self._enqueue(work, first=False)
@@ -225,6 +228,7 @@ class TextWorkers:
 
     def _dispatch(self) -> None:
         """Give queued tasks to free workers."""
+        now = asyncio.get_running_loop().time()
         for slot in self._slots:
             if self._is_closed:
                 return
@@ -233,20 +237,34 @@ class TextWorkers:
                 continue
             num_long = sum(other.is_busy_long for other in self._slots)
             may_be_long = num_long < max(1, len(self._slots) - 1)
-            work = self._queue.take(may_be_long=may_be_long)
+            work = self._queue.take(now, may_be_long=may_be_long)
             if work is not None and work.files is not None and self._reads_first(slot, work.files):
                 # A worker that has loaded the files will be free before this one has loaded them.
-                self._queue.add(work, first=True)
+                self._queue.put_back(work, now)
                 slot.read_ahead({work.files.key: work.files})
             elif work is not None:
                 slot.begin(work)
             elif may_be_long:
                 slot.read_ahead(self._models)
+        if len(self._queue) and any(slot.is_free for slot in self._slots):
+            self._dispatch_later()
+
+    def _dispatch_later(self) -> None:
+        """Try again when a task that runs now may have turned out to be a slow one."""
+        if self._next_dispatch is None:
+            self._next_dispatch = asyncio.get_running_loop().call_later(SLOW_S, self._dispatch_again)
+
+    def _dispatch_again(self) -> None:
+        self._next_dispatch = None
+        self._dispatch()
+
+    def _end_work(self, work: Work) -> None:
+        self._queue.end(work, asyncio.get_running_loop().time())
 
     def _enqueue(self, work: Work, *, first: bool) -> None:
         loop = asyncio.get_running_loop()
         work.expiry = loop.call_later(self._max_wait_s, self._give_up_waiting, work)
-        self._queue.add(work, first=first)
+        self._queue.add(work, loop.time(), first=first)
         self._dispatch()
 
     def _reads_first(self, slot: WorkerSlot, files: TextFiles) -> bool:

@@ -28,11 +28,12 @@ from frontend_svc.text.workers.frames import (
     pack_head,
     unpack_numbers,
 )
-from frontend_svc.text.workers.work_queue import LONG_BYTES, Work, WorkQueue
+from frontend_svc.text.workers.work_queue import LONG_BYTES
 from frontend_svc.text.workers.workers import TextWorkers
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
 from tests.processes import running, source_environment
 from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
+from triptych_kit.security.identity import Identity, Role, bind_identity
 
 # Limits are short where something is to run into them, and long where nothing may.
 SHORT_S = 1.0
@@ -206,6 +207,32 @@ async def test_kill_in_the_middle_ends_no_other_work(make_workers):
     await asyncio.gather(hanging, return_exceptions=True)
 
 
+def caller(account: str) -> Identity:
+    return Identity(account, frozenset((Role.CLIENT,)))
+
+
+async def encode_for(account: str, workers: TextWorkers, text: str, given: TextFiles) -> list[int]:
+    bind_identity(caller(account))
+    return await encode(workers, text, given)
+
+
+@pytest.mark.parametrize("text", ["ok", "ok " * LONG_BYTES], ids=["short", "long"])
+async def test_a_tenant_waits_for_no_queue_of_another_tenant_s_slow_texts(make_workers, text):
+    workers = make_workers(2, time_limit_s=WAIT_S)
+    slow = files(tokenizer=slow_tokenizer())
+    await asyncio.gather(*(encode_for("b", workers, "ok", slow) for _ in range(10)))
+    await until(lambda: len(workers.process_ids) == 2)
+    # About a second each, short and long ones.
+    texts = [("x" * 18 + " ") * 500, ("x" * 18 + " ") * 900] * 10
+    hostile = [asyncio.create_task(encode_for("a", workers, each, slow)) for each in texts]
+    await until(lambda: 0 < workers.num_queued < len(texts))
+    await asyncio.create_task(encode_for("b", workers, text, slow))
+    assert sum(task.done() for task in hostile) <= 1
+    for task in hostile:
+        task.cancel()
+    await asyncio.gather(*hostile, return_exceptions=True)
+
+
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(make_workers):
     workers = make_workers(1, time_limit_s=WAIT_S, max_queued=3)
     tasks = [asyncio.create_task(encode(workers, "the cat")) for _ in range(4)]
@@ -301,6 +328,7 @@ async def test_closing_ends_idle_and_busy_workers(make_workers):
 
 PARENT = """
 import asyncio
+from frontend_svc.text.workers.work_queue import LONG_BYTES
 from frontend_svc.text.workers.workers import TextWorkers
 from tests.frontend_svc.text.workers.test_workers import SLOW_TEXT, encode, files, slow_tokenizer, until
 
@@ -436,71 +464,6 @@ def test_numbers_are_little_endian_and_four_bytes():
     assert unpack_numbers(b"\x01\0\0\0\xff\xff\xff\xff") == [1, 2**32 - 1]
     with pytest.raises(FrameError):
         unpack_numbers(b"\0\0\0")
-
-
-# Which piece of work is next.
-
-FILES = TextFiles(b"{}")
-
-
-@pytest.fixture
-async def queue() -> WorkQueue:
-    return WorkQueue(max_pieces=100, max_bytes=10 * LONG_BYTES)
-
-
-def piece(num_bytes: int = 1) -> Work:
-    return Work(FILES, {}, b"x" * num_bytes, "prompt", asyncio.get_running_loop().create_future())
-
-
-def take_all(queue: WorkQueue, *, may_be_long: bool = True) -> list[Work]:
-    taken = []
-    while (work := queue.take(may_be_long=may_be_long)) is not None:
-        taken.append(work)
-    return taken
-
-
-async def test_short_pieces_go_first_each_line_in_its_order(queue):
-    long, short = [piece(LONG_BYTES + 1) for _ in range(2)], [piece(LONG_BYTES) for _ in range(2)]
-    for work in (*long, *short):
-        queue.add(work)
-    assert take_all(queue) == [*short, *long]
-    assert len(queue) == 0
-
-
-async def test_long_pieces_are_not_passed_over_for_ever(queue):
-    long, short = piece(LONG_BYTES + 1), [piece() for _ in range(50)]
-    for work in (*short, long):
-        queue.add(work)
-    assert take_all(queue).index(long) == 16
-
-
-async def test_long_pieces_wait_for_a_worker_that_may_take_them(queue):
-    long, short = piece(LONG_BYTES + 1), [piece() for _ in range(50)]
-    for work in (long, *short):
-        queue.add(work)
-    assert take_all(queue, may_be_long=False) == short
-    assert queue.take(may_be_long=True) is long
-
-
-async def test_work_that_was_taken_before_is_next(queue):
-    first, second = piece(), piece()
-    queue.add(first)
-    queue.add(second, first=True)
-    assert take_all(queue) == [second, first]
-
-
-async def test_room_is_counted_in_pieces_and_in_bytes(queue):
-    large = piece(9 * LONG_BYTES)
-    queue.add(large)
-    assert queue.has_room_for(piece(LONG_BYTES))
-    assert not queue.has_room_for(piece(LONG_BYTES + 1))
-    queue.remove(large)
-    queue.remove(large)
-    assert len(queue) == 0
-    assert queue.has_room_for(piece(11 * LONG_BYTES))
-    for _ in range(100):
-        queue.add(piece())
-    assert not queue.has_room_for(piece())
 
 
 # A bound on memory holds for its block alone.
