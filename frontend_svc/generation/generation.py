@@ -241,7 +241,7 @@ class Generation:
                 request.request_id, caller.request_id, tenant=caller.identity.tenant
             ) as tracked,
             self._tenants.admitted(caller.identity) as reservation,
-            self._admission.queue() as ticket,
+            self._admission.queue(caller.identity) as ticket,
         ):
             model = self._directory.model(request.model, needs_of(request))
             prepared = await self._prepare(request, prompt, model, caller, trace)

@@ -252,7 +252,7 @@ class Pooling:
                 work.request_id, caller.request_id, tenant=caller.identity.tenant
             ) as tracked,
             self._tenants.admitted(caller.identity) as reservation,
-            self._admission.queue() as ticket,
+            self._admission.queue(caller.identity) as ticket,
         ):
             with trace.tokenizing():
                 prompts = await work.tokenize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import grpc
 import pytest
 
@@ -17,13 +19,15 @@ from tests.frontend_svc.fakes import (
     serving_one,
 )
 from triptych_kit.errors import ResourceExhausted
+from triptych_kit.security.identity import UNRESTRICTED as ALONE
+from triptych_kit.security.identity import Identity, Role, TenantLimits
 
 
 def test_a_full_queue_refuses_with_the_limit_and_a_time_to_retry():
     admission = Admission(2, 100)
-    with admission.queue(), admission.queue():
+    with admission.queue(ALONE), admission.queue(ALONE):
         expected = pytest.raises(ResourceExhausted, match="2 requests wait already, the limit is 2")
-        with expected as caught, admission.queue():
+        with expected as caught, admission.queue(ALONE):
             pass
         assert caught.value.retry_after_ms
     assert admission.num_queued == 0
@@ -31,21 +35,51 @@ def test_a_full_queue_refuses_with_the_limit_and_a_time_to_retry():
 
 def test_a_first_output_releases_the_slot_once():
     admission = Admission(1, 100)
-    with admission.queue() as ticket:
+    with admission.queue(ALONE) as ticket:
         admission.leave_queue(ticket)
-        with admission.queue():
+        with admission.queue(ALONE):
             assert admission.num_queued == 1
     assert admission.num_queued == 0
 
 
 def test_prompt_tokens_are_limited_together_but_one_prompt_always_fits():
     admission = Admission(10, 100)
-    with admission.queue() as first:
+    with admission.queue(ALONE) as first:
         admission.add_prompt(first, 150)
-        with admission.queue() as second, pytest.raises(ResourceExhausted, match="prompt tokens"):
+        with admission.queue(ALONE) as second, pytest.raises(ResourceExhausted, match="prompt tokens"):
             admission.add_prompt(second, 1)
-    with admission.queue() as third:
+    with admission.queue(ALONE) as third:
         admission.add_prompt(third, 100)
+
+
+def of_tenant(tenant: str, weight: int = 1) -> Identity:
+    return Identity(f"key-of-{tenant}", frozenset((Role.CLIENT,)), tenant, TenantLimits(weight=weight))
+
+
+def test_a_tenant_has_its_share_of_a_queue_that_another_has_filled():
+    admission = Admission(8, 100)
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(admission.queue(of_tenant("a")))
+        with pytest.raises(ResourceExhausted, match=r"8 requests wait already, the limit is 8$"):
+            stack.enter_context(admission.queue(of_tenant("a")))
+        for _ in range(6):
+            stack.enter_context(admission.queue(of_tenant("b", weight=3)))
+        share = r"14 requests wait already, the limit is 8 \(the account 'b' has 6, its share is 6\)"
+        with pytest.raises(ResourceExhausted, match=share):
+            stack.enter_context(admission.queue(of_tenant("b", weight=3)))
+        with pytest.raises(ResourceExhausted, match="the account 'a' has 8, its share is 2"):
+            stack.enter_context(admission.queue(of_tenant("a")))
+    assert admission.num_queued == 0
+
+
+def test_a_tenant_has_its_share_of_the_prompt_tokens_too():
+    admission = Admission(10, 100)
+    with admission.queue(of_tenant("a")) as first, admission.queue(of_tenant("b")) as second:
+        admission.add_prompt(first, 150)
+        with pytest.raises(ResourceExhausted, match="the account 'b' has 0, its share is 50"):
+            admission.add_prompt(second, 51)
+        admission.add_prompt(second, 50)
 
 
 async def refusal(call) -> tuple[grpc.StatusCode, str, str]:
