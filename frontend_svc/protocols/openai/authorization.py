@@ -1,4 +1,5 @@
-"""Middleware that finds the caller's identity, and refuses all but probes to callers without one."""
+"""Middleware that finds the caller's identity, and refuses all but probes to callers without one, and those
+that have their share of the connections."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontend_svc.protocols.openai.call import Dialect
+from frontend_svc.protocols.openai.call import Dialect, account_of
 from frontend_svc.protocols.openai.errors import error_headers, status_of
 from triptych_kit.errors import PermissionDenied, ServiceError, Unauthenticated, Unavailable
 from triptych_kit.security.access import CLIENTS, check_role
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
-from triptych_kit.security.identity import bind_identity
+from triptych_kit.security.identity import UNRESTRICTED, Identity, bind_identity
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ OPEN_PATHS = frozenset(("/health", "/ping", "/ready"))
 KEY_HEADER = "x-api-key"
 # Where the listener puts the names of the certificate of a connection.
 CERTIFICATE_NAMES = "triptych.certificate_names"
+# Where the listener puts the function by which a request holds its connection, until its answer is complete:
+# of the caller's account and weight; raises Unavailable.
+HOLD_CONNECTION = "triptych.hold_connection"
 
 
 class Authorization:
@@ -47,7 +51,10 @@ class Authorization:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._exempt:
             try:
-                self._identify(scope)
+                identity = self._identify(scope)
+                hold: Callable[[str, int], None] | None = scope.get("extensions", {}).get(HOLD_CONNECTION)
+                if hold is not None:
+                    hold(account_of(identity, scope), identity.weight)
             except (Unauthenticated, PermissionDenied, Unavailable) as error:
                 client = scope["client"][0] if scope.get("client") else ""
                 await self._note(error, f"{scope['method']} {scope['path'][:256]}", client)
@@ -73,9 +80,9 @@ class Authorization:
         if isinstance(error, Unauthenticated):
             await self._authenticator.refusals.wait(client, error.reason)
 
-    def _identify(self, scope: Scope) -> None:
+    def _identify(self, scope: Scope) -> Identity:
         if not self._authenticator.needs_credentials:
-            return
+            return UNRESTRICTED
         names: Any = scope.get("extensions", {}).get(CERTIFICATE_NAMES, [])
         headers = Headers(scope=scope)
         authorization = headers.get(AUTHORIZATION, "")
@@ -84,3 +91,4 @@ class Authorization:
         identity = self._authenticator.identify(authorization, names)
         check_role(identity, CLIENTS, f"{scope['method']} {scope['path'][:256]}")
         bind_identity(identity)
+        return identity

@@ -1,22 +1,24 @@
-"""Receives the bodies of requests, whose size, time and sum are limited, and reads them."""
+"""Receives the bodies of requests, whose size, time and sum are limited, and reads them in fair turns."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from starlette.requests import Request
 
 from frontend_svc.protocols.openai.bodies import BodyT, IgnoredFields, read_body
 from triptych_kit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from triptych_kit.shares import FairQueue, SharedLimit
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 _LIMIT_S = 15.0
 # Reading a smaller body takes a few milliseconds at most.
 _LARGE_BYTES = 64 * 1024
-# Of all large bodies that are received or read.
+# Of all large bodies that are received or read, which accounts share.
 _MAX_SUM_BYTES = 256 * 1024 * 1024
 # As over gRPC, where ids are read in half the time.
 _MAX_FIELDS = 131_072
@@ -35,11 +37,13 @@ class BodyReader:
 
     def __init__(self, check_large: CheckLarge, *, takes_unknown: bool) -> None:
         self._check_large, self._takes_unknown = check_large, takes_unknown
-        self._sum_bytes = 0  # of the large bodies
-        self._turn = asyncio.Lock()  # one large body is parsed at a time
+        self._large = SharedLimit(_MAX_SUM_BYTES)
+        self._turns = _Turns()  # to parse a large body
 
-    async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, IgnoredFields]:
-        """The body, and the names of its fields that have no effect."""
+    async def read(
+        self, request: Request, kind: type[BodyT], account: str, weight: int
+    ) -> tuple[BodyT, IgnoredFields]:
+        """The body, and the names of its fields that have no effect. account, weight: whose share it uses."""
         _check_headers(request)
         content, counted = bytearray(), 0
         try:
@@ -51,8 +55,8 @@ class BodyReader:
                             raise _too_large(len(content))
                         if len(content) > _LARGE_BYTES:
                             added = len(content) - counted
-                            self._check_sum(added)
-                            self._sum_bytes += added
+                            self._check_sum(account, weight, added)
+                            self._large.take(account, weight, added)
                             counted += added
             except TimeoutError as error:
                 raise DeadlineExceeded(
@@ -63,22 +67,62 @@ class BodyReader:
             whole = bytes(content)
             content.clear()
             await self._check_large(whole, max_fields=_MAX_FIELDS, max_numbers=_MAX_NUMBERS)
-            async with self._turn:
+            async with self._turns.turn(account, weight):
                 began_at = time.perf_counter()
                 body = read_body(whole, kind, takes_unknown=self._takes_unknown)
                 # Streams beside it need several turns of the event loop to catch up.
                 await asyncio.sleep(time.perf_counter() - began_at)
             return body
         finally:
-            self._sum_bytes -= counted
+            self._large.give_back(account, counted)
 
-    def _check_sum(self, added: int) -> None:
-        if self._sum_bytes + added > _MAX_SUM_BYTES:
+    def _check_sum(self, account: str, weight: int, added: int) -> None:
+        if not self._large.has_room(account, weight, added):
             raise ResourceExhausted(
-                f"bodies of {self._sum_bytes} bytes are being read, the limit is {_MAX_SUM_BYTES}",
+                f"bodies of {self._large.total} bytes are being read, the limit is {_MAX_SUM_BYTES}"
+                f"{self._large.words(account, weight)}",
                 reason="TOO_MANY_BODIES",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
+
+
+class _Turns:
+    """One turn at a time, in the order of a `FairQueue`."""
+
+    def __init__(self) -> None:
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._is_taken = False
+
+    @asynccontextmanager
+    async def turn(self, account: str, weight: int) -> AsyncIterator[None]:
+        """Wait for a turn, which lasts for the block."""
+        if self._is_taken:
+            await self._wait(account, weight)
+        self._is_taken = True
+        began_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._queue.charge(account, time.perf_counter() - began_at)
+            self._pass_on()
+
+    async def _wait(self, account: str, weight: int) -> None:
+        begins = asyncio.get_running_loop().create_future()
+        self._queue.add(begins, account, weight)
+        try:
+            await begins
+        except asyncio.CancelledError:
+            # It stays in the queue where it was cancelled, and is passed over.
+            if not begins.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while (begins := self._queue.take()) is not None:
+            if not begins.done():
+                begins.set_result(None)
+                return
+        self._is_taken = False
 
 
 def _check_headers(request: Request) -> None:

@@ -43,7 +43,7 @@ from triptych_kit.errors import (
     Unimplemented,
     with_fields,
 )
-from triptych_kit.security.identity import current_identity
+from triptych_kit.security.identity import Identity, current_identity
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,15 @@ def _rate_headers(rates: Mapping[str, Rate]) -> dict[str, str]:
 
 async def body_of(request: Request, kind: type[BodyT]) -> tuple[BodyT, IgnoredFields]:
     reader: BodyReader = request.app.state.bodies
-    return await reader.read(request, kind)
+    identity = current_identity()
+    return await reader.read(request, kind, account_of(identity, request.scope), identity.weight)
+
+
+def account_of(identity: Identity, scope: Scope) -> str:
+    """Whose share of the listener a request uses: the account of its caller, without one its address."""
+    if identity.account:
+        return identity.account
+    return f"client {scope['client'][0]}" if scope.get("client") else ""
 
 
 def caller_of(request: Request) -> Caller:

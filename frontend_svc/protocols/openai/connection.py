@@ -2,7 +2,7 @@
 
 uvicorn and h11 read and write HTTP. What they leave open is limited here: the time for a request to arrive,
 headers, chunks, messages that a proxy may read in another way, answers that a client does not read, and the
-number of connections.
+number of connections, which accounts and addresses share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import logging
 import sys
 import termios
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -25,11 +26,12 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES
+from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES, HOLD_CONNECTION
 from frontend_svc.protocols.openai.errors import error_body, error_headers
 from triptych_kit.errors import ServiceError, Unavailable
 from triptych_kit.http.targets import in_origin_form
 from triptych_kit.security.tls import names_in_certificate
+from triptych_kit.shares import SharedLimit
 
 logger = logging.getLogger(__name__)
 # uvicorn warns of every malformed request and of every upgrade that is not served.
@@ -43,7 +45,7 @@ _MAX_SMALL_CHUNKS = 512
 _BYTES_PER_CHUNK = 512
 # h11 checks its limit between two calls, and a read of uvloop has up to 256 KiB.
 _SLICE_BYTES = 16 * 1024
-# Connections beyond the limit, for what is always served.
+# Connections beyond all others, for what is always served.
 _NUM_RESERVED = 64
 _MIN_IDLE_S = 0.1
 _MAX_TRIED = 16  # connections, to find one that can be closed for another
@@ -63,13 +65,25 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class Connections:
-    """The open connections of a listener. always_served: the paths that are served beyond the limit, too."""
+    """The open connections of a listener.
+
+    Beyond `max_connections` a new one replaces one without a request, or may have a request of an account
+    that has less than its share of all connections with requests, see `SharedLimit`.
+
+    max_total: with those of accounts below their shares.  always_served: the paths that are served beyond it.
+    """
 
     limits: ConnectionLimits
+    max_total: int
     always_served: Collection[str] = ()
     opened: set[LimitedConnection] = field(default_factory=set)
+    num_of: Counter[str] = field(default_factory=Counter)  # open ones, by address
+    with_requests: SharedLimit = field(init=False)
     # Those without a request, the one that has waited longest first.
     idle: dict[LimitedConnection, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.with_requests = SharedLimit(self.limits.max_connections)
 
     def sweep(self, now: float) -> None:
         """Close or abort the connections that have exceeded a time limit."""
@@ -162,31 +176,57 @@ class LimitedConnection(H11Protocol):
         self._waits_since = 0.0
         self._stalled_since: float | None = None
         self._closes_since: float | None = None
+        self._address = ""  # of the client or its proxy
+        self._account: str | None = None  # whose request it has
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        self._show_certificate(transport)
+        self._extend_scope(transport)
         limits, opened = self._all.limits, self._all.opened
         opened.add(self)
+        self._address = self.client[0] if self.client else ""
+        self._all.num_of[self._address] += 1
         if len(opened) > limits.max_connections:
             self._make_room()
         if not transport.is_closing():
             self._all.idle[self] = None
             self._wait(limits.request_s)
 
-    def _show_certificate(self, transport: asyncio.Transport) -> None:
-        """Give the application the names of the certificate that the client has proved."""
+    def _extend_scope(self, transport: asyncio.Transport) -> None:
+        """Give the application the names of the certificate that the client has proved, and `_hold`."""
         tls = transport.get_extra_info("ssl_object")
         names = [] if tls is None else names_in_certificate(tls.getpeercert())
-        if not names:
-            return
+        extensions = {HOLD_CONNECTION: self._hold, **({CERTIFICATE_NAMES: names} if names else {})}
         app = self.app
 
-        async def with_names(scope: Any, receive: Any, send: Any) -> None:
-            scope.setdefault("extensions", {})[CERTIFICATE_NAMES] = names
+        async def extended(scope: Any, receive: Any, send: Any) -> None:
+            scope["extensions"] = {**scope.get("extensions", {}), **extensions}
             await app(scope, receive, send)
 
-        self.app = with_names
+        self.app = extended
+
+    def _hold(self, account: str, weight: int) -> None:
+        """Count the connection as one with a request of `account` until that has been answered.
+
+        Raises Unavailable where there are too many and the account has its share of them.
+        """
+        held = self._all.with_requests
+        if self._account is not None or self.transport.is_closing():
+            return
+        if not held.has_room(account, weight):
+            raise Unavailable(
+                f"{held.total} connections have requests, the limit is {self._all.limits.max_connections}"
+                f"{held.words(account, weight)}",
+                reason="TOO_MANY_CONNECTIONS",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        held.take(account, weight)
+        self._account = account
+
+    def _release(self) -> None:
+        if self._account is not None:
+            self._all.with_requests.give_back(self._account)
+            self._account = None
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _SLICE_BYTES):
@@ -199,6 +239,7 @@ class LimitedConnection(H11Protocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
+        self._release()
         super().on_response_complete()
         self._note_state()
 
@@ -211,7 +252,11 @@ class LimitedConnection(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._release()
         self._all.opened.discard(self)
+        self._all.num_of[self._address] -= 1
+        if not self._all.num_of[self._address]:
+            del self._all.num_of[self._address]
         self._all.idle.pop(self, None)
         super().connection_lost(exc)
 
@@ -255,21 +300,31 @@ class LimitedConnection(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a request; without one, serve little on this."""
-        limits = self._all.limits
-        has_reserve = len(self._all.opened) <= limits.max_connections + _NUM_RESERVED
-        for longest in list(itertools.islice(self._all.idle, _MAX_TRIED)):
+        """Close the connection that has waited longest for a request.
+
+        Without one, serve on this one what accounts below their shares send; beyond those, little.
+        """
+        num_opened, max_total = len(self._all.opened), self._all.max_total
+        has_reserve = num_opened <= max_total + _NUM_RESERVED
+        for longest in list(itertools.islice(self._replaceable(), _MAX_TRIED)):
             if longest.transport.is_closing():
                 self._all.idle.pop(longest)
             elif not longest.is_about_to_ask(has_reserve=has_reserve):
                 self._all.idle.pop(longest)
                 longest.transport.close()
                 return
+        if num_opened <= max_total:
+            return
         if has_reserve:
             self.app = _Overloaded(self.app, self._all)
         else:
-            error = _too_many(limits)
+            error = _too_many(self._all)
             self._refuse(503, error_body(error), error_headers(error))
+
+    def _replaceable(self) -> Iterator[LimitedConnection]:
+        """Connections without a request; of its own address alone where that has more than half of all."""
+        has_most = 2 * self._all.num_of[self._address] > self._all.limits.max_connections
+        return (each for each in self._all.idle if not has_most or each._address == self._address)
 
     def _note_state(self) -> None:
         """Start the limit of what is awaited now."""
@@ -327,7 +382,7 @@ class _Overloaded:
         if scope["path"] in self._connections.always_served:
             await self._app(scope, receive, send_and_close)
             return
-        error = _too_many(self._connections.limits)
+        error = _too_many(self._connections)
         logger.info("call refused", extra={"code": "503", "reason": error.reason})
         headers = [(b"content-type", b"application/json")]
         headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
@@ -335,9 +390,10 @@ class _Overloaded:
         await send({"type": "http.response.body", "body": json.dumps(error_body(error)).encode()})
 
 
-def _too_many(limits: ConnectionLimits) -> ServiceError:
+def _too_many(connections: Connections) -> ServiceError:
     return Unavailable(
-        f"there are {limits.max_connections} connections, the limit is reached",
+        f"there are {len(connections.opened)} connections, the limit is {connections.max_total} with those "
+        f"of accounts below their shares",
         reason="TOO_MANY_CONNECTIONS",
         retry_after_ms=_RETRY_AFTER_MS,
     )

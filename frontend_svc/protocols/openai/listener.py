@@ -71,7 +71,7 @@ class HTTPListener:
     ) -> None:
         self._listen, self._shares_port = listen, shares_port
         self.address = ""  # where it is bound, from `start` on
-        self._connections = Connections(_within_open_files(limits or ConnectionLimits()), always_served)
+        self._connections = _connections(limits or ConnectionLimits(), always_served)
         config = uvicorn.Config(
             app,
             loop="none",
@@ -134,11 +134,13 @@ class HTTPListener:
             self._connections.sweep(loop.time())
 
 
-def _within_open_files(limits: ConnectionLimits) -> ConnectionLimits:
+def _connections(limits: ConnectionLimits, always_served: Collection[str]) -> Connections:
     """Fewer connections where the process may open few files: engines and gRPC need some, too."""
-    max_connections = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    if limits.max_connections <= max_connections:
-        return limits
-    extra = {"wanted": limits.max_connections, "limit": max_connections}
-    logger.warning("fewer HTTP connections: the limit of open files (ulimit -n) is low", extra=extra)
-    return dataclasses.replace(limits, max_connections=max_connections)
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    max_connections = max(1, num_files // 2)
+    if limits.max_connections > max_connections:
+        extra = {"wanted": limits.max_connections, "limit": max_connections}
+        logger.warning("fewer HTTP connections: the limit of open files (ulimit -n) is low", extra=extra)
+        limits = dataclasses.replace(limits, max_connections=max_connections)
+    max_total = min(2 * limits.max_connections, max(limits.max_connections, num_files * 3 // 4))
+    return Connections(limits, max_total, always_served)

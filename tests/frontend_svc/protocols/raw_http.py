@@ -70,9 +70,13 @@ class RawConnection:
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, *, limit: int = 2**26) -> AsyncGenerator[RawConnection, None]:
+async def connected(
+    address: str, *, limit: int = 2**26, source: str = ""
+) -> AsyncGenerator[RawConnection, None]:
+    """source: the address to connect from."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=limit)
+    local = (source, 0) if source else None
+    reader, writer = await asyncio.open_connection(host, int(port), limit=limit, local_addr=local)
     try:
         yield RawConnection(reader, writer)
     finally:

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import h11
 import pytest
 
+from frontend_svc.protocols.openai.authorization import Authorization
+from frontend_svc.protocols.openai.call import OPENAI
 from frontend_svc.protocols.openai.connection import ConnectionLimits, StrictConnection
 from frontend_svc.protocols.openai.listener import HTTPListener
 from tests.certificates import CertificateAuthority
 from tests.frontend_svc.protocols.raw_http import RawConnection, connected, exchange, post, until
 from triptych_kit.security.authenticator import Authenticator
+from triptych_kit.security.credentials import Credentials, Entry, digest_of
+from triptych_kit.security.identity import Identity, Role
 from triptych_kit.security.listeners import ListenerSecurity
 from triptych_kit.security.tls import CertificateFiles, ListenerTLS
 
@@ -32,6 +36,7 @@ class App:
         self.num_open = self.max_open = self.num_ended = 0
         self.release = asyncio.Event()
         self.begun = asyncio.Event()
+        self.held = {"/held"}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_open += 1
@@ -45,7 +50,7 @@ class App:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
-        if path == "/held":
+        if path in self.held:
             await self.release.wait()
         if path == "/waits":
             while (await receive())["type"] != "http.disconnect":
@@ -70,10 +75,24 @@ class App:
         await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
 
+def key_of(name: str) -> str:
+    return f"key-of-{name}-0123456789"
+
+
+def held_by(name: str, path: str = "held") -> bytes:
+    return (GET % path.encode())[:-2] + f"authorization: Bearer {key_of(name)}\r\n\r\n".encode()
+
+
 @contextlib.asynccontextmanager
-async def listening(**options: Any) -> AsyncGenerator[tuple[App, str], None]:
+async def listening(accounts: Sequence[str] = (), **options: Any) -> AsyncGenerator[tuple[App, str], None]:
     app = App()
-    listener = HTTPListener("127.0.0.1:0", app, **{"always_served": ("/health",), **options})
+    entries = [
+        Entry(Identity(name, frozenset((Role.CLIENT,))), digest_of(key_of(name), name)) for name in accounts
+    ]
+    credentials = Credentials(None, entries) if entries else None
+    authenticator = Authenticator(credentials, verifies_certificates=False)
+    guarded = Authorization(app, authenticator, lambda scope: OPENAI)
+    listener = HTTPListener("127.0.0.1:0", guarded, **{"always_served": ("/health",), **options})
     address = await listener.start()
     try:
         yield app, address
@@ -176,24 +195,95 @@ async def test_one_connection_too_many_closes_the_one_that_waits_longest():
             assert (await connection.reply()).status == 200
 
 
-async def test_beyond_the_limit_the_probes_alone_are_served():
+async def hold(stack: contextlib.AsyncExitStack, app: App, address: str, *asks: bytes) -> list[RawConnection]:
+    """Connections whose requests have begun and are not answered."""
+    connections = [await stack.enter_async_context(connected(address)) for _ in asks]
+    num_open = app.num_open
+    for connection, ask in zip(connections, asks, strict=True):
+        await connection.send(ask)
+    await until(lambda: app.num_open == num_open + len(asks))
+    return connections
+
+
+async def test_an_account_that_has_all_connections_leaves_others_their_shares():
+    accounts = ("a", "b", "c")
     async with (
-        listening(limits=ConnectionLimits(max_connections=2)) as (app, address),
+        listening(accounts, limits=ConnectionLimits(max_connections=4)) as (app, address),
         contextlib.AsyncExitStack() as stack,
     ):
-        busy = [await stack.enter_async_context(connected(address)) for _ in range(2)]
-        for connection in busy:
-            await connection.send(GET % b"held")
-        await until(lambda: app.num_open == 2)
-        refused = await exchange(address, GET % b"a")
+        held = await hold(stack, app, address, *[held_by("a")] * 4)
+        refused = await exchange(address, held_by("a", "a"))
+        held += await hold(stack, app, address, *[held_by("b")] * 2)
+        beyond = await exchange(address, held_by("b", "a"))
+        served = await exchange(address, held_by("c", "a"))
+        app.release.set()
+        assert [(await connection.reply()).status for connection in held] == [200] * 6
+        await held[0].send(held_by("a", "a"))
+        assert (await held[0].reply()).status == 200
+    assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+    assert refused.error["message"] == "4 connections have requests, the limit is 4"
+    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+    assert beyond.error["message"] == (
+        "6 connections have requests, the limit is 4 (the account 'b' has 2, its share is 2)"
+    )
+    assert served.status == 200
+
+
+async def test_slow_bodies_of_one_account_keep_no_other_from_being_served():
+    body = post(b"", "content-length: 1000", f"authorization: Bearer {key_of('a')}", path="/read")
+    async with (
+        listening(("a", "b"), limits=ConnectionLimits(max_connections=8)) as (app, address),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await hold(stack, app, address, *[body] * 8)
+        for _ in range(4):
+            late = await stack.enter_async_context(connected(address))
+            await late.send(body)
+        assert (await late.reply()).status == 503
+        assert (await exchange(address, held_by("b", "a"))).status == 200
+
+
+async def test_without_credentials_connections_are_shared_by_address():
+    forwarded = b"GET /%s HTTP/1.1\r\nhost: a\r\nx-forwarded-for: %s\r\n\r\n"
+    limits, proxies = ConnectionLimits(max_connections=2), ["127.0.0.1"]
+    async with (
+        listening(limits=limits, forwarded_allow_ips=proxies) as (app, address),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        await hold(stack, app, address, *[forwarded % (b"held", b"6.6.6.6")] * 2)
+        refused = await exchange(address, forwarded % (b"a", b"6.6.6.6"))
+        served = await exchange(address, forwarded % (b"a", b"9.9.9.9"))
+    assert (refused.status, served.status) == (503, 200)
+
+
+async def test_new_connections_of_an_address_with_most_of_them_close_its_own():
+    limits = ConnectionLimits(max_connections=4)
+    async with listening(limits=limits) as (_, address), contextlib.AsyncExitStack() as stack:
+        other = await stack.enter_async_context(connected(address, source="127.0.0.2"))
+        many = [await stack.enter_async_context(connected(address)) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        await stack.enter_async_context(connected(address))
+        assert await many[0].is_closed()
+        await other.send(GET % b"a")
+        assert (await other.reply()).status == 200
+
+
+async def test_beyond_all_shares_the_probes_alone_are_served():
+    accounts = ("a", "b", "c", "d")
+    async with (
+        listening(accounts, limits=ConnectionLimits(max_connections=2)) as (app, address),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        held = await hold(stack, app, address, *map(held_by, "aabc"))
+        refused = await exchange(address, held_by("d", "a"))
         health = await exchange(address, GET % b"health")
         more = [await stack.enter_async_context(connected(address)) for _ in range(200)]
         late = await exchange(address, GET % b"health")
         app.release.set()
-        assert [(await connection.reply()).status for connection in busy] == [200, 200]
+        assert [(await connection.reply()).status for connection in held] == [200] * 4
         del more
     assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
-    assert "2 connections" in refused.error["message"]
+    assert "there are 5 connections, the limit is 4" in refused.error["message"]
     assert refused.headers["retry-after"] == "1"
     assert (health.status, health.headers["connection"]) == (200, "close")
     assert late.status == 200
@@ -202,13 +292,11 @@ async def test_beyond_the_limit_the_probes_alone_are_served():
 async def test_beyond_what_is_reserved_for_probes_a_connection_is_refused_at_once():
     limits = ConnectionLimits(max_connections=1)
     async with (
-        listening(limits=limits, always_served=("/held",)) as (app, address),
+        listening(("a", "b"), limits=limits) as (app, address),
         contextlib.AsyncExitStack() as stack,
     ):
-        for _ in range(65):
-            connection = await stack.enter_async_context(connected(address))
-            await connection.send(GET % b"held")
-        await until(lambda: app.num_open == 65)
+        app.held |= {"/health"}
+        await hold(stack, app, address, *map(held_by, "ab"), *[GET % b"health"] * 64)
         refused = await exchange(address, b"")
     assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
 
