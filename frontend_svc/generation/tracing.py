@@ -19,6 +19,7 @@ from frontend_svc.generation.caller import Caller
 from frontend_svc.generation.failover import Move
 from frontend_svc.output.engine_times import EngineTimes, Stay
 from frontend_svc.output.request_state import RequestState
+from frontend_svc.text.workers.workers import noting_wait
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.addresses import split_address
@@ -83,6 +84,7 @@ class RequestTimeline:
     attributes: dict[str, Value] = field(default_factory=dict)
     events: list[SpanEvent] = field(default_factory=list)
     tokenizing_ns: tuple[int, int] | None = None
+    text_queue_us: int = 0  # of the time of tokenizing, waiting for a text worker
     detokenizing: tuple[int, int, int] | None = None  # from and to in unix time, and how long of that
     attempts: list[Attempt] = field(default_factory=list)
     stays: list[StayOfOutput] = field(default_factory=list)
@@ -131,7 +133,8 @@ class RequestTimeline:
         children = []
         if self.tokenizing_ns is not None:
             start_ns, end_ns = map(self._unix_ns, self.tokenizing_ns)
-            children.append(child(next(numbers), "tokenize", start_ns, end_ns))
+            waited = {names.QUEUE_US: self.text_queue_us}
+            children.append(child(next(numbers), "tokenize", start_ns, end_ns, waited))
         below: dict[tuple[int, int], int] = {}
         for number, attempt in enumerate(self.attempts):
             if not attempt.attributes:
@@ -193,6 +196,8 @@ class RequestTraces:
         with contextlib.suppress(ValueError):  # a unix socket
             host, port = split_address(caller.server or self.address)
             timeline.attributes |= {names.SERVER_ADDRESS: host, names.SERVER_PORT: port}
+        if caller.identity.account:
+            timeline.attributes[names.ACCOUNT] = caller.identity.account
         method = current_method()
         if method:
             timeline.attributes |= {names.RPC_SYSTEM_NAME: names.GRPC, names.RPC_METHOD: method}
@@ -267,10 +272,12 @@ class RequestTrace:
     @contextmanager
     def tokenizing(self) -> Iterator[None]:
         start_ns = perf_counter_ns()
-        try:
-            yield
-        finally:
-            self._timeline.tokenizing_ns = start_ns, perf_counter_ns()
+        with noting_wait() as wait:
+            try:
+                yield
+            finally:
+                self._timeline.tokenizing_ns = start_ns, perf_counter_ns()
+                self._timeline.text_queue_us = round(wait.seconds * 1e6)
 
     def note_model(self, model: str, num_prompt_tokens: int) -> None:
         """Record what is known once the request is tokenized."""
@@ -337,6 +344,7 @@ class RequestTrace:
             names.USAGE_OUTPUT_TOKENS: num_output_tokens,
             names.USAGE_CACHE_READ_TOKENS: num_cached_tokens,
             names.RESPONSE_FINISH_REASONS: tuple(reasons),
+            names.QUEUE_US: timeline.text_queue_us + round(times["queue_ms"] * 1000),
             names.NUM_PREEMPTIONS: times["num_preemptions"],
             names.NUM_MIGRATIONS: times["num_migrations"],
         }

@@ -30,6 +30,7 @@ class Work:
 
     files: what it needs loaded.  account, weight: whose it is, and the weight of its share.
     began_at: when a worker began it, on the event loop's clock; 0 before, and while the worker loads `files`.
+    queued_at, waited_s: when it was queued, and how long it was in the queue before it was taken.
     """
 
     files: TextFiles | None
@@ -41,6 +42,8 @@ class Work:
     weight: int = 1
     num_attempts: int = 0
     is_queued: bool = False
+    queued_at: float = 0.0
+    waited_s: float = 0.0
     began_at: float = 0.0
     expected_s: float = 0.0  # what its account was charged for it when it was taken
     expiry: asyncio.TimerHandle | None = None
@@ -104,7 +107,7 @@ class WorkQueue:
             self._forget(next(iter(self._seen_at)))
         self._pieces.take(account, work.weight)
         self._bytes.take(account, work.weight, len(work.body))
-        work.is_queued = True
+        work.is_queued, work.queued_at = True, now
         self._of(work).add(work, account, work.weight, first=first)
 
     def take(self, now: float, *, may_be_long: bool) -> Work | None:
@@ -129,6 +132,7 @@ class WorkQueue:
         self._num_short_in_a_row = 0 if work.is_long else self._num_short_in_a_row + 1
         self._leave(work)
         self._running.add(work)
+        work.waited_s += now - work.queued_at
         work.expected_s = self._mean_s.get(work.account, 0.0)
         self._of(work).charge(work.account, work.expected_s)
         return work

@@ -8,10 +8,12 @@ its time limit. It then costs one failed request and a new process, and never bl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from google.protobuf.descriptor import Descriptor
@@ -37,6 +39,27 @@ _MAX_ATTEMPTS = 2
 _MAX_MODELS = 64
 _MAX_RENDERED_CHARS = 1024 * 1024
 _CLOSE_WAIT_S = 5.0
+
+
+@dataclass(slots=True)
+class Wait:
+    """How long tasks waited for a worker, each on its own."""
+
+    seconds: float = 0.0
+
+
+_wait: ContextVar[Wait | None] = ContextVar("wait", default=None)
+
+
+@contextlib.contextmanager
+def noting_wait() -> Iterator[Wait]:
+    """Note the waiting of all tasks of this block, which other tasks of asyncio may send."""
+    wait = Wait()
+    token = _wait.set(wait)
+    try:
+        yield wait
+    finally:
+        _wait.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +240,8 @@ class TextWorkers:
                 work.expiry.cancel()
             # The task of a cancelled request is removed; one that has begun is bounded by its time limit.
             self._queue.remove(work)
+            if (wait := _wait.get()) is not None:
+                wait.seconds += work.waited_s
         if (refusal := frame.header.get("refused")) is not None:
             raise _refused(str(refusal), frame, field)
         return frame

@@ -193,3 +193,16 @@ def test_a_slow_or_failed_request_is_notable(monkeypatch, slow_ms, error, is_not
         if error is not None:
             raise error
     assert found == [is_notable]
+
+
+async def test_a_trace_has_the_tenant_and_the_time_in_queues(telemetry, tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("- {name: ann, key: key-of-ann-0123456789, role: client, tenant: team-a}\n")
+    metadata = (*METADATA, ("authorization", "Bearer key-of-ann-0123456789"))
+    engine = FakeEngine(answer("y"))
+    async with serving(engine, api_keys=str(file)) as (client, _):
+        call = client.inference.GenerateOnce(make_request("the cat"), timeout=WAIT_S, metadata=metadata)
+        await call
+    root, tokenize, *_ = recent_spans(TRACE_ID)
+    assert root.attributes[names.ACCOUNT] == "team-a"
+    assert 0 <= tokenize.attributes[names.QUEUE_US] <= root.attributes[names.QUEUE_US]
