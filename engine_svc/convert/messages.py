@@ -105,6 +105,8 @@ def to_request(
             skips_reading_prefix_cache=any(one.skips_reading_prefix_cache for one in parsed),
         ),
         priority=entry.priority,
+        account=entry.account,
+        weight=entry.weight or 1,
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
         spans=context.spans,

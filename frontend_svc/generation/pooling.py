@@ -320,6 +320,8 @@ def _entry(
         external_request_id=work.request_id,
         prompt_token_ids=id_column(token_ids),
         pooling=work.params,
+        account=caller.identity.account,
+        weight=caller.identity.weight,
         trace_context=add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate),
     )
     entry.cache_salt = caller.scoped("")

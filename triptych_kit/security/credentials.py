@@ -31,6 +31,7 @@ from triptych_kit.security.identity import Identity, Role, TenantLimits
 logger = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
+MAX_WEIGHT = 1_000_000  # as in the contract of engines
 _MAX_ENTRIES = 1024
 _MAX_BYTES = 1024 * 1024
 _LOOK_S = 1.0  # how long a removed key may still be accepted
@@ -229,6 +230,8 @@ def _limits(fields: dict[str, Any], what: str) -> TenantLimits:
         value = fields.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{what}: {name} has to be a whole number from 1 on")
+        if name == "weight" and value is not None and value > MAX_WEIGHT:
+            raise ConfigError(f"{what}: weight is {value}, must be at most {MAX_WEIGHT}")
         limits[name] = value
     return TenantLimits(**limits)
 

@@ -43,9 +43,11 @@ def test_an_add_becomes_the_request_it_asks_for():
         stop_token_ids=[11],
     )
     entry.priority, entry.age_ms, entry.cache_salt = -5, 2500, "salt"
+    entry.account, entry.weight = "team", 3
     request = read_add(entry)
     assert (request.token_ids, request.num_prompt_tokens) == ([1, 2, 3], 3)
     assert (request.priority, request.arrival_at, request.timeline.queued_at) == (-5, 97.5, 100.0)
+    assert (request.account, request.weight) == ("team", 3)
     assert request.cache_salt == "salt"
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (9, 2, 40, 7)
@@ -58,7 +60,9 @@ def test_what_is_not_said_takes_the_neutral_value():
     entry = add_pb2.AddEntry(
         handle=1, request_id="r", prompt_token_ids=column([1, 2]), sampling=sampling_pb2.SamplingParams()
     )
-    sampling = read_add(entry).sampling
+    request = read_add(entry)
+    assert (request.account, request.weight) == ("", 1)
+    sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_tokens) == (1.0, 1.0, 0, 0)
     assert sampling.max_tokens == MAX_MODEL_LEN - 2
 

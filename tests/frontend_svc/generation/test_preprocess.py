@@ -20,6 +20,7 @@ from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import InvalidArgument
+from triptych_kit.security.identity import Identity, Role, TenantLimits
 
 LIMITS = RequestLimits()
 
@@ -73,6 +74,16 @@ async def test_same_input_gives_the_same_entry_but_for_id_and_seed(model):
         entry.ClearField("request_seed")
     assert first == second
     assert list(first.sampling.stop_token_ids) == [7]
+
+
+async def test_an_entry_has_the_account_of_the_caller_and_its_weight(model):
+    identity = Identity("key", frozenset({Role.CLIENT}), "team", TenantLimits(weight=3))
+    caller = replace(LOCAL_CALLER, identity=identity)
+    request = make_request([5], n=2)
+    entries = (await prepare(request, RequestPrompt(request), model, caller)).entries
+    assert [(entry.account, entry.weight) for entry in entries] == [("team", 3)] * 2
+    entry = await entry_of(make_request([5]), model)
+    assert (entry.account, entry.weight) == ("", 1)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 600, 10**9])

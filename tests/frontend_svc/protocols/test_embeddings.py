@@ -6,6 +6,7 @@ import base64
 import struct
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,17 @@ async def test_parameters_of_pooling_reach_the_engine():
     assert reply.body["id"] == "embd-own"
     assert (request.entry.pooling.dimensions, request.entry.pooling.normalize) == (3, True)
     assert request.entry.external_request_id == "own"
+
+
+async def test_an_entry_has_the_account_of_the_caller_and_its_weight(tmp_path: Path):
+    key, engine = "a-key-of-the-team", pooling_engine()
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{name: a, role: client, tenant: team, weight: 3, key: {key}}}\n")
+    async with served(engine, api_keys=str(file)) as client:
+        reply = await client.post("/v1/embeddings", {"input": "the"}, authorization=f"Bearer {key}")
+    assert reply.status == 200, reply.content
+    (request,) = engine.requests
+    assert (request.entry.account, request.entry.weight) == ("team", 3)
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,10 @@ ENTRY = "name: a, role: client"
         (f"- {{{ENTRY}, key: {KEY}, tokens_per_minute: true}}", "tokens_per_minute has to be a whole"),
         (f"- {{{ENTRY}, key: {KEY}, expires: soon}}", "entry 1 (a): expires has to be a date, or a time"),
         (f"- {{{ENTRY}, key: {KEY}, tenant: [x]}}", "entry 1 (a): tenant has to match"),
+        (
+            f"- {{{ENTRY}, key: {KEY}, weight: 1000001}}",
+            "entry 1 (a): weight is 1000001, must be at most 1000000",
+        ),
         (f"- {{{ENTRY}, key: {KEY}, max_requests: 1}}\n- {{{ENTRY}, certificate: x}}", "different limits"),
         (f"- {{{ENTRY}, key: {KEY}", "is not YAML, line 1"),
         (f"- {{{ENTRY}, key: {KEY}, expires: 2030-02-31}}", "is not YAML"),

@@ -186,6 +186,8 @@ class Traffic:
                 repetition=rng.choice((None, RepetitionLimits(2))),
             ),
             priority=rng.randrange(3),
+            account=rng.choice(("", "a", "b")),
+            weight=rng.choice((1, 3)),
             arrival_at=rng.random() * 10,
             cache_salt=rng.choice(("", "", "", "salt")),
             extra_keys=rng.choice(((), (), ("adapter",))),
