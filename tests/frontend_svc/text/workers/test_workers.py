@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from frontend_svc.text.workers.frames import (
     unpack_numbers,
 )
 from frontend_svc.text.workers.work_queue import LONG_BYTES
-from frontend_svc.text.workers.workers import TextWorkers
+from frontend_svc.text.workers.workers import TextWorkers, noting_wait
 from tests.frontend_svc.tokenizers import SAMPLES, byte_level_tokenizer
 from tests.processes import running, source_environment
 from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, ServiceError, Unavailable
@@ -231,6 +232,18 @@ async def test_a_tenant_waits_for_no_queue_of_another_tenant_s_slow_texts(make_w
     for task in hostile:
         task.cancel()
     await asyncio.gather(*hostile, return_exceptions=True)
+
+
+async def test_the_time_in_the_queue_is_noted_for_those_who_ask(make_workers):
+    workers = make_workers(1, time_limit_s=WAIT_S)
+    began_at = time.monotonic()
+    with noting_wait() as first:
+        # They wait for the worker's start.
+        await asyncio.gather(encode(workers, "the"), encode(workers, "cat"))
+    took_s = time.monotonic() - began_at
+    with noting_wait() as second:
+        await encode(workers, "the cat")
+    assert 0 <= second.seconds < first.seconds <= 2 * took_s
 
 
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(make_workers):
