@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-# Accounts without items whose past usage is remembered.
+# Accounts of which something is remembered that have nothing in use.
 _MAX_REMEMBERED = 1024
+# A task that occupies a worker for longer makes its account a slow one for a while. Most take a few ms.
+SLOW_S = 0.1
+_MEMORY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -163,3 +166,34 @@ class FairQueue(Generic[_T]):
         used = {name: entry.used for name, entry in self._without_items.items()}
         for name in [name for name in used if used[name] <= self._least_used] or used:
             del self._without_items[name]
+
+
+class SlowAccounts:
+    """Which accounts have had a task of more than `SLOW_S` in the last minute, beside which others."""
+
+    def __init__(self) -> None:
+        self._slow_until: dict[str, float] = {}
+        self._seen_at: dict[str, float] = {}  # the one that was not seen for longest first
+
+    def see(self, account: str, now: float) -> None:
+        """Note that `account` has sent a task."""
+        self._seen_at.pop(account, None)
+        self._seen_at[account] = now
+        if len(self._seen_at) > _MAX_REMEMBERED:
+            oldest = next(iter(self._seen_at))
+            del self._seen_at[oldest]
+            self._slow_until.pop(oldest, None)
+
+    def note(self, account: str, took_s: float, now: float) -> None:
+        """Note how long a task of `account` took."""
+        if took_s > SLOW_S and account in self._seen_at:
+            self._slow_until[account] = now + _MEMORY_S
+
+    def is_slow(self, account: str, now: float) -> bool:
+        return now < self._slow_until.get(account, 0.0)
+
+    def others_seen(self, now: float) -> Iterator[str]:
+        """Accounts that have sent a task in the last minute and are not slow."""
+        for account, seen_at in self._seen_at.items():
+            if seen_at > now - _MEMORY_S and not self.is_slow(account, now):
+                yield account

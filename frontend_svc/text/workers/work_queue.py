@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame
 from triptych_kit.errors import ResourceExhausted, ServiceError
-from triptych_kit.shares import FairQueue, SharedLimit
+from triptych_kit.shares import SLOW_S, FairQueue, SharedLimit, SlowAccounts
 
 # Tokenizing this much takes about 10 ms. Shorter texts do not wait for longer ones.
 LONG_BYTES = 16 * 1024
 # After this many short tasks a long one is due, so that long ones are not starved.
 _MAX_SHORT_IN_A_ROW = 16
-# A task that occupies a worker for longer makes its account a slow one for a while. Most take a few ms.
-SLOW_S = 0.1
-_MEMORY_S = 60.0
-_MAX_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024  # accounts of which it is known how long their tasks take
 # Share of the newest task in what the next one of its account is expected to take.
 _NEWEST_SHARE = 0.25
 _RETRY_AFTER_MS = 1000
@@ -76,9 +73,8 @@ class WorkQueue:
         self._long: FairQueue[Work] = FairQueue()
         self._num_short_in_a_row = 0
         self._running: set[Work] = set()
-        self._slow_until: dict[str, float] = {}
-        self._seen_at: dict[str, float] = {}  # the one that has sent nothing for longest first
-        self._mean_s: dict[str, float] = {}
+        self._accounts = SlowAccounts()
+        self._mean_s: dict[str, float] = {}  # the account whose last task ended first comes first
 
     def __len__(self) -> int:
         return self._pieces.total
@@ -101,10 +97,7 @@ class WorkQueue:
     def add(self, work: Work, now: float, *, first: bool = False) -> None:
         """Append `work` to its queue; with `first`, for a task that was taken before, put it at the head."""
         account = work.account
-        self._seen_at.pop(account, None)
-        self._seen_at[account] = now
-        if len(self._seen_at) > _MAX_REMEMBERED:
-            self._forget(next(iter(self._seen_at)))
+        self._accounts.see(account, now)
         self._pieces.take(account, work.weight)
         self._bytes.take(account, work.weight, len(work.body))
         work.is_queued, work.queued_at = True, now
@@ -149,11 +142,11 @@ class WorkQueue:
         took_s = now - work.began_at if work.began_at else 0.0
         work.began_at = 0.0
         self._of(work).charge(work.account, took_s - work.expected_s)
-        if work.account in self._seen_at:
-            mean_s = self._mean_s.get(work.account, took_s)
-            self._mean_s[work.account] = mean_s + _NEWEST_SHARE * (took_s - mean_s)
-            if took_s > SLOW_S:
-                self._slow_until[work.account] = now + _MEMORY_S
+        self._accounts.note(work.account, took_s, now)
+        mean_s = self._mean_s.pop(work.account, took_s)
+        self._mean_s[work.account] = mean_s + _NEWEST_SHARE * (took_s - mean_s)
+        if len(self._mean_s) > _MAX_REMEMBERED:
+            del self._mean_s[next(iter(self._mean_s))]
 
     def remove(self, work: Work) -> None:
         """Remove `work` if it is queued."""
@@ -184,10 +177,7 @@ class WorkQueue:
             return True
         if sum(self._is_slow(work.account, now) for work in self._running) < self._max_slow:
             return True
-        return not any(
-            seen_at > now - _MEMORY_S and not self._is_slow(other, now)
-            for other, seen_at in self._seen_at.items()
-        )
+        return all(self._is_slow(other, now) for other in self._accounts.others_seen(now))
 
     def _may_exceed(self, account: str, now: float) -> bool:
         """Whether `account` may run a long task although as many run as may: slow ones of others alone."""
@@ -201,14 +191,10 @@ class WorkQueue:
         )
 
     def _is_slow(self, account: str, now: float) -> bool:
-        return now < self._slow_until.get(account, 0.0) or any(
+        return self._accounts.is_slow(account, now) or any(
             work.account == account and work.began_at and now - work.began_at > SLOW_S
             for work in self._running
         )
-
-    def _forget(self, account: str) -> None:
-        for memory in (self._seen_at, self._slow_until, self._mean_s):
-            memory.pop(account, None)
 
 
 def _full(text: str) -> ResourceExhausted:

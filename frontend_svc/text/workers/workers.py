@@ -23,9 +23,10 @@ from frontend_svc.text.tokenize.text_files import TextFiles
 from frontend_svc.text.workers.frames import Frame, unpack_numbers
 from frontend_svc.text.workers.link import WORKER_COMMAND
 from frontend_svc.text.workers.slot import WorkerSlot
-from frontend_svc.text.workers.work_queue import SLOW_S, Work, WorkQueue
+from frontend_svc.text.workers.work_queue import Work, WorkQueue
 from triptych_kit.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from triptych_kit.security.identity import current_identity
+from triptych_kit.shares import SLOW_S
 from triptych_kit.wire_check import MessageLimits
 
 logger = logging.getLogger(__name__)
