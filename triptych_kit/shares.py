@@ -42,6 +42,11 @@ class SharedLimit:
     def total(self) -> int:
         return self._total
 
+    @property
+    def num_accounts(self) -> int:
+        """Those that hold something."""
+        return len(self._held)
+
     def share(self, account: str, weight: int) -> int:
         """What `account` is sure to get beside those that hold something now; at least 1."""
         held = self._held.get(account)

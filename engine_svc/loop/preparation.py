@@ -12,10 +12,11 @@ from engine_svc.core.request import Request
 from engine_svc.loop.protocols import PreparingRanks
 from engine_svc.scheduler.feature import SchedulerFeature
 from triptych_kit.clock import Clock
+from triptych_kit.shares import SharedLimit
 
 MAX_PREPARATIONS = 1024
 # Counted from when a preparation becomes the oldest pending one: one that hangs must not expire those queued
-# after it.
+# after it. For each account that has some pending, whose turns come in between.
 PREPARATION_LIMIT_S = 10.0
 
 
@@ -26,6 +27,7 @@ class Preparation:
     request_id: str
     blockers: frozenset[str]
     num_missing: int  # answers of ranks
+    account: str
     failure: RequestFailed | None = None
 
 
@@ -48,6 +50,7 @@ class Preparations(SchedulerFeature):
         self._ranks = ranks
         self._clock = clock
         self._max_preparations = max_preparations
+        self._places = SharedLimit(max_preparations)
         self._limit_s = limit_s
         self._number = 0
         self._pending: dict[int, Preparation] = {}  # by number, the oldest first
@@ -64,21 +67,23 @@ class Preparations(SchedulerFeature):
         if self._ranks is None:
             raise ValueError(f"no rank prepares {', '.join(sorted(blockers))}")
         request.blockers |= blockers
-        preparation = Preparation(request.request_id, blockers, self._ranks.num_preparing)
-        if len(self._pending) >= self._max_preparations:
+        account, weight = request.account, request.weight
+        preparation = Preparation(request.request_id, blockers, self._ranks.num_preparing, account)
+        if not self._places.has_room(account, weight):
             preparation.failure = RequestFailed(
                 "RESOURCE_EXHAUSTED",
                 f"{len(self._pending)} requests wait for {', '.join(sorted(blockers))}, "
-                f"the limit is {self._max_preparations}",
+                f"the limit is {self._max_preparations}{self._places.words(account, weight)}",
             )
             self._settled.append(preparation)
             return
         self._number += 1
         extras = {kind: extra for kind, extra in request.extras.items() if extra.blocker}
-        self._ranks.prepare(self._number, request.request_id, extras)
+        self._ranks.prepare(self._number, request.request_id, extras, account, weight)
         if not self._pending:
             self._oldest_since = self._clock.now()
         self._pending[self._number] = preparation
+        self._places.take(account, weight)
         self._number_of[request.request_id] = self._number
 
     def on_finish(self, request: Request) -> None:
@@ -104,11 +109,11 @@ class Preparations(SchedulerFeature):
 
     def take_settled(self) -> list[Preparation]:
         """Preparations that all ranks have done, that failed or that took too long, each once."""
-        if self._pending and self._clock.now() - self._oldest_since >= self._limit_s:
+        if self.left_s() == 0.0:
             number, oldest = next(iter(self._pending.items()))
             names = ", ".join(sorted(oldest.blockers))
             oldest.failure = RequestFailed(
-                "DEADLINE_EXCEEDED", f"preparing {names} took longer than {self._limit_s:g} s"
+                "DEADLINE_EXCEEDED", f"preparing {names} took longer than {self._limit_now_s:g} s"
             )
             self._settled.append(oldest)
             self._take(number)
@@ -119,10 +124,16 @@ class Preparations(SchedulerFeature):
         """How long the oldest may still take; None: nothing is being prepared."""
         if not self._pending:
             return None
-        return max(0.0, self._oldest_since + self._limit_s - self._clock.now())
+        return max(0.0, self._oldest_since + self._limit_now_s - self._clock.now())
+
+    @property
+    def _limit_now_s(self) -> float:
+        return self._limit_s * max(1, self._places.num_accounts)
 
     def _take(self, number: int) -> None:
         is_oldest = number == next(iter(self._pending), None)
-        self._pending.pop(number, None)
+        preparation = self._pending.pop(number, None)
+        if preparation is not None:
+            self._places.give_back(preparation.account)
         if is_oldest:
             self._oldest_since = self._clock.now()

@@ -108,7 +108,7 @@ class Lockstep(Protocol):
 
 
 class PreparingRanks(Protocol):
-    """All ranks that sample. Each prepares in the order of the calls, beside its steps.
+    """All ranks that sample. Each prepares in turns of the accounts, beside its steps.
 
     Each answers with a `Prepared` command, unless the request was dropped before.
     """
@@ -118,8 +118,11 @@ class PreparingRanks(Protocol):
         """How many ranks answer."""
         ...
 
-    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
-        """Prepare the extras of a request that has been added; number: unique, returned with the answer."""
+    def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
+        """Prepare the extras of a request that has been added.
+
+        number: unique, returned with the answer.  account, weight: whose turn it uses.
+        """
         ...
 
     def drop_prepared(self, request_id: str) -> None:

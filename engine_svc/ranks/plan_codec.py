@@ -43,7 +43,7 @@ _FIRST_GROUP = 24
 _MAX_GROUPS = 8
 _HANDLE = MAX_ROWS - 1
 
-_NUMBER = struct.Struct("<Q")  # of a preparation
+_PREPARATION = struct.Struct("<QI")  # its number, and the weight of its account
 
 # JSON has only lists. Parameters that may be None have None as default, so None is never encoded.
 _FORMS: dict[str, Callable[[Any], object]] = {
@@ -243,23 +243,26 @@ class _Rows:
         return handle
 
 
-def encode_preparation(number: int, request_id: str, extras: Extras, codec: ExtraCodec) -> bytes:
+def encode_preparation(
+    number: int, request_id: str, extras: Extras, account: str, weight: int, codec: ExtraCodec
+) -> bytes:
     """A preparation as bytes. Raises UnknownExtra for an extra that no rank knows."""
     codec.check(extras)
     writer = FieldWriter()
-    writer.fixed(_NUMBER, number)
+    writer.fixed(_PREPARATION, number, weight)
     writer.text(request_id)
+    writer.text(account)
     codec.write(writer, extras)
     return writer.message()
 
 
-def decode_preparation(message: bytes, codec: ExtraCodec) -> tuple[int, str, Extras]:
-    """The number, the request and the extras of a preparation. Raises MessageError."""
+def decode_preparation(message: bytes, codec: ExtraCodec) -> tuple[int, str, Extras, str, int]:
+    """The arguments of `Preparer.prepare`. Raises MessageError."""
     reader = FieldReader(message)
-    (number,) = reader.fixed(_NUMBER)
-    request_id, extras = reader.text(), codec.read(reader)
+    number, weight = reader.fixed(_PREPARATION)
+    request_id, account, extras = reader.text(), reader.text(), codec.read(reader)
     reader.finish()
-    return number, request_id, extras
+    return number, request_id, extras, account, weight
 
 
 def sampling_text(sampling: SamplingParams) -> str:

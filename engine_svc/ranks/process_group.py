@@ -224,9 +224,10 @@ class ProcessGroup:
         finally:
             self._watch.may_be_busy = False
 
-    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+    def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
         """Have every rank that samples prepare these; `on_prepared` is called with each answer."""
-        self._send(PREPARE + encode_preparation(number, request_id, extras, self._extras))
+        body = encode_preparation(number, request_id, extras, account, weight, self._extras)
+        self._send(PREPARE + body)
 
     def drop_prepared(self, request_id: str) -> None:
         """Have every rank forget what it prepared, or prepares, for a request that has ended."""

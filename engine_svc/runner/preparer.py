@@ -1,16 +1,20 @@
-"""Prepares extras of requests in threads beside the steps, before their rows enter. Knows no ranks."""
+"""Prepares extras of requests in threads beside the steps, before their rows enter. Knows no ranks.
+
+Accounts share the threads. The order of preparations may differ between ranks: an engine waits for all ranks.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 
 from engine_svc.core.errors import RequestFailed, describe_failure
 from engine_svc.core.extras import Extras
 from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.feature import RunnerFeature
+from triptych_kit.shares import FairQueue, SlowAccounts
 
 # Called in the preparing thread, with the number of a preparation and why it failed, if it did.
 OnPrepared = Callable[[int, RequestFailed | None], object]
@@ -28,41 +32,69 @@ class _Preparation:
 
     number: int
     extras: Extras
+    account: str
+    weight: int
     lane: _Lane
     prepared: Extras = field(default_factory=dict)
     is_dropped: bool = False
 
 
 class _Lane:
-    """Preparations in order, in one thread, which is started by the first."""
+    """Preparations in turns of their accounts, in one thread, which is started by the first.
 
-    def __init__(self, prepare: _Prepare, on_prepared: OnPrepared) -> None:
+    lock: that of all lanes of a preparer, which may move a preparation from one to another.
+    passed_on: takes over a preparation whose turn has come, or refuses it; called with the lock.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        prepare: _Prepare,
+        on_prepared: OnPrepared,
+        on_done: Callable[[_Preparation, float], None],
+        passed_on: Callable[[_Preparation], bool] = lambda preparation: False,
+    ) -> None:
         self._prepare = prepare
         self._on_prepared = on_prepared
-        self._queue: SimpleQueue[_Preparation | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._on_done = on_done
+        self._passed_on = passed_on
+        self._queue: FairQueue[_Preparation] = FairQueue()
+        self._lock = lock
+        self._is_wanted = threading.Condition(lock)
+        self._is_stopped = False
         self._running: _Preparation | None = None  # in the present thread
         self._thread: threading.Thread | None = None
         self._num_abandoned = 0
 
+    @property
+    def running_account(self) -> str | None:
+        """Whose preparation is in the thread."""
+        return None if self._running is None else self._running.account
+
     def add(self, preparation: _Preparation) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._start_thread()
-        self._queue.put(preparation)
+        """Queue it. The caller has the lock."""
+        preparation.lane = self
+        self._queue.add(preparation, preparation.account, preparation.weight)
+        if self._thread is None:
+            self._start_thread()
+        self._is_wanted.notify()
 
     def drop(self, preparation: _Preparation) -> None:
-        """Forget it. If it is being prepared, its thread is left behind and another continues."""
-        with self._lock:
-            preparation.is_dropped = True
-            if preparation is self._running and self._num_abandoned < MAX_ABANDONED:
-                self._num_abandoned += 1
-                self._running = None
-                self._start_thread()
+        """Forget it. If it is being prepared, its thread is left behind and another continues.
+
+        The caller has the lock.
+        """
+        preparation.is_dropped = True
+        if preparation is self._running and self._num_abandoned < MAX_ABANDONED:
+            self._num_abandoned += 1
+            self._running = None
+            self._start_thread()
 
     def stop(self) -> None:
         """End the thread, unless it hangs: it is a daemon."""
-        self._queue.put(None)
+        with self._lock:
+            self._is_stopped = True
+            self._is_wanted.notify_all()
         if self._thread is not None:
             self._thread.join(_END_WAIT_S)
 
@@ -70,15 +102,28 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name="preparer", daemon=True)
         self._thread.start()
 
+    def _next(self) -> _Preparation | None:
+        """The next preparation, which runs then; None once the lane is stopped and has no more."""
+        with self._lock:
+            while True:
+                preparation = self._queue.take()
+                if preparation is None:
+                    if self._is_stopped:
+                        return None
+                    self._is_wanted.wait()
+                elif not preparation.is_dropped and not self._passed_on(preparation):
+                    self._running = preparation
+                    return preparation
+
     def _run(self) -> None:
         this = threading.current_thread()
-        while (preparation := self._queue.get()) is not None:
-            with self._lock:
-                if preparation.is_dropped:
-                    continue
-                self._running = preparation
+        while (preparation := self._next()) is not None:
+            began_at = time.monotonic()
             failure = self._prepare(preparation)
+            took_s = time.monotonic() - began_at
             with self._lock:
+                self._queue.charge(preparation.account, took_s)
+                self._on_done(preparation, took_s)
                 if self._thread is not this:
                     self._num_abandoned -= 1
                     return
@@ -88,34 +133,42 @@ class _Lane:
 
 
 class Preparer:
-    """Prepares in the order of the calls and keeps the results, as rows come and go with preemptions.
+    """Prepares in turns of accounts and keeps the results, as rows come and go with preemptions.
 
-    What may take long has a thread of its own, so that all else does not wait for it. The queues have no
-    limit of their own: the engine limits how many requests wait.
+    What may take long has a thread of its own, so that all else does not wait for it. An account is slow that
+    has had a long one in the last minute: while others prepare something, all of its preparations go there.
+    Where one of a slow account is in that thread, what may take long of one that is not goes to the other.
+    The queues have no limit of their own: the engine limits how many requests wait.
     """
 
     num_preparing = 1
 
     def __init__(self, features: Sequence[RunnerFeature], on_prepared: OnPrepared) -> None:
         self._features = {feature.prepares: feature for feature in features if feature.prepares is not None}
-        self._quick = _Lane(self._prepare, on_prepared)
-        self._slow = _Lane(self._prepare, on_prepared)
+        self._lock = threading.Lock()
+        self._accounts = SlowAccounts()
+        self._slow = _Lane(self._lock, self._prepare, on_prepared, self._note_time)
+        self._quick = _Lane(self._lock, self._prepare, on_prepared, self._note_time, self._passed_on)
         # By id of the request, from `prepare` until it is dropped.
         self._preparations: dict[str, _Preparation] = {}
 
-    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+    def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
         """Prepare the extras of a request; answered through `on_prepared`. Returns at once."""
         pairs = [(self._features.get(kind), extra) for kind, extra in extras.items()]
         is_slow = any(feature is not None and feature.is_slow_to_prepare(extra) for feature, extra in pairs)
-        preparation = _Preparation(number, extras, self._slow if is_slow else self._quick)
-        self._preparations[request_id] = preparation
-        preparation.lane.add(preparation)
+        now = time.monotonic()
+        with self._lock:
+            self._accounts.see(account, now)
+            lane = self._slow if is_slow and not self._may_be_quick(account, now) else self._quick
+            preparation = self._preparations[request_id] = _Preparation(number, extras, account, weight, lane)
+            lane.add(preparation)
 
     def drop_prepared(self, request_id: str) -> None:
         """Forget a request."""
         preparation = self._preparations.pop(request_id, None)
         if preparation is not None:
-            preparation.lane.drop(preparation)
+            with self._lock:
+                preparation.lane.drop(preparation)
 
     def with_prepared(self, admitted: AdmittedRequest) -> AdmittedRequest:
         """The request with what was prepared in the place of its extras; most have nothing to prepare."""
@@ -130,6 +183,23 @@ class Preparer:
             lane.stop()
         for feature in self._features.values():
             feature.stop_preparing()
+
+    def _may_be_quick(self, account: str, now: float) -> bool:
+        holder = self._slow.running_account
+        if holder is None or holder == account:
+            return False
+        return self._accounts.is_slow(holder, now) and not self._accounts.is_slow(account, now)
+
+    def _note_time(self, preparation: _Preparation, took_s: float) -> None:
+        self._accounts.note(preparation.account, took_s, time.monotonic())
+
+    def _passed_on(self, preparation: _Preparation) -> bool:
+        """Have the slow lane prepare it where its account would keep others from the quick one."""
+        now = time.monotonic()
+        if not self._accounts.is_slow(preparation.account, now) or not any(self._accounts.others_seen(now)):
+            return False
+        self._slow.add(preparation)
+        return True
 
     def _prepare(self, preparation: _Preparation) -> RequestFailed | None:
         for kind, extra in preparation.extras.items():

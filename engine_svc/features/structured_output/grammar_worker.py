@@ -62,6 +62,10 @@ class GrammarWorker:
         self._child: Child | None = None
         self._socket: socket.socket | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        return self._lock.locked()
+
     def check(self, spec: StructuredOutput) -> WrittenConstraint:
         """Raises ConstraintRefused, RequestFailed."""
         name = spec.constraint.kind.value

@@ -98,8 +98,16 @@ class Grammars:
         """The constraint for a backend, by another process if that may be much work."""
         is_slow, backend = self.is_slow(spec), spec.backends[0]
         if spec.constraint.kind in _REWRITTEN or (is_slow and backend == BACKENDS[0]):
-            return self._writers[is_slow].check(spec)
+            return self._writer(is_slow).check(spec)
         return WrittenConstraint(backend, spec.constraint)
+
+    def _writer(self, is_slow: bool) -> GrammarWorker:
+        """The one for small or large constraints; the other where that is busy and the other is not.
+
+        So the writer of large ones keeps none waiting that is prepared in the thread of quick ones.
+        """
+        own, other = self._writers[is_slow], self._writers[not is_slow]
+        return other if own.is_busy and not other.is_busy else own
 
     def _keep(self, digest: bytes, entry: _Compiled | ConstraintRefused) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ class ScriptedRanks:
         self.dropped: list[str] = []
         self.is_stopped = False
 
-    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+    def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
         if extras[Order].text == "lost":
             raise DeviceLost("rank 1 ended")
         if extras[Order].text == "unknown":
@@ -81,7 +81,13 @@ class Rig:
         )
 
     def add(
-        self, handle: int, text: str = "", *, max_tokens: int = 3, deadline_at: float | None = None
+        self,
+        handle: int,
+        text: str = "",
+        *,
+        max_tokens: int = 3,
+        deadline_at: float | None = None,
+        account: str = "",
     ) -> None:
         extras: Extras = {Order: Order(text)} if text else {}
         request = Request(
@@ -91,6 +97,7 @@ class Rig:
             SamplingParams(max_tokens=max_tokens),
             arrival_at=handle,
             extras=extras,
+            account=account,
         )
         self.inbox.put(Add(request, self.frontend.outbox, handle, deadline_at))
 
@@ -208,6 +215,32 @@ def test_beyond_the_limit_a_request_ends_without_having_been_sent():
     rig.add(4, "text")
     rig.turn()
     assert 4 not in rig.ends
+
+
+def test_an_account_has_its_share_of_a_limit_that_another_has_filled():
+    rig = Rig(max_preparations=2)
+    for handle, account in ((1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "b")):
+        rig.add(handle, "text", account=account)
+    rig.turn()
+    assert [request_id for _, request_id, _ in rig.ranks.sent] == ["r1", "r2", "r4"]
+    shown = "3 requests wait for order, the limit is 2 (the account 'b' has 1, its share is 1)"
+    assert rig.ends == {
+        3: ended_by(BUSY),
+        5: ended_by(RequestFailed("RESOURCE_EXHAUSTED", shown)),
+    }
+
+
+def test_the_time_is_for_each_account_whose_turn_may_come_before():
+    rig = Rig()
+    rig.add(1, "text", account="a")
+    rig.add(2, "text", account="b")
+    rig.turn()
+    rig.clock.advance(2 * LIMIT_S - 0.1)
+    rig.turn()
+    assert not rig.ends
+    rig.clock.advance(0.1)
+    rig.turn()
+    assert list(rig.ends) == [1]
 
 
 def test_one_that_hangs_ends_and_those_behind_it_have_the_whole_time():

@@ -541,7 +541,7 @@ def test_a_rank_that_samples_prepares_and_answers(samples: bool, channel: Channe
     preparer = Preparer([UpperText()], lambda *answer: answers.put(write_prepared(*answer)))
     writer = ChannelWriter(channel.writer)
     for number, text in enumerate(("good", "bad", "gone")):
-        body = encode_preparation(number, text, {Text: Text(text)}, CODEC)
+        body = encode_preparation(number, text, {Text: Text(text)}, "account", 1, CODEC)
         writer.send(PREPARE + body, timeout_s=1)
     writer.send(DROP + b"gone", timeout_s=1)
     writer.send(STOP, timeout_s=1)
@@ -587,13 +587,14 @@ def test_a_group_sends_every_rank_what_to_prepare(
         CODEC,
         num_preparing=2,
     )
-    group.prepare(3, "a", {Text: Text("long" * 9)})
+    group.prepare(3, "a", {Text: Text("long" * 9)}, "account", 5)
     with pytest.raises(UnknownExtra, match="Extra"):
-        group.prepare(4, "b", {Extra: Extra()})
+        group.prepare(4, "b", {Extra: Extra()}, "account", 5)
     group.drop_prepared("a")
     for reader in readers:
         message = reader.receive(timeout_s=0.0) or b""
         assert message[:1] == PREPARE
-        assert decode_preparation(message[1:], CODEC) == (3, "a", {Text: Text("long" * 9)})
+        expected = (3, "a", {Text: Text("long" * 9)}, "account", 5)
+        assert decode_preparation(message[1:], CODEC) == expected
         assert reader.receive(timeout_s=0.0) == DROP + b"a"
     group.shutdown()

@@ -17,15 +17,20 @@ from engine_svc.core.step import AdmittedRequest
 from engine_svc.runner.feature import RunnerFeature
 from engine_svc.runner.preparer import MAX_ABANDONED, Preparer
 from tests.engine_svc.fakes import LIMIT_S
+from triptych_kit.shares import SLOW_S
 
 
 @dataclass(frozen=True)
 class Order(Extra):
-    """What is to be prepared. held: until the feature's gate opens. is_slow: as the feature says."""
+    """What is to be prepared. held: until the feature's gate opens. is_slow: as the feature says.
+
+    is_long: for longer than preparations of accounts that are not slow.
+    """
 
     text: str
     held: bool = False
     is_slow: bool = False
+    is_long: bool = False
     blocker: str = "order"
 
 
@@ -50,6 +55,8 @@ class Kitchen(RunnerFeature):
         self.begun.put(extra.text)
         if extra.held:
             assert self.gate.wait(LIMIT_S)
+        if extra.is_long:
+            self.gate.wait(2 * SLOW_S)
         if extra.text == "bad":
             raise RequestFailed("INVALID_ARGUMENT", "the text is bad")
         if extra.text == "broken":
@@ -65,8 +72,8 @@ class Rig:
             [RunnerFeature(), self.feature], lambda number, failure: self.answers.put((number, failure))
         )
 
-    def prepare(self, number: int, extra: Any) -> None:
-        self.preparer.prepare(number, f"r{number}", {type(extra): extra})
+    def prepare(self, number: int, extra: Any, account: str = "a") -> None:
+        self.preparer.prepare(number, f"r{number}", {type(extra): extra}, account, 1)
 
     def answer(self) -> tuple[int, str]:
         number, failure = self.answers.get(timeout=LIMIT_S)
@@ -156,3 +163,42 @@ def test_one_that_hangs_is_left_behind_when_it_is_dropped(rig: Rig):
     # Nothing comes of those that were dropped.
     assert rig.answer() == (10, "")
     assert rig.extras_of(0)[Order] == Order("raw")
+
+
+def test_accounts_prepare_in_turns(rig: Rig):
+    rig.prepare(0, Order("first", held=True, is_slow=True), "a")
+    assert rig.feature.begun.get(timeout=LIMIT_S) == "first"
+    for number in range(1, 5):
+        rig.prepare(number, Order(f"a{number}", is_slow=True), "a")
+    rig.prepare(5, Order("b", is_slow=True), "b")
+    rig.feature.gate.set()
+    for _ in range(6):
+        rig.answer()
+    begun = [rig.feature.begun.get(timeout=LIMIT_S) for _ in range(5)]
+    assert begun.index("b") <= 1
+
+
+def test_an_account_with_a_long_one_leaves_the_quick_thread_to_others(rig: Rig):
+    rig.prepare(0, Order("b"), "b")
+    assert rig.answer() == (0, "")
+    # Longer than quick ones take.
+    rig.prepare(1, Order("long", is_long=True), "a")
+    assert rig.answer() == (1, "")
+    for number in range(2, 6):
+        rig.prepare(number, Order("held", held=True), "a")
+    rig.prepare(6, Order("b"), "b")
+    assert rig.answer() == (6, "")
+    rig.feature.gate.set()
+    assert [rig.answer()[0] for _ in range(4)] == [2, 3, 4, 5]
+
+
+def test_one_that_may_take_long_does_not_wait_for_those_of_a_slow_account(rig: Rig):
+    rig.prepare(0, Order("long", is_slow=True, is_long=True), "a")
+    assert rig.answer() == (0, "")
+    rig.prepare(1, Order("held", is_slow=True, held=True), "a")
+    while rig.feature.begun.get(timeout=LIMIT_S) != "held":
+        pass
+    rig.prepare(2, Order("b", is_slow=True), "b")
+    assert rig.answer() == (2, "")
+    rig.feature.gate.set()
+    assert rig.answer() == (1, "")

@@ -49,7 +49,7 @@ class CompilingRanks:
         self.is_stopped = False
         self.inbox: Inbox | None = None
 
-    def prepare(self, number: int, request_id: str, extras: Extras) -> None:
+    def prepare(self, number: int, request_id: str, extras: Extras, account: str, weight: int) -> None:
         self.sent.append(extras)
 
     def drop_prepared(self, request_id: str) -> None:

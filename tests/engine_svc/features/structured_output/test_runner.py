@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine_svc.features.structured_output.extras import StructuredOutput
 from engine_svc.features.structured_output.grammars import Grammars
 from engine_svc.features.structured_output.runner import StructuredOutputRows
 from engine_svc.runner.feature import HostTokens, LogitRows, RunnerContext
-from tests.engine_svc.features.structured_output.engine_rig import EOS, MODEL, ids, regex_spec
+from tests.engine_svc.features.structured_output.engine_rig import EOS, MODEL, ids, regex_spec, schema_spec
 from triptych_kernels import REFERENCE
 
 SIZE = 2100
@@ -195,6 +196,29 @@ def test_grammars_are_kept_within_their_limits():
     assert [grammars.compile(spec).compile_us > 0 for spec in reversed(specs)] == [False, False, True]
     tight = make_grammars(max_bytes=1)
     assert all(tight.compile(specs[0]).compile_us > 0 for _ in range(2))
+
+
+def test_large_schemas_do_not_wait_for_another_one_that_takes_long():
+    grammars = make_grammars()
+    # Its time limit of seconds ends it.
+    parts = [{"type": "object", "properties": {f"p{index}": {} for index in range(1500)}} for _ in range(20)]
+    costly = schema_spec({"type": "array", "prefixItems": parts})
+    refused = threading.Event()
+
+    def compile_costly() -> None:
+        with pytest.raises(RequestFailed):
+            grammars.compile(costly)
+        refused.set()
+
+    try:
+        threading.Thread(target=compile_costly).start()
+        num_compiled = 0
+        while not refused.is_set():
+            grammars.compile(schema_spec({"enum": [f"{num_compiled} {index}" for index in range(1000)]}))
+            num_compiled += 1
+    finally:
+        grammars.close()
+    assert num_compiled >= 10
 
 
 @pytest.mark.parametrize(
