@@ -20,7 +20,10 @@ class PlanBuilder:
     def __init__(self, config: SchedulerConfig, budgets: Sequence[Budget]) -> None:
         self._config = config
         self._overlaps = config.async_scheduling
-        self._unknown_drafts = [UNKNOWN_DRAFT] * config.num_speculative_tokens
+        # A limit grants what is proposed at the launch.
+        self._unknown_drafts = (
+            [] if config.drafts_at_launch else [UNKNOWN_DRAFT] * config.num_speculative_tokens
+        )
         self._own_budgets = tuple(budgets)
         self._budgets = self._own_budgets
         self.remaining = 0  # tokens of the step that are not spent yet

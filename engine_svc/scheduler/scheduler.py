@@ -39,7 +39,7 @@ from engine_svc.scheduler.stats import (
 from engine_svc.scheduler.turns import INPUT, begin_turn, note_limits, settle_turn, why_stopped
 from engine_svc.speculation.accounting import (
     DraftCounter,
-    grant_drafts,
+    DraftGrants,
     is_last_token_in_flight,
     note_drafts,
     pad_with_drafts,
@@ -73,8 +73,10 @@ class Scheduler:
         self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets))
         self._drafts = DraftCounter()
         self._draft_limit: DraftLimit | None = None
+        self._draft_grants: DraftGrants | None = None
         if config.drafts_at_launch:
             self._draft_limit = make_limit(config.step_costs, config.num_speculative_tokens)
+            self._draft_grants = DraftGrants(self._draft_limit)
             features = (*features, _ForgetDrafts(self._draft_limit))
         self._features = tuple(features)
         self._queues = RequestQueues(kv_cache, policy, self._features)
@@ -250,8 +252,8 @@ class Scheduler:
         queues = self._queues
         # A lone request need not leave room for others.
         self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
-        if self._draft_limit is not None:
-            grant_drafts(self._draft_limit, queues.running)
+        if self._draft_grants is not None:
+            self._draft_grants.grant(queues.running)
         # A request in the middle of its prompt makes rows of unequal length anyway.
         self._pads_newcomers = (
             self._config.num_speculative_tokens > 0

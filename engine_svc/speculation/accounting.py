@@ -5,7 +5,7 @@ Knows requests and plans, no proposer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_svc.core.request import Request, RequestStatus
@@ -44,24 +44,39 @@ def roll_back_rejected(request: Request, num_rejected: int) -> None:
             request.num_placeholders -= num_rejected
 
 
-def grant_drafts(limit: DraftLimit, running: Iterable[Request]) -> None:
-    """Give running requests as many drafts of values unknown here as they may have in the next step.
+class DraftGrants:
+    """Gives running requests as many drafts of values unknown here as they may have in the next step.
 
-    Those in the middle of their prompts have none.
+    Those in the middle of their prompts have none. Where nothing changes, a step costs no work for each row.
     """
-    rows = [
-        request
-        for request in running
-        if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens == 1
-    ]
-    granted = limit.grant(rows)
-    if not granted:
+
+    def __init__(self, limit: DraftLimit) -> None:
+        self._limit = limit
+        # Of the last step, if all its requests were asked about and none has drafts.
+        self._newest: Request | None = None
+        self._num_rows = 0
+
+    def grant(self, running: Sequence[Request]) -> None:
+        """Give the drafts of the next step. running: in order of admission."""
+        is_same = len(running) == self._num_rows and self._num_rows and running[-1] is self._newest
+        if is_same and self._limit.passes():
+            return
+        rows = [
+            request
+            for request in running
+            if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens == 1
+        ]
+        granted = self._limit.grant(rows)
+        self._num_rows = 0
+        if granted:
+            for request, num_drafts in zip(rows, granted, strict=True):
+                request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
+            return
         for request in rows:
             if request.draft_token_ids:
                 request.draft_token_ids = []
-        return
-    for request, num_drafts in zip(rows, granted, strict=True):
-        request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
+        if rows and len(rows) == len(running):
+            self._num_rows, self._newest = len(rows), rows[-1]
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:

@@ -37,6 +37,12 @@ _ROWS_PER_STEP = 8
 class DraftLimit(Protocol):
     """Decides how many drafts rows may have."""
 
+    def passes(self) -> bool:
+        """Count a step with the same rows as the last if that had no drafts and this one has none either.
+
+        False: `grant` has to be asked.
+        """
+
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         """How many drafts each of a step's rows with one known token to compute may have; () if none may."""
 
@@ -52,6 +58,9 @@ class FixedLimit:
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
+
+    def passes(self) -> bool:
+        return False
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         return [_capped(request, self._num_drafts) for request in rows]
@@ -114,6 +123,12 @@ class SurvivalLimit:
         self._settled_until = 0  # before this step, nothing changes unless something becomes known
         self._decided_at = 0
         self._probing_seconds = 0.0  # that tries may cost now
+
+    def passes(self) -> bool:
+        if self._granted or self._step + 1 >= self._settled_until:
+            return False
+        self._step += 1
+        return True
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         self._step += 1

@@ -36,6 +36,9 @@ class RandomLimit:
     rng: random.Random
     max_drafts: int
 
+    def passes(self) -> bool:
+        return False
+
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         """In a third of the steps none."""
         if self.rng.random() < 1 / 3:

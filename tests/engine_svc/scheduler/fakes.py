@@ -9,7 +9,7 @@ from engine_svc.cache.attention import AttentionKind, FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.core.request import InputSegment, Request, RequestOutput
 from engine_svc.core.sampling_params import RepetitionLimits, SamplingParams
-from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.core.step import StepCosts, StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.feature import SchedulerFeature
@@ -88,6 +88,7 @@ class Stage:
         long_prefill_token_threshold: int = 0,
         reserve_full_prompt: bool = True,
         num_speculative_tokens: int = 0,
+        step_costs: StepCosts | None = None,
         async_scheduling: bool = False,
         pipeline_stages: int = 1,
         prefill_share: float = 0.5,
@@ -101,6 +102,8 @@ class Stage:
             long_prefill_token_threshold=long_prefill_token_threshold,
             reserve_full_prompt=reserve_full_prompt,
             num_speculative_tokens=num_speculative_tokens,
+            drafts_at_launch=step_costs is not None,
+            step_costs=step_costs,
             async_scheduling=async_scheduling,
             max_steps_in_flight=pipeline_stages + async_scheduling,
             pipeline_stages=pipeline_stages,

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 
 from engine_svc.core.request import FinishReason, RequestStatus
-from engine_svc.core.step import StepPlan
+from engine_svc.core.step import StepCosts, StepPlan
 from engine_svc.scheduler.config import SchedulerConfig
 from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.fakes import EOS, NEW_TOKEN, Stage, granted, request
@@ -122,6 +122,21 @@ def test_a_reset_drops_what_is_in_flight_and_its_requests_return_at_once():
     outputs = stage.update(plan, {"a": [44], "b": [45]})
     assert [output.new_token_ids for output in outputs] == [[44], [45]]
     assert stage.scheduler.stats().drafts.num_drafts == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_where_drafts_do_not_pay_no_row_has_any(is_async):
+    costs = StepCosts((1, 64), (1e-3, 64e-3))
+    stage = Stage(async_scheduling=is_async, num_speculative_tokens=2, step_costs=costs)
+    for name in ("a", "b"):
+        stage.add(request(name, 8, max_tokens=60))
+    plan = stage.schedule()
+    for index in range(50):
+        following = stage.schedule() if is_async else None
+        stage.update(plan, {name: [40 + index] for name in plan.request_ids})
+        assert not any(plan.draft_token_ids)
+        plan = following or stage.schedule()
+    assert plan.request_ids == ["a", "b"]
 
 
 def test_a_late_token_may_end_a_preempted_request():

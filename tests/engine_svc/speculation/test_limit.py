@@ -9,6 +9,7 @@ import pytest
 
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepCosts
+from engine_svc.speculation.accounting import DraftGrants
 from engine_svc.speculation.limit import SurvivalLimit
 from tests.engine_svc.scheduler.fakes import request
 
@@ -138,3 +139,38 @@ def test_rows_that_come_and_go_are_not_decided_about_in_each_step():
         assert allowed[0]
         num_at_once += allowed[-1] > 0
     assert 8 <= num_at_once <= 10
+
+
+def test_a_step_without_a_change_passes_as_if_it_had_been_asked_about():
+    """Rows come, go and gain, and steps that pass are the most."""
+    choose = random.Random(4)
+    asked, grants_limit = SurvivalLimit(HOST, MAX_DRAFTS), SurvivalLimit(HOST, MAX_DRAFTS)
+    grants, num_asked = DraftGrants(grants_limit), 0
+    running, num_added = rows_of(4), 4
+    grants_limit_grant = grants_limit.grant
+
+    def count_asked(rows: Sequence[Request]) -> Sequence[int]:
+        nonlocal num_asked
+        num_asked += 1
+        return grants_limit_grant(rows)
+
+    grants_limit.grant = count_asked  # type: ignore[method-assign]
+    for _ in range(5000):
+        if choose.random() < 0.01:
+            for limit in (asked, grants_limit):
+                limit.forget(running[0])
+            del running[0]
+        if choose.random() < 0.01 or not running:
+            running.append(request(f"new {num_added}", 10))
+            num_added += 1
+        for row in running:
+            row.num_computed_tokens = len(row.token_ids) - 1
+        grants.grant(running)
+        wanted = granted(asked, running)
+        assert [len(row.draft_token_ids) for row in running] == wanted
+        for row, num_drafts in zip(running, wanted, strict=True):
+            if num_drafts:
+                num_accepted = choose.choice((0, 0, 0, num_drafts))
+                for limit in (asked, grants_limit):
+                    limit.note(row, num_drafts, num_accepted)
+    assert num_asked < 2500
