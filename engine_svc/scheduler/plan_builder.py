@@ -17,14 +17,18 @@ NOTHING: list[int] = []
 class PlanBuilder:
     """Adds requests to the plan and removes them again, and charges the budgets accordingly."""
 
-    def __init__(self, config: SchedulerConfig, budgets: Sequence[Budget]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, budgets: Sequence[Budget], prefill_budgets: Sequence[Budget] = ()
+    ) -> None:
+        """prefill_budgets: those that rows of one token, which most rows are, neither spend nor exceed."""
         self._config = config
         self._overlaps = config.async_scheduling
         # A limit grants what is proposed at the launch.
         self._unknown_drafts = (
             [] if config.drafts_at_launch else [UNKNOWN_DRAFT] * config.num_speculative_tokens
         )
-        self._own_budgets = tuple(budgets)
+        self._has_own_budgets = self._has_budgets = bool(budgets)
+        self._own_budgets = (*budgets, *prefill_budgets)
         self._budgets = self._own_budgets
         self.remaining = 0  # tokens of the step that are not spent yet
         self.plan = StepPlan(0)
@@ -34,11 +38,12 @@ class PlanBuilder:
         """Add one further budget, which replaces the last one set here; None: remove it."""
         extra = () if restriction is None else (restriction,)
         self._budgets = (*self._own_budgets, *extra)
+        self._has_budgets = self._has_own_budgets or bool(extra)
 
     @property
     def has_budgets(self) -> bool:
-        """Whether there are budgets besides the tokens of a step."""
-        return bool(self._budgets)
+        """Whether there are budgets, besides the tokens of a step, for rows of one token as well."""
+        return self._has_budgets
 
     def begin(self, step_number: int) -> StepPlan:
         self.plan = StepPlan(step_number)
@@ -99,8 +104,9 @@ class PlanBuilder:
         request.num_computed_tokens = end
         request.last_row_sampled = samples
         self.remaining -= num_tokens
-        for budget in self._budgets:
-            budget.take(request, num_tokens)
+        if num_tokens != 1 or self._has_budgets:
+            for budget in self._budgets:
+                budget.take(request, num_tokens)
         if not samples:
             request.num_chunks += 1
         elif self._overlaps:
@@ -115,6 +121,7 @@ class PlanBuilder:
         del self.rows[row]
         num_tokens = self.plan.withdraw(row)
         self.remaining += num_tokens
-        for budget in self._budgets:
-            budget.give_back(request, num_tokens)
+        if num_tokens != 1 or self._has_budgets:
+            for budget in self._budgets:
+                budget.give_back(request, num_tokens)
         return num_tokens

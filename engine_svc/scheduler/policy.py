@@ -14,12 +14,15 @@ OrderKey = tuple[float, float, str]
 
 
 class Policy(Protocol):
-    """One way to order requests. The request with the smallest key is first; no two keys are equal."""
+    """One way to order requests. The request with the smallest key is first; no two keys are equal.
 
-    @property
-    def budgets(self) -> Sequence[Budget]:
-        """Further budgets of a step, besides its tokens."""
-        ...
+    A class derives from it for what it does not define itself.
+    """
+
+    # Further budgets of a step, besides its tokens.
+    budgets: Sequence[Budget] = ()
+    # Those that are asked only for rows of several tokens, so that decodes cost nothing.
+    prefill_budgets: Sequence[Budget] = ()
 
     def order_key(self, request: Request) -> OrderKey:
         """The key of a new request in the waiting queue."""

@@ -70,7 +70,7 @@ class Scheduler:
             if config.async_scheduling and config.pipeline_stages > 1
             else ()
         )
-        self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets))
+        self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets), policy.prefill_budgets)
         self._drafts = DraftCounter()
         self._draft_limit: DraftLimit | None = None
         self._draft_grants: DraftGrants | None = None

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import Request
-from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.policy import OrderKey
+from engine_svc.scheduler.policy import OrderKey, Policy
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(Policy):
     """Served in order of arrival; the last admitted is preempted first, and is the first admitted again."""
-
-    budgets: Sequence[Budget] = ()
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._front = 0

@@ -8,10 +8,10 @@ from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import Request
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
-from engine_svc.scheduler.policy import OrderKey
+from engine_svc.scheduler.policy import OrderKey, Policy
 
 
-class LeastRecompute:
+class LeastRecompute(Policy):
     """First come, first served, but preempts the request that loses the fewest tokens per freed block.
 
     That is a request that shares most of its blocks, has just begun, or has just been given a block.
@@ -19,7 +19,6 @@ class LeastRecompute:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._order = FirstComeFirstServed(config)
-        self.budgets = self._order.budgets
 
     def order_key(self, request: Request) -> OrderKey:
         return self._order.order_key(request)

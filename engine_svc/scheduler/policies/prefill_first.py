@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import Request
-from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
-from engine_svc.scheduler.policy import OrderKey
+from engine_svc.scheduler.policy import OrderKey, Policy
 
 
-class PrefillFirst:
+class PrefillFirst(Policy):
     """First come, first served, but a step serves running prompts before decodes.
 
     While there are both, or a request could be admitted, prompts have `prefill_share` of the tokens of a step
@@ -25,7 +24,7 @@ class PrefillFirst:
         self._order = FirstComeFirstServed(config)
         self._share = _PrefillShare(config)
         self._num_turns = 0  # of decodes that did not all fit
-        self.budgets: Sequence[Budget] = (self._share,)
+        self.budgets = (self._share,)
 
     def order_key(self, request: Request) -> OrderKey:
         return self._order.order_key(request)

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.request import Request
-from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
-from engine_svc.scheduler.policy import OrderKey
+from engine_svc.scheduler.policy import OrderKey, Policy
 
 # Preemptions of one request after which the id decides between it and equals.
 _MAX_TURNS = 16
 
 
-class ByPriority:
+class ByPriority(Policy):
     """The most urgent first, then the earliest. New requests never preempt; only a lack of blocks does."""
-
-    budgets: Sequence[Budget] = ()
 
     def __init__(self, config: SchedulerConfig) -> None:
         """Has no options."""

@@ -56,3 +56,18 @@ def test_who_gives_way_leaves_no_trace_in_the_plan():
     assert (plan.samples, plan.total_num_tokens) == ([True, True], 9)
     assert builder.remaining == 11
     assert (meter.spent, meter.given_back) == ({"a": 8, "c": 1}, {"b": 5})
+
+
+def test_budgets_of_prefills_are_asked_for_rows_of_several_tokens_alone():
+    limit = AtMost({"a": 7})
+    builder = PlanBuilder(SchedulerConfig(max_model_len=64, max_num_batched_tokens=20), (), [limit])
+    builder.begin(1)
+    assert not builder.has_budgets
+    assert builder.clip(request("a", 1), 9) == 7
+    prefill, decode = _computed("a", 8, 0), _computed("b", 5, 4)
+    builder.add_row(prefill, 7, [[1, 2]])
+    builder.add_row(decode, 1, [[3]])
+    assert limit.spent == {"a": 7}
+    builder.withdraw(decode)
+    builder.withdraw(prefill)
+    assert (limit.spent, limit.given_back) == ({}, {"a": 7})
