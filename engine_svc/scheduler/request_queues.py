@@ -29,7 +29,7 @@ class RequestQueues:
         self._policy = policy
         self._features = tuple(features)
         self.requests: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(policy.ready_queue())
         self.running: list[Request] = []
         self.released: list[str] = []  # rows for the runner to free with the next plan
         self.num_preemptions = 0
@@ -56,6 +56,7 @@ class RequestQueues:
 
     def enter(self, request: Request, now: float) -> None:
         """Move a waiting request to the running ones."""
+        self._policy.on_enter(request)
         self._depart(request)
         request.move_to(RequestStatus.RUNNING)
         self.running.append(request)
@@ -151,6 +152,7 @@ class RequestQueues:
         """Remove a request from the queue of its status."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self._policy.on_leave(request)
             self.released.append(request.request_id)
             return
         self.waiting.remove(request)

@@ -109,7 +109,7 @@ class Scheduler:
 
     @property
     def waiting_ids(self) -> list[str]:
-        """Waiting and blocked requests, in the order in which they will be admitted."""
+        """Waiting and blocked requests, in the order of their keys."""
         return [request.request_id for request in self._queues.waiting]
 
     def stats(self) -> SchedulerStats:
@@ -252,6 +252,9 @@ class Scheduler:
         queues = self._queues
         # A lone request need not leave room for others.
         self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
+        if self._pause is PauseState.NONE and queues.waiting.num_ready:
+            self._displace(now)
+        num_displaced = len(plan.preempted)
         if self._draft_grants is not None:
             self._draft_grants.grant(queues.running)
         # A request in the middle of its prompt makes rows of unequal length anyway.
@@ -261,7 +264,7 @@ class Scheduler:
             and all(request.last_row_sampled for request in queues.running)
         )
         self._schedule_running(now)
-        if plan.preempted:
+        if len(plan.preempted) > num_displaced:
             self._admission_limit = FREE_BLOCKS
         elif self._pause is PauseState.NONE:
             self._admission_limit = self._admit_waiting(now)
@@ -272,6 +275,7 @@ class Scheduler:
         registered = self._kv_cache.take_registered()
         self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
+        self._policy.on_plan(plan, rows)
         for feature in self._features:
             feature.on_plan(plan)
         return plan
@@ -333,6 +337,12 @@ class Scheduler:
             _attach_extras(result, rows, outputs)
         return outputs
 
+    def _displace(self, now: float) -> None:
+        """Preempt running requests for waiting ones, as the policy decides."""
+        for victim in self._policy.displaced(self._queues.running, self._kv_cache):
+            self._builder.plan.preempted.append(victim.request_id)
+            self._preempt(victim, now)
+
     def _schedule_running(self, now: float) -> None:
         builder = self._builder
         has_budgets = builder.has_budgets
@@ -377,15 +387,15 @@ class Scheduler:
         """Admit requests; returns what ended the admission, empty if each was asked."""
         config, queues, builder = self._config, self._queues, self._builder
         self._has_running_rows = bool(builder.rows)
-        index = 0
+        preempted = builder.plan.preempted
+        candidates = queues.waiting.candidates()
         while builder.remaining and len(queues.running) < config.max_num_seqs:
-            request = queues.waiting.at(index)
+            request = next(candidates, None)
             if request is None:
                 return ""
             # A preempted request needs its tokens of steps in flight before it can continue.
             waits_for_tokens = request.resumes_after_step > self._updated_step_number
-            if waits_for_tokens or not builder.admits(request):
-                index += 1
+            if waits_for_tokens or not builder.admits(request) or request.request_id in preempted:
                 continue
             if limit := self._admit(request, now):
                 # No request overtakes one that only has to wait for room.

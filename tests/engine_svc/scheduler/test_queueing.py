@@ -8,7 +8,7 @@ from engine_svc.cache.attention import CrossAttention, FullAttention, SlidingWin
 from engine_svc.core.request import FinishReason, InputSegment, Request, RequestStatus
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.scheduler.config import PauseState
-from engine_svc.scheduler.waiting_queue import WaitingQueue
+from engine_svc.scheduler.waiting_queue import OrderedQueue, WaitingQueue
 from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import Compiler, Loader
 from tests.engine_svc.scheduler.fakes import STOP, Stage, granted, ids_of, request, segment, session
@@ -220,16 +220,16 @@ def _waiting(request_id: str, place: float, num_uncached: int = 1, *, blocked: b
 
 
 def _queue(*requests: Request) -> WaitingQueue:
-    queue = WaitingQueue()
+    queue = WaitingQueue(OrderedQueue())
     for queued in requests:
         queue.add(queued)
     return queue
 
 
 def test_an_empty_queue_has_nothing():
-    queue = WaitingQueue()
+    queue = WaitingQueue(OrderedQueue())
     assert (len(queue), queue.num_ready, queue.num_blocked, queue.num_uncached_tokens) == (0, 0, 0, 0)
-    assert (queue.at(0), queue.blocked("a"), list(queue)) == (None, None, [])
+    assert (list(queue.candidates()), queue.blocked("a"), list(queue)) == ([], None, [])
 
 
 def test_blocked_ones_keep_their_place_and_are_not_offered():
@@ -238,13 +238,22 @@ def test_blocked_ones_keep_their_place_and_are_not_offered():
     )
     assert ids_of(queue) == ["d", "a", "b", "c"]
     assert (len(queue), queue.num_ready, queue.num_blocked) == (4, 2, 2)
-    first, second = queue.at(0), queue.at(1)
-    assert first is not None and second is not None
-    assert ids_of([first, second]) == ["a", "c"]
-    assert queue.at(2) is None
+    assert ids_of(queue.candidates()) == ["a", "c"]
     blocked = queue.blocked("b")
     assert blocked is not None and blocked.request_id == "b"
     assert queue.blocked("a") is None
+
+
+def test_each_request_is_a_candidate_once_whatever_comes_and_goes_meanwhile():
+    queue = _queue(*(_waiting(name, place) for place, name in enumerate("abcd", start=1)))
+    seen = []
+    for candidate in queue.candidates():
+        seen.append(candidate)
+        if candidate.request_id == "b":
+            queue.remove(candidate)
+            queue.add(_waiting("z", 0))
+    assert ids_of(seen) == ["a", "b", "c", "d"]
+    assert ids_of(queue) == ["z", "a", "c", "d"]
 
 
 def test_anyone_can_leave_from_anywhere():
