@@ -166,7 +166,7 @@ def build_frontend(
     servers = Servers(
         lifecycle,
         _public_server(config, api, security, text_workers),
-        _admin_server(config, lambda: frontend.status(), lifecycle, security),
+        _admin_server(config, lambda: frontend.status(), engines.failover.poison, lifecycle, security),
         _admin_http(config, pages, security),
         http,
     )
@@ -219,9 +219,9 @@ def _engines(
     )
     folder = runtime_folder()
     locks = ProbationLocks(folder)
-    failover = Failover(
-        directory, clock, random.Random(identity.epoch), poison=PoisonRecord(folder), locks=locks
-    )
+    stack = config.coordinator or ",".join(sorted(config.engine))
+    poison = PoisonRecord(folder, stack=stack)
+    failover = Failover(directory, clock, random.Random(identity.epoch), poison=poison, locks=locks)
     coordinator = None
     if config.coordinator is not None:
         coordinator = CoordinatorSession(
@@ -352,10 +352,12 @@ def _public_server(
 def _admin_server(
     config: FrontendConfig,
     status: Callable[[], dict[str, str | int | float]],
+    poison: PoisonRecord,
     lifecycle: Lifecycle,
     security: ListenerSecurity,
 ) -> Server:
-    servicer = AdminServicer("frontend", f"frontend-{config.index}", status, lifecycle=lifecycle)
+    name = f"frontend-{config.index}"
+    servicer = AdminServicer("frontend", name, status, lifecycle=lifecycle, quarantine=poison)
     return Server(
         listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
         registrations=[servicer.registration()],

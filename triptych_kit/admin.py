@@ -7,12 +7,13 @@ import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 import grpc.aio
 
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
-from triptych_kit.errors import InvalidArgument, Unimplemented
+from triptych_kit.errors import InvalidArgument, NotFound, Unavailable, Unimplemented
 from triptych_kit.field_checks import check_enum
 from triptych_kit.server import Lifecycle, Registration
 from triptych_kit.telemetry.logs import AUDIT_LOGGER, set_log_level
@@ -36,12 +37,31 @@ _STATES = {
 }
 
 
+class QuarantineEntry(Protocol):
+    """A prompt in quarantine; see `QuarantinedPrompt`."""
+
+    incident_id: str
+    account: str
+    model: str
+    num_tokens: int
+    left_s: float
+
+
+class Quarantine(Protocol):
+    """The prompts that a frontend refuses because they have crashed engines."""
+
+    def entries(self) -> Sequence[QuarantineEntry]: ...
+
+    def clear(self, incident_id: str) -> int:
+        """Forget an incident, all if it is empty; returns how many prompts it were. Raises OSError."""
+
+
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and Utility and WatchScheduler with a handler.
+    """Serves GetStatus, GetTrace, SetLogLevel and Drain, and what it is given a handler for.
 
     The rest of AdminService is UNIMPLEMENTED. `status` returns the service's own facts and counters; its key
     `state` is one of starting, serving, draining and stopped, and defaults to serving. `utility` and `watch`
-    handle calls into an engine process.
+    handle calls into an engine process, `quarantine` is a frontend's.
     """
 
     def __init__(
@@ -54,6 +74,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         utility: Callable[[admin_pb2.UtilityRequest], Awaitable[admin_pb2.UtilityResponse]] | None = None,
         watch: Callable[[admin_pb2.WatchSchedulerRequest], AsyncIterator[admin_pb2.WatchSchedulerResponse]]
         | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._service = service
         self._instance = instance
@@ -61,6 +82,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._lifecycle = lifecycle
         self._utility = utility
         self._watch = watch
+        self._quarantine = quarantine
         self._started_at = time.monotonic()
 
     def registration(self) -> Registration:
@@ -148,6 +170,49 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise Unimplemented(f"a {self._service} has no scheduler to watch", reason="NO_ENGINE")
         async for response in self._watch(request):
             yield response
+
+    async def ListQuarantine(
+        self,
+        request: admin_pb2.ListQuarantineRequest,
+        context: grpc.aio.ServicerContext[admin_pb2.ListQuarantineRequest, admin_pb2.ListQuarantineResponse],
+    ) -> admin_pb2.ListQuarantineResponse:
+        """The prompts that are refused, if this process is a frontend."""
+        prompts = [
+            admin_pb2.QuarantinedPrompt(
+                incident_id=entry.incident_id,
+                account=entry.account,
+                model=entry.model,
+                num_tokens=entry.num_tokens,
+                remaining_ms=int(entry.left_s * 1000),
+            )
+            for entry in self._given_quarantine().entries()
+        ]
+        return admin_pb2.ListQuarantineResponse(prompts=prompts)
+
+    async def ClearQuarantine(
+        self,
+        request: admin_pb2.ClearQuarantineRequest,
+        context: grpc.aio.ServicerContext[
+            admin_pb2.ClearQuarantineRequest, admin_pb2.ClearQuarantineResponse
+        ],
+    ) -> admin_pb2.ClearQuarantineResponse:
+        """Have prompts served again. Raises NotFound for an unknown incident."""
+        try:
+            num_cleared = self._given_quarantine().clear(request.incident_id)
+        except OSError as error:
+            raise Unavailable(f"the quarantine cannot be changed: {error.strerror}") from error
+        if request.incident_id and not num_cleared:
+            raise NotFound(
+                f"there is no incident {request.incident_id!r}",
+                resource_type="incident",
+                resource_name=request.incident_id,
+            )
+        return admin_pb2.ClearQuarantineResponse(num_cleared=num_cleared)
+
+    def _given_quarantine(self) -> Quarantine:
+        if self._quarantine is None:
+            raise Unimplemented(f"a {self._service} has no quarantine", reason="NO_FRONTEND")
+        return self._quarantine
 
 
 def _status_value(key: str, value: str | int | float) -> admin_pb2.StatusValue:

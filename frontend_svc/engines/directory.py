@@ -89,6 +89,11 @@ class Directory:
         return list(self._clients.values())
 
     @property
+    def num_known(self) -> int:
+        """Engines in whatever state."""
+        return len(self._clients)
+
+    @property
     def is_ready(self) -> bool:
         """True if at least one engine takes requests."""
         return any(client.state is EngineState.READY for client in self._clients.values())

@@ -6,8 +6,10 @@ Uses only callbacks and timers: no task runs for a waiting request, and ending i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,8 +17,8 @@ from typing import Protocol
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.engine_info import RoutingRequest
-from frontend_svc.generation.poison import PoisonRecord, ProbationLocks, quarantined
-from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, in_order
+from frontend_svc.generation.poison import Content, PoisonRecord, ProbationLocks, quarantined
+from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, Turn, in_order
 from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind, refusal_of_begun
 from frontend_svc.text.model import ServedModel
 from triptych_kit.clock import Clock
@@ -68,6 +70,12 @@ MAX_HELD = 256
 RETRY_BUDGET_EMPTY = "RETRY_BUDGET_EMPTY"
 _MAX_JITTER_S = 0.1
 _PROBATION_S = 2.0
+# For how long a new request waits for a suspect that has the only engine for itself.
+_HOLD_S = 4.0
+# From so many deaths on, the last engine is kept from a suspect.
+_MAX_DEATHS = 2
+_MAX_UNCLEARED = 1024
+_UNCLEARED_S = 600.0
 # How soon a suspect tries an engine again on which another process of this host had suspects.
 _LOCKED_OUT_S = 0.02
 
@@ -96,7 +104,9 @@ class Failover:
     Call `engines_changed` after each change of an engine's state. A request waits at most the directory's
     reconnect window, counted from its loss or from the loss of the last engine that could take it. A suspect
     without output for `probation_s` is assumed to be slow for another reason, and no longer blocks others.
-    A request that has crashed engines is refused from then on, by its content; see `poison.py`.
+    A request that has crashed engines is refused from then on, by its prompt; see `poison.py`. One that its
+    client has ended while it was a likely cause stays one when it is sent again, and so are other prompts of
+    its account that are not known to be innocent.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class Failover:
         self._chance = chance
         self._waiting: dict[Suspect, Migration] = {}
         self._num_new = 0
+        self._uncleared: OrderedDict[Content, float] = OrderedDict()  # until when they are suspects
         self._dispatching: asyncio.Handle | None = None
         self._retrying: asyncio.TimerHandle | None = None
 
@@ -159,6 +170,30 @@ class Failover:
             return (suspect.turn - 1 + self._chance.random()) * _MAX_JITTER_S / 2
         return self._chance.random() * _MAX_JITTER_S
 
+    def is_suspicious(self, content_of_request: Callable[[], Content]) -> bool:
+        """Whether a new request is to run alone. Its content is asked for only if any is to."""
+        while self._uncleared and next(iter(self._uncleared.values())) <= self.clock.now():
+            self._uncleared.popitem(last=False)
+        if not self._uncleared:
+            return False
+        content = content_of_request()
+        is_of_suspect = any(content.account == one.account for one in self._uncleared)
+        return content in self._uncleared or (
+            bool(content.account) and is_of_suspect and content not in self.poison.innocent
+        )
+
+    def note_uncleared(self, content: Content) -> None:
+        """A likely cause of a death was ended by its client before it could be cleared."""
+        self._uncleared.pop(content, None)
+        self._uncleared[content] = self.clock.now() + _UNCLEARED_S
+        if len(self._uncleared) > _MAX_UNCLEARED:
+            self._uncleared.popitem(last=False)
+
+    def note_innocent(self, content: Content) -> None:
+        """A request was answered."""
+        self._uncleared.pop(content, None)
+        self.poison.innocent.add(content)
+
     def add(self, migration: Migration) -> None:
         """Hold a request until an engine can take it. Raises ResourceExhausted for too many new ones."""
         if migration.is_new:
@@ -176,16 +211,19 @@ class Failover:
         """Stop holding a request. Idempotent."""
         if self._waiting.pop(migration.suspect, None) is not None:
             self._num_new -= migration.is_new
+            if not self._waiting:
+                self.suspects.release_reserved()
 
     def _dispatch(self) -> None:
         self._dispatching, self.suspects.is_locked_out = None, False
+        self.suspects.release_reserved()
         # A search that failed is not repeated for equal requests: hundreds may wait for the same engine.
         in_vain: set[tuple[object, ...]] = set()
         for suspect in in_order(self._waiting):
             migration = self._waiting.get(suspect)
             if migration is None or (suspect.turn, *migration.key) in in_vain:
                 continue
-            client = migration.find(self.suspects.may_go)
+            client = migration.find()
             if client is None:
                 in_vain.add((suspect.turn, *migration.key))
             else:
@@ -221,8 +259,8 @@ class MovableRequest(Protocol):
     def fail(self, error: ServiceError) -> None:
         """End it with `error`; called at most once."""
 
-    def content(self) -> str:
-        """The hash of what it computes."""
+    def content(self) -> Content:
+        """What it is recorded by if it crashes engines."""
 
     def remaining_s(self) -> float | None:
         """Time to its deadline."""
@@ -265,21 +303,30 @@ class Migration:
     def start(self) -> None:
         """Send it for the first time, at once or when a recently lost engine is back.
 
-        Raises the errors of `Directory.pick`, Internal if it has crashed engines before, and
-        ResourceExhausted if too many requests wait.
+        Raises the errors of `Directory.pick`, Internal if it has crashed engines before or its account has,
+        and ResourceExhausted if too many requests wait.
         """
-        failover, requirements = self._failover, self._requirements
-        failover.poison.check(self._request.content)
+        failover, requirements, content = self._failover, self._requirements, self._request.content
+        failover.poison.check_prompt(content)
+        failover.poison.check_account(content)
+        if failover.is_suspicious(content):
+            self.suspect.turn = Turn.ALONE
         try:
             client = failover.directory.pick(requirements.model, requirements.routing)
         except Unavailable as error:
             expected_until = failover.directory.expected_until(requirements.model)
             if expected_until is None or failover.is_closed:
                 raise
-            self._error, self._wait_until = error, expected_until
-            failover.add(self)
-            self._wait()
+            self._hold(error, expected_until)
             return
+        if not self._may_go(client):
+            other = self.find()
+            if other is None and not failover.is_closed:
+                why = Unavailable("a request that may crash engines runs alone", reason="ENGINES_BUSY")
+                with contextlib.suppress(ResourceExhausted):
+                    self._hold(why, failover.clock.now() + _HOLD_S)
+                    return
+            client = other or client
         self.go(client)
 
     def take_over(self, client: EngineClient, num_attempts: int) -> None:
@@ -307,7 +354,9 @@ class Migration:
             is_exact=has_begun,
         )
         failover = self._failover
-        had_output = self._request.has_output_since_send
+        had_output = self._request.has_output_since_send or (
+            self.suspect.turn is Turn.AT_ONCE and self._request.content() in failover.poison.innocent
+        )
         if failover.suspects.lose(self.suspect, client.address, cause, had_output=had_output):
             self._quarantine()
         elif failover.is_closed or not self._may_move():
@@ -328,22 +377,33 @@ class Migration:
         """The request has ended; `is_well`: successfully. Returns the client of the engine that has it."""
         if self._is_over:
             return None
+        if is_well:
+            self._failover.budget.give_back()
+            self._failover.note_innocent(self._request.content())
+        elif self.suspect.turn is Turn.ALONE and self.suspect.num_deaths:
+            self._failover.note_uncleared(self._request.content())
+        return self._end()
+
+    def _end(self) -> EngineClient | None:
         self._is_over = True
         client, self.client = self.client, None
         self._stop_timer()
         self._failover.remove(self)
         self._failover.suspects.clear(self.suspect)
-        if is_well:
-            self._failover.budget.give_back()
         # Its engine may have room again, and the next suspect may go there.
         self._failover.engines_changed()
         return client
 
-    def find(self, may_go: Callable[[Suspect, str], bool]) -> EngineClient | None:
-        """An engine that it can be sent to now, preferably another than the one that lost it."""
+    def find(self, *, in_any_case: bool = False) -> EngineClient | None:
+        """An engine that it can be sent to now, preferably another than the one that lost it.
+
+        in_any_case: even one with other suspects.
+        """
+        if self._is_kept_from_last():
+            return None
 
         def is_allowed(client: EngineClient) -> bool:
-            return client not in self._refused_by and may_go(self.suspect, client.address)
+            return client not in self._refused_by and (in_any_case or self._may_go(client))
 
         origin = self._origin
         if origin is not None:
@@ -361,12 +421,10 @@ class Migration:
         self.num_attempts += 1
         if failover.suspects.send(self.suspect, client.address):
             self._timer = asyncio.get_running_loop().call_later(failover.probation_s, self._pass_over)
-        on_output = None if self.suspect.probation is None else self.end_probation
         try:
             if self._origin is not None:
-                # Another process may have found it meanwhile.
-                failover.poison.check(self._request.content)
-            self._request.send(client, self.num_attempts - 1, on_output)
+                self._check_again()
+            self._request.send(client, self.num_attempts - 1, self.end_probation)
         except ServiceError as error:
             self._end_with(error)
             return
@@ -376,7 +434,7 @@ class Migration:
 
     def give_up(self) -> None:
         """End the wait: send it even to an engine with other suspects, or end it if there is none."""
-        client = None if self._failover.is_closed else self.find(lambda suspect, address: True)
+        client = None if self._failover.is_closed else self.find(in_any_case=True)
         if client is not None:
             self.go(client)
         else:
@@ -387,6 +445,34 @@ class Migration:
         if self._refused_by:
             ready = self._failover.directory.ready_for(self._requirements.model)
             self._refused_by.intersection_update(ready)
+
+    def _may_go(self, client: EngineClient) -> bool:
+        return self._failover.suspects.may_go(self.suspect, client.address, self._num_ready)
+
+    def _num_ready(self) -> int:
+        return len(self._failover.directory.ready_for(self._requirements.model))
+
+    def _is_kept_from_last(self) -> bool:
+        """Whether only one of several engines is left, and it may have crashed the others."""
+        if self.suspect.turn is not Turn.ALONE or self.suspect.num_deaths < _MAX_DEATHS:
+            return False
+        return self._num_ready() == 1 and self._failover.directory.num_known > 1
+
+    def _check_again(self) -> None:
+        """Raise the error of a moved request that must not be sent: others were found meanwhile."""
+        failover, content = self._failover, self._request.content
+        failover.poison.check_prompt(content)
+        if self.suspect.turn is Turn.ALONE:
+            try:
+                failover.poison.check_account(content)
+            except ServiceError:
+                raise self._error from None
+
+    def _hold(self, error: ServiceError, until: float) -> None:
+        """Wait for an engine; `error` ends it where there is none then."""
+        self._error, self._wait_until = error, until
+        self._failover.add(self)
+        self._wait()
 
     def _pick(self, is_allowed: Callable[[EngineClient], bool]) -> EngineClient | None:
         requirements = self._requirements
@@ -472,7 +558,7 @@ class Migration:
         self._end_with(quarantined(message, incident_id))
 
     def _end_with(self, error: ServiceError) -> None:
-        self.end(is_well=False)
+        self._end()
         self._request.fail(error)
 
     def _stop_timer(self) -> None:

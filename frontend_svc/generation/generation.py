@@ -321,7 +321,7 @@ class Generation:
             on_slow=lambda: opened.abort(engine_pb2.ABORT_REASON_SLOW_CONSUMER),
         )
         group = SamplingGroup(
-            prepared, states, caller, trace, self._failover.clock, arrived_at=tracked.arrived_at, seed=seed
+            prepared, states, caller, trace, self._failover.clock, arrived_at=tracked.arrived_at
         )
         request_id = request.request_id or caller.request_id
         routing = _routing(request, prepared)

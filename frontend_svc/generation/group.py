@@ -8,7 +8,7 @@ from frontend_svc.engines.adoption.takeover import AdoptedRequest
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.failover import Move
-from frontend_svc.generation.poison import content_of
+from frontend_svc.generation.poison import Content
 from frontend_svc.generation.preprocess import Prepared, has_text
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.options import OPTIONS
@@ -36,7 +36,6 @@ class SamplingGroup:
         clock: Clock,
         *,
         arrived_at: float,
-        seed: int | None,
     ) -> None:
         self.states = states
         self.handles: list[int] = []  # in the engine it was sent to last
@@ -45,7 +44,6 @@ class SamplingGroup:
         self._trace = trace
         self._clock = clock
         self._arrived_at = arrived_at
-        self._seed = seed
         self._num_sent_tokens = 0
 
     @property
@@ -108,8 +106,10 @@ class SamplingGroup:
     def fail(self, error: ServiceError) -> None:
         self.states[0].collector.fail(too_late() if self._caller.is_late() else error)
 
-    def content(self) -> str:
-        return content_of(self._prepared.prompt.model.name, self._prepared.entries, self._seed)
+    def content(self) -> Content:
+        prepared = self._prepared
+        token_ids = prepared.entries[0].prompt_token_ids
+        return Content(self._caller.identity.account, prepared.prompt.model.name, token_ids)
 
     def remaining_s(self) -> float | None:
         return self._caller.remaining_s()

@@ -17,7 +17,7 @@ from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration, Move
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
-from frontend_svc.generation.poison import content_of
+from frontend_svc.generation.poison import Content
 from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.output.collector import Ending, EndReason
@@ -108,8 +108,8 @@ class SentPrompt:
     def fail(self, error: ServiceError) -> None:
         self.state.end_with(too_late() if self._caller.is_late() else error)
 
-    def content(self) -> str:
-        return content_of(self._model.name, [self._entry])
+    def content(self) -> Content:
+        return Content(self._caller.identity.account, self._model.name, self._entry.prompt_token_ids)
 
     def remaining_s(self) -> float | None:
         return self._caller.remaining_s()

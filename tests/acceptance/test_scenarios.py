@@ -19,6 +19,7 @@ _CELLS = {
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
     "languages": ("--schemas=60", "--patterns=20", "--grammars=20"),
     "mask_agreement": ("--states=300",),
+    "poison": ("--rounds=1", "--variations=2", "--streams=8"),
     "speculation": ("--proposer=ngram", "--proposer=scripted"),
 }
 _NAMES = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 from collections.abc import Callable
 from enum import Enum
@@ -25,6 +26,8 @@ class EngineFault(Enum):
     NAN = 2041  # the request's logits are NaN
     EXIT = 2042  # the process is gone, in each engine that has the request
     HANG = 2043  # the step never ends, once
+    FREEZE = 2045  # the step never ends, in each engine that has the request
+    MEMORY = 2044  # the kernel ends the process, as it does one that takes all memory
 
 
 def strike_file(folder: Path, fault: EngineFault) -> Path:
@@ -76,6 +79,12 @@ def install() -> None:
             if EngineFault.EXIT in present:
                 self._note(EngineFault.EXIT)
                 os._exit(_EXIT_CODE)
+            if EngineFault.MEMORY in present:
+                self._note(EngineFault.MEMORY)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if EngineFault.FREEZE in present:
+                self._note(EngineFault.FREEZE)
+                threading.Event().wait()
             if EngineFault.HANG in present and not strike_file(self._folder, EngineFault.HANG).exists():
                 self._note(EngineFault.HANG)
                 threading.Event().wait()

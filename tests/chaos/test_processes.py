@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.rig.history import Oracle
 from benchmarks.rig.streams import Case, Flow, Load, StreamRecord, make_cases
+from tests.acceptance.scenarios.poison import poison_round
 from tests.chaos.fault_plugin import MARKER_POSITION, EngineFault, strikes
 from tests.chaos.served import ServedStack
 from tests.chaos.stacks import Stack, StackPlan, cases_with_marks
@@ -71,7 +72,7 @@ async def test_an_engine_that_is_killed_ten_times_stays_down_and_no_stream_of_th
 async def test_poison_that_is_sent_twenty_times_over_two_frontends_of_two_workers_kills_two_engines(
     tmp_path: Path,
 ) -> None:
-    *cases, _, _, poison, _ = cases_with_marks(15, 2 * _NUM_TOKENS)
+    *cases, _, _, poison, _, _, _ = cases_with_marks(15, 2 * _NUM_TOKENS)
     assert poison.token_ids[MARKER_POSITION] == EngineFault.EXIT.value
     plan = StackPlan(num_frontends=2, has_plugin=True, frontend_flags=("--workers=2",))
     async with AsyncExitStack() as ending:
@@ -111,6 +112,12 @@ async def test_poison_that_is_sent_twenty_times_over_two_frontends_of_two_worker
     assert len({record.details.rpartition("incident ")[2] for record in sent}) == 1
     took_s = [record.ended_at - record.sent_at for record in sent[1:] if record.ended_at is not None]
     assert max(took_s) < 1.0
+
+
+async def test_variations_of_five_kinds_of_poison_kill_two_engines_and_harm_no_other_tenant() -> None:
+    row = await poison_round(seed=7, num_variations=3, num_streams=8)
+    assert (row["violations"], row["first_violation"]) == (0, "")
+    assert (row["deaths"], row["engines"]) == (2, 3)
 
 
 async def _sent(load: Load, channel: grpc.aio.Channel, case: Case) -> StreamRecord:

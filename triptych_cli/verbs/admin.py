@@ -72,6 +72,12 @@ def run_call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
     return _run(_call(target, call), target, needs="engine")
 
 
+def run_quarantine(target: AdminTarget, *, cleared: str | None) -> int:
+    """Print the prompts in a frontend's quarantine, or clear an incident, all if it is empty."""
+    coroutine = _quarantined(target) if cleared is None else _clear_quarantine(target, cleared)
+    return _run(coroutine, target, needs="frontend")
+
+
 def run_scale(target: AdminTarget, group: str, size: int, limit_s: float) -> int:
     """Change a group's size and print the progress until its end.
 
@@ -180,6 +186,32 @@ async def _call(target: AdminTarget, call: utility_pb2.UtilityCall) -> int:
     else:
         for option in answer.result.config.options:
             print(f"{option.name} {option.value or 'unset'} ({option.origin})")
+    return 0
+
+
+async def _quarantined(target: AdminTarget) -> int:
+    async with open_client_channel(target.address, profile="internal") as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with rpc_errors_translated():
+            request = admin_pb2.ListQuarantineRequest()
+            answer = await stub.ListQuarantine(request, timeout=target.timeout_s)
+    if target.as_json:
+        print(json.dumps(_record(answer)))
+        return 0
+    for prompt in answer.prompts:
+        whose = prompt.account or "no key"
+        left_s = prompt.remaining_ms // 1000
+        print(f"{prompt.incident_id} {prompt.model}, {whose}: {prompt.num_tokens} tokens, {left_s} s left")
+    return 0
+
+
+async def _clear_quarantine(target: AdminTarget, incident_id: str) -> int:
+    async with open_client_channel(target.address, profile="internal") as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with rpc_errors_translated():
+            request = admin_pb2.ClearQuarantineRequest(incident_id=incident_id)
+            answer = await stub.ClearQuarantine(request, timeout=target.timeout_s)
+    print(json.dumps(_record(answer)) if target.as_json else f"{answer.num_cleared} cleared")
     return 0
 
 

@@ -98,6 +98,20 @@ def drain(
 
 
 @admin.command()
+def quarantine(
+    context: typer.Context,
+    clear: Annotated[str, typer.Option(help="id of an incident whose prompt is to be served again")] = "",
+    clear_all: Annotated[bool, typer.Option("--clear-all", help="have all prompts served again")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the prompts that a frontend refuses because they have crashed engines, or clear them."""
+    from triptych_cli.verbs.admin import run_quarantine
+
+    cleared = clear if clear or clear_all else None
+    raise typer.Exit(run_quarantine(_target(context, as_json=as_json), cleared=cleared))
+
+
+@admin.command()
 def pause(
     context: typer.Context,
     mode: Annotated[str, typer.Option(help=_MODE_HELP)] = "keep",

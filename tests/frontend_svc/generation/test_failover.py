@@ -21,6 +21,7 @@ from frontend_svc.generation.failover import (
     Migration,
     RetryBudget,
 )
+from frontend_svc.generation.poison import Content
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, Turn, in_order
 from frontend_svc.output.loss import LossKind
 from frontend_svc.text.tokenize.id_column import id_column
@@ -308,7 +309,7 @@ async def test_poison_that_is_sent_again_is_refused_with_its_incident_and_kills_
 
     def die_of_poison(engine: FakeEngine, request: FakeRequest) -> None:
         nonlocal num_deaths
-        if request.prompt == poison and request.entry.sampling.max_tokens == 8:
+        if request.prompt == poison:
             num_deaths += 1
             engine.die()
         else:
@@ -326,13 +327,44 @@ async def test_poison_that_is_sent_again_is_refused_with_its_incident_and_kills_
         await client.until_engines_are_ready(3)
         incident, message = await refused(client)
         assert f"incident {incident}" in message
-        assert (await refused(client, request_id="another"))[0] == incident
-    # What another process of the host would do, or this one after a restart.
-    async with serving(FakeEngine(die_of_poison)) as (client, frontend):
-        assert (await refused(client, request_id="another"))[0] == incident
-        await read_all(client.generate(prompt, max_tokens=9))
+        for changes in ({"request_id": "another"}, {"temperature": 0.5, "seed": 3}, {"n": 2}):
+            assert (await refused(client, **changes))[0] == incident
         await read_all(client.generate("the cat", max_tokens=8))
-        assert frontend.status()["num_quarantined_requests"] == 0
+        assert frontend.status()["num_quarantined_requests"] == 1
+    assert num_deaths == 2
+
+
+async def test_poison_that_is_cancelled_and_sent_again_kills_two_engines():
+    poison, num_deaths = TOKENIZER.encode("dog").ids, 0
+    source = TokenSource()
+
+    def die_of_poison(engine: FakeEngine, request: FakeRequest) -> None:
+        nonlocal num_deaths
+        if request.prompt == poison:
+            num_deaths += 1
+            engine.is_ready = False
+            engine.die()
+        else:
+            source(engine, request)
+
+    engines = [FakeEngine(die_of_poison, dp_rank=rank) for rank in range(4)]
+    async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
+        await client.until_engines_are_ready(4)
+        # So that a cancelled request has no time to be sent to another engine.
+        frontend.engines.failover.jitter_s = lambda suspect: WAIT_S
+        call = client.generate("dog")
+        async with asyncio.timeout(WAIT_S):
+            while frontend.status()["num_engines"] and num_deaths == 0:
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        await client.until_engines_are_ready(3)
+        call.cancel()
+        async with asyncio.timeout(WAIT_S):
+            while frontend.status()["num_open_requests"]:
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(client.generate("dog", temperature=0.3))
+        await read_all(client.generate("the cat"))
+    assert "QUARANTINED" in details_of(caught.value)
     assert num_deaths == 2
 
 
@@ -358,12 +390,12 @@ async def test_a_poison_request_kills_two_engines_and_affects_no_other_request()
                 await client.model.ListModels(model_pb2.ListModelsRequest())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(client.generate("dog"))
-        (survivor,) = [engine for engine in engines if engine not in deaths]
-        for request in [one for one in survivor.requests if not one.entry.attempt]:
-            request.entry.output_token_ids = id_column(
-                whole_output(request.entry)[0][: 2 * (request.entry.request_seed % 2)]
-            )
-            source(survivor, request)
+        for survivor in [engine for engine in engines if engine not in deaths]:
+            for request in [one for one in survivor.requests if not one.entry.attempt]:
+                request.entry.output_token_ids = id_column(
+                    whole_output(request.entry)[0][: 2 * (request.entry.request_seed % 2)]
+                )
+                source(survivor, request)
         outputs = [(await read_outputs(call))[1][0].ids for call in innocent]
         assert frontend.status()["num_quarantined_requests"] == 1
         assert frontend.status()["num_suspect_requests"] == 0
@@ -503,6 +535,7 @@ class Engines:
 
     def __init__(self, num_engines: int) -> None:
         self.left = [Engine(f"engine:{index}") for index in range(num_engines)]
+        self.num_gone = 0  # and may come back
 
     def pick(
         self, *args: object, is_allowed: Callable[[Engine], bool] = lambda engine: True, **options: object
@@ -516,6 +549,10 @@ class Engines:
 
     def expected_until(self, model: object) -> float | None:
         return None
+
+    @property
+    def num_known(self) -> int:
+        return len(self.left) + self.num_gone
 
 
 class NoChance(random.Random):
@@ -540,8 +577,8 @@ class NamedRequest:
         self._errors[self._name] = error
         self._changed.set()
 
-    def content(self) -> str:
-        return self._name
+    def content(self) -> Content:
+        return Content("", "m", self._name.encode("utf-32-le"))
 
     def remaining_s(self) -> None:
         return None
@@ -788,7 +825,7 @@ def send_all(suspects: PoisonQuarantine, waiting: list[Suspect], address: str) -
     """Send as many as may go now, in order; returns them."""
     sent = []
     for suspect in in_order(waiting):
-        if suspects.may_go(suspect, address):
+        if suspects.may_go(suspect, address, lambda: 3):
             suspects.send(suspect, address)
             sent.append(suspect)
     for suspect in sent:
@@ -883,6 +920,86 @@ def test_one_that_ends_gives_its_slot_to_the_next():
     (first,) = send_all(suspects, waiting, "b")
     suspects.clear(first)
     assert len(send_all(suspects, waiting, "b")) == 1
+
+
+def go(suspects: PoisonQuarantine, address: str, num_engines: int = 3) -> Suspect | None:
+    """Send a new request to the engine, if it may go there."""
+    fresh = Suspect()
+    if not suspects.may_go(fresh, address, lambda: num_engines):
+        return None
+    suspects.send(fresh, address)
+    return fresh
+
+
+def test_new_requests_avoid_an_engine_on_which_a_likely_cause_runs():
+    suspects = PoisonQuarantine()
+    waiting = after_death(suspects, num_fresh=1)
+    (alone,) = send_all(suspects, waiting, "b")
+    assert go(suspects, "b") is None
+    assert go(suspects, "c") is not None
+    suspects.clear(alone)
+    assert go(suspects, "b") is not None
+
+
+def test_a_likely_cause_waits_until_all_others_on_its_engine_have_output_and_new_ones_avoid_it():
+    suspects = PoisonQuarantine()
+    fresh = go(suspects, "b")
+    assert fresh is not None
+    waiting = after_death(suspects, num_fresh=1)
+    assert send_all(suspects, waiting, "b") == []
+    assert go(suspects, "b") is None
+    suspects.clear(fresh)
+    assert len(send_all(suspects, waiting, "b")) == 1
+
+
+def test_an_engine_that_a_likely_cause_waited_for_is_free_when_that_has_ended():
+    suspects = PoisonQuarantine()
+    assert go(suspects, "b") is not None
+    assert send_all(suspects, after_death(suspects, num_fresh=1), "b") == []
+    suspects.release_reserved()
+    assert go(suspects, "b") is not None
+
+
+def test_none_is_the_cause_where_another_without_output_was_on_the_engine():
+    suspects = PoisonQuarantine()
+    waiting = after_death(suspects, num_begun=1)
+    (suspect,) = send_all(suspects, waiting, "b")
+    fresh = go(suspects, "b")
+    assert fresh is not None
+    assert not suspects.lose(suspect, "b", DEATH, had_output=False)
+    assert not suspects.lose(fresh, "b", DEATH, had_output=False)
+    assert {suspect.turn, fresh.turn} == {Turn.ALONE}
+
+
+def test_one_engine_of_several_is_left_to_others():
+    suspects = PoisonQuarantine()
+    waiting = after_death(suspects, num_fresh=3)
+    assert len(send_all(suspects, waiting, "b")) == len(send_all(suspects, waiting, "c")) == 1
+    assert send_all(suspects, waiting, "d") == []
+    assert go(suspects, "d") is not None
+
+
+async def test_the_last_of_several_engines_is_kept_from_a_request_that_was_at_two_deaths():
+    world = MovesWorld(num_engines=3, chance=NoChance())
+    world.engines.reconnect_window_s = 0.05
+    for name in ("a", "b"):
+        world.start(name)
+    world.lose_first()
+    second = world.engines.left[0]
+    await world.until(lambda: len(second.received) == 1)
+    world.start("c")
+    [suspect] = second.received
+    migration = world.migrations[suspect]
+    migration.suspect.turn, migration.suspect.num_deaths = Turn.ALONE, 1
+    third = world.engines.left[1]
+    world.engines.num_gone = 1
+    # Another without output was there, so none is found to be the cause.
+    world.failover.suspects.send(Suspect(), second.address)
+    world.lose_first()
+    await world.until(lambda: suspect in world.errors)
+    assert world.errors[suspect] is LOST
+    assert suspect not in third.received
+    world.failover.close()
 
 
 # The budget for sending requests again.

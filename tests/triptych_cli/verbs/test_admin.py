@@ -45,6 +45,17 @@ class Listener:
 
 
 @asynccontextmanager
+async def serving_admin(servicer: AdminServicer) -> AsyncIterator[str]:
+    server = Server(
+        listen="127.0.0.1:0", registrations=[servicer.registration()], profile=ADMIN, service="engine"
+    )
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
 async def listening() -> AsyncIterator[Listener]:
     listener = Listener()
     facts: dict[str, str | int | float] = {
@@ -56,14 +67,8 @@ async def listening() -> AsyncIterator[Listener]:
     servicer = AdminServicer(
         "engine", "engine-7", lambda: facts, lifecycle=listener.lifecycle, utility=listener.serve
     )
-    server = Server(
-        listen="127.0.0.1:0", registrations=[servicer.registration()], profile=ADMIN, service="engine"
-    )
-    listener.address = await server.start()
-    try:
+    async with serving_admin(servicer) as listener.address:
         yield listener
-    finally:
-        await server.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,49 @@ async def test_a_verb_is_a_call(arguments: list[str], call: dict[str, object]) -
         outcome = await triptych("admin", "--timeout-s", "7", listener.address, *arguments)
     assert (outcome.exit_code, outcome.out) == (0, "done\n")
     assert listener.calls == [utility_pb2.UtilityCall(timeout_ms=7000, **call)]
+
+
+@dataclass
+class Recorded:
+    incident_id: str = "0a1b"
+    account: str = "team-a"
+    model: str = "m"
+    num_tokens: int = 64
+    left_s: float = 580.5
+
+
+class FakeQuarantine:
+    def __init__(self) -> None:
+        self.recorded = [Recorded(), Recorded("2c3d", account="")]
+
+    def entries(self) -> list[Recorded]:
+        return self.recorded
+
+    def clear(self, incident_id: str) -> int:
+        before = self.recorded
+        self.recorded = [one for one in before if incident_id not in ("", one.incident_id)]
+        return len(before) - len(self.recorded)
+
+
+async def test_a_frontends_quarantine_is_listed_and_cleared() -> None:
+    servicer = AdminServicer(
+        "frontend", "frontend-0", lambda: {}, lifecycle=Lifecycle(), quarantine=FakeQuarantine()
+    )
+    async with serving_admin(servicer) as address:
+        listed = await triptych("admin", address, "quarantine")
+        unknown = await triptych("admin", address, "quarantine", "--clear", "none")
+        first = await triptych("admin", address, "quarantine", "--clear", "0a1b")
+        rest = await triptych("admin", address, "quarantine", "--clear-all", "--json")
+    assert listed.out == ("0a1b m, team-a: 64 tokens, 580 s left\n2c3d m, no key: 64 tokens, 580 s left\n")
+    assert (unknown.exit_code, unknown.err) == (1, "NOT_FOUND: there is no incident 'none'\n")
+    assert (first.out, rest.out) == ("1 cleared\n", '{"num_cleared": 1}\n')
+
+
+async def test_a_service_without_a_quarantine_is_named() -> None:
+    async with listening() as listener:
+        outcome = await triptych("admin", listener.address, "quarantine")
+    assert outcome.exit_code == 1
+    assert "is an engine" in outcome.err
 
 
 async def test_what_is_refused_is_said_and_exits_1() -> None:

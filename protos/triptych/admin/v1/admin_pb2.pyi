@@ -315,3 +315,39 @@ class ListPinsResponse(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     pins: _containers.RepeatedCompositeFieldContainer[PinInfo]
     def __init__(self, pins: _Optional[_Iterable[_Union[PinInfo, _Mapping]]] = ...) -> None: ...
+
+class ListQuarantineRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListQuarantineResponse(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[QuarantinedPrompt]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[QuarantinedPrompt, _Mapping]]] = ...) -> None: ...
+
+class QuarantinedPrompt(_message.Message):
+    __slots__ = ("incident_id", "account", "model", "num_tokens", "remaining_ms")
+    INCIDENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    incident_id: str
+    account: str
+    model: str
+    num_tokens: int
+    remaining_ms: int
+    def __init__(self, incident_id: _Optional[str] = ..., account: _Optional[str] = ..., model: _Optional[str] = ..., num_tokens: _Optional[int] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+
+class ClearQuarantineRequest(_message.Message):
+    __slots__ = ("incident_id",)
+    INCIDENT_ID_FIELD_NUMBER: _ClassVar[int]
+    incident_id: str
+    def __init__(self, incident_id: _Optional[str] = ...) -> None: ...
+
+class ClearQuarantineResponse(_message.Message):
+    __slots__ = ("num_cleared",)
+    NUM_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    num_cleared: int
+    def __init__(self, num_cleared: _Optional[int] = ...) -> None: ...

@@ -66,6 +66,16 @@ class AdminServiceStub:
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UtilityRequest.SerializeToString,
                 response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UtilityResponse.FromString,
                 _registered_method=True)
+        self.ListQuarantine = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/ListQuarantine',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListQuarantineResponse.FromString,
+                _registered_method=True)
+        self.ClearQuarantine = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/ClearQuarantine',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ClearQuarantineRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ClearQuarantineResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/triptych.admin.v1.AdminService/LoadAdapter',
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
@@ -142,6 +152,20 @@ class AdminServiceServicer:
 
     def Utility(self, request, context):
         """Utility makes a utility call into an engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuarantine(self, request, context):
+        """ListQuarantine lists the prompts that have crashed engines and are refused by a frontend.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearQuarantine(self, request, context):
+        """ClearQuarantine has a frontend, and those that share its record, serve such prompts again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,6 +251,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Utility,
                     request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UtilityRequest.FromString,
                     response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.UtilityResponse.SerializeToString,
+            ),
+            'ListQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantine,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListQuarantineRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListQuarantineResponse.SerializeToString,
+            ),
+            'ClearQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearQuarantine,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ClearQuarantineRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ClearQuarantineResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -423,6 +457,60 @@ class AdminService:
             '/triptych.admin.v1.AdminService/Utility',
             triptych_dot_admin_dot_v1_dot_admin__pb2.UtilityRequest.SerializeToString,
             triptych_dot_admin_dot_v1_dot_admin__pb2.UtilityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/ListQuarantine',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListQuarantineRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ListQuarantineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/ClearQuarantine',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ClearQuarantineRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.ClearQuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,
