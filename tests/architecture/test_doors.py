@@ -56,7 +56,8 @@ ENGINE_MAY_READ_A_CLOCK = {
     "engine_svc/build/rank_main.py", "engine_svc/features/sched_trace/scheduler.py",
     "engine_svc/features/structured_output/grammars.py", "engine_svc/features/structured_output/runner.py",
     "engine_svc/model/loading/loader.py", "engine_svc/ranks/plan_channel.py",
-    "engine_svc/ranks/process_group.py", "engine_svc/ranks/watch.py", "engine_svc/runner/step_costs.py",
+    "engine_svc/ranks/process_group.py", "engine_svc/ranks/watch.py", "engine_svc/runner/preparer.py",
+    "engine_svc/runner/step_costs.py",
 }  # fmt: skip
 # Files with a queue that is bounded by something else, and by what.
 LIMITED_OTHERWISE = {
@@ -65,7 +66,6 @@ LIMITED_OTHERWISE = {
     "engine_svc/ranks/loop.py": "steps in flight",
     "engine_svc/ranks/watch.py": "an answer of each rank to one call",
     "engine_svc/runner/executor.py": "steps in flight",
-    "engine_svc/runner/preparer.py": "requests that are blocked",
     "triptych_kit/server.py": "signals of an operator",
     "triptych_cli/engines/in_process.py": "messages of the one client in the same process",
 }
