@@ -120,6 +120,14 @@ async def test_variations_of_five_kinds_of_poison_kill_two_engines_and_harm_no_o
     assert (row["deaths"], row["engines"]) == (2, 3)
 
 
+async def test_without_keys_each_poison_kills_two_engines_and_no_request_beside_it_is_taken_for_it() -> None:
+    row = await poison_round(seed=3, num_variations=2, num_streams=6, has_keys=False)
+    # Where engines die faster than they start, there is none for a while.
+    assert (row["legal_quarantined"], row["differing"]) == (0, 0)
+    assert row["deaths"] in range(2, 5)
+    assert row["engines"] == 3
+
+
 async def _sent(load: Load, channel: grpc.aio.Channel, case: Case) -> StreamRecord:
     [record] = load.send(channel, [case])
     await load.ended(record)

@@ -23,6 +23,7 @@ import grpc.aio
 from benchmarks.report import Report, Row
 from benchmarks.rig.history import Oracle
 from benchmarks.rig.streams import FIRST_MARKER_ID, FIRST_PLAIN_ID, Case, Flow, Load, make_cases
+from frontend_svc.generation.poison import QUARANTINED
 from tests.chaos.fault_plugin import (
     FOLDER_VARIABLE,
     MARKER_POSITION,
@@ -66,10 +67,15 @@ def run(options: argparse.Namespace) -> Report:
     return Report("poison", settings, rows, shortfalls)
 
 
-async def poison_round(seed: int, num_variations: int, num_streams: int) -> Row:
-    """One stack, and every variation of every kind in an order that the seed chooses."""
+async def poison_round(seed: int, num_variations: int, num_streams: int, *, has_keys: bool = True) -> Row:
+    """One stack, and every variation of every kind in an order that the seed chooses.
+
+    has_keys: else both tenants are one, variations differ in sampling alone, and kinds that end the process
+    follow each other faster than engines start.
+    """
     rng = random.Random(seed)
-    attacks = [(fault, index) for fault in _KINDS for index in range(num_variations)]
+    kinds = _KINDS if has_keys else (EngineFault.EXIT, EngineFault.MEMORY)
+    attacks = [(fault, index) for fault in kinds for index in range(num_variations)]
     rng.shuffle(attacks)
     cases = make_cases(num_streams, num_tokens=_NUM_TOKENS, seed=seed + 1)
     with tempfile.TemporaryDirectory(prefix="triptych-") as name:
@@ -82,7 +88,7 @@ async def poison_round(seed: int, num_variations: int, num_streams: int) -> Row:
         keys.write_text("\n".join(entries))
         keys.chmod(0o600)
         environment = {"PYTHONPATH": str(folder / "installed"), FOLDER_VARIABLE: str(folder)}
-        flags = [f"--data-parallel-size={_NUM_ENGINES}", f"--api-keys={keys}"]
+        flags = [f"--data-parallel-size={_NUM_ENGINES}", *([f"--api-keys={keys}"] if has_keys else [])]
         async with (
             ServedStack(folder, flags, environment) as stack,
             _channel(stack, "legal") as channel,
@@ -95,7 +101,7 @@ async def poison_round(seed: int, num_variations: int, num_streams: int) -> Row:
             async with flow.running(num_streams, finds_engines=False):
                 await flow.begin_more(num_streams)
                 for fault, index in attacks:
-                    [record] = load.send(hostile, [_variation(fault, index, rng)])
+                    [record] = load.send(hostile, [_variation(fault, index if has_keys else index % 3, rng)])
                     await load.ended(record)
                 num_ready = await _until_ready(channel)
                 await flow.begin_more(num_streams)
@@ -107,6 +113,8 @@ async def poison_round(seed: int, num_variations: int, num_streams: int) -> Row:
                 "deaths": sum(strikes(folder, fault) for fault in _DEADLY),
                 "ends": ", ".join(f"{reason} {count}" for reason, count in sorted(ends.items())),
                 "legal_streams": len(flow.load.records),
+                "legal_quarantined": sum(record.reason == QUARANTINED for record in flow.load.records),
+                "differing": sum(violation.kind != "error" for violation in violations),
                 "violations": len(violations),
                 "first_violation": str(violations[0]) if violations else "",
                 "engines": num_ready,
