@@ -181,8 +181,8 @@ class CoreConfig(SecurityOptions):
     )
     scheduling_policy: str = option(
         "fcfs",
-        help="which requests run first: fcfs, priority, prefill-first, least-recompute, or the name of "
-        "a plugin of the group triptych.policies",
+        help="which requests run first: fcfs, fair, priority, prefill-first, least-recompute, or the name of "
+        "a plugin of the group triptych.policies; `triptych serve` with credentials of clients: fair",
     )
     scheduler_class: str = option(
         "default",

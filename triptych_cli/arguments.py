@@ -115,6 +115,10 @@ def parse_serve(argv: Sequence[str]) -> Serving:
     )
     if config.data_parallel_size > 1 and engine.origins["num_threads"] == "default":
         flags["engine"].append(f"--num-threads={_threads_of_each(config.data_parallel_size)}")
+    identifies_clients = frontend.config.has_keys or frontend.config.ssl_ca_certs is not None
+    if identifies_clients and engine.origins["scheduling_policy"] == "default":
+        # With credentials there may be several tenants; one alone is served as by the default.
+        flags["engine"].append("--scheduling-policy=fair")
     sizes_cache = any(engine.origins[name] != "default" for name in ("num_kv_blocks", "kv_cache_memory"))
     hosts = {
         "coordinator": coordinator.config.admin_http_host,

@@ -19,8 +19,13 @@ from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.paged_runner import Row, first_read
 
 
-def check_plan(plan: StepPlan, config: SchedulerConfig, pause: PauseState, pool: BlockPool) -> None:
-    """budget: a plan keeps to the limits, its columns fit each other, and no block is given twice."""
+def check_plan(
+    plan: StepPlan, config: SchedulerConfig, pause: PauseState, pool: BlockPool, *, displaces: bool = False
+) -> None:
+    """budget: a plan keeps to the limits, its columns fit each other, and no block is given twice.
+
+    displaces: whether the policy preempts requests for others that are admitted.
+    """
     num_rows = len(plan.request_ids)
     if sum(plan.num_tokens) > config.max_num_batched_tokens or num_rows > config.max_num_seqs:
         raise BrokenInvariant("budget", f"{num_rows} rows with {sum(plan.num_tokens)} tokens")
@@ -38,7 +43,8 @@ def check_plan(plan: StepPlan, config: SchedulerConfig, pause: PauseState, pool:
         raise BrokenInvariant("budget", f"columns of {num_rows} rows have lengths {lengths}")
     if plan.admitted:
         admitted_ids = [admitted.request_id for admitted in plan.admitted]
-        if plan.preempted or pause is not PauseState.NONE:
+        gave_way = set(plan.preempted).intersection(admitted_ids) if displaces else plan.preempted
+        if gave_way or pause is not PauseState.NONE:
             raise BrokenInvariant("order", f"{admitted_ids} admitted, {plan.preempted} preempted, {pause}")
         if plan.request_ids[num_rows - len(admitted_ids) :] != admitted_ids:
             raise BrokenInvariant("order", "running rows do not come before admitted ones")

@@ -15,7 +15,7 @@ from engine_svc.cache.attention import (
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig
 
-POLICIES = ("fcfs", "priority", "priority", "prefill-first", "least-recompute")
+POLICIES = ("fcfs", "priority", "priority", "prefill-first", "least-recompute", "fair", "fair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Setup:
     arrival_rate: float  # requests a step, until all have come
     accident_rate: float  # accidents, before a step and between its launch and its result
     num_priorities: int
+    num_accounts: int
     arrival_interval: float  # arrivals within one count as of the same instant
     has_sessions: bool
     has_senders: bool  # some blocks are held for a while after the end of their request
@@ -86,6 +87,7 @@ def draw_setup(rng: random.Random) -> Setup:
         arrival_rate=rng.choice((0.4, 0.8, 2.0)),
         accident_rate=rng.choice((0.05, 0.15, 0.3)),
         num_priorities=rng.choice((1, 3, 3)),
+        num_accounts=rng.choice((1, 2, 4)) if policy == "fair" else 1,
         arrival_interval=rng.choice((1.0, 1.0, 16.0)),
         has_sessions=rng.random() < 0.3,
         has_senders=rng.random() < 0.1,

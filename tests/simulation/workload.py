@@ -73,6 +73,8 @@ class Workload:
             len(prompt),
             self.draw_sampling(),
             priority=int(random() * self._setup.num_priorities),
+            account=f"account-{(number := int(random() * self._setup.num_accounts))}",
+            weight=1 + 2 * number,
             arrival_at=now - now % self._setup.arrival_interval,
             cache_salt=salt,
             extra_keys=extra_keys,

@@ -213,7 +213,13 @@ class World:
         had_work = scheduler.has_work
         plan = scheduler.schedule(self.now)
         self._note("plan", plan)
-        check_plan(plan, self.setup.scheduler, self.pause, self.kv_cache.pool)
+        check_plan(
+            plan,
+            self.setup.scheduler,
+            self.pause,
+            self.kv_cache.pool,
+            displaces=self.setup.policy == "fair",
+        )
         if self.budget_watch is not None:
             self.budget_watch.check(plan)
         for admitted in plan.admitted:

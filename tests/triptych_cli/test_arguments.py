@@ -58,6 +58,23 @@ def test_engines_that_share_a_machine_share_its_cores(tmp_path: Path) -> None:
     assert own == [str(tmp_path), "--num-threads", "3"]
 
 
+@pytest.mark.parametrize(
+    ("key", "flags", "added"),
+    [
+        ("", [], []),
+        ("", ["--api-keys=keys.yaml"], ["--scheduling-policy=fair"]),
+        ("key-of-all-0123456789", [], ["--scheduling-policy=fair"]),
+        ("", ["--api-keys=keys.yaml", "--scheduling-policy=fcfs"], ["--scheduling-policy=fcfs"]),
+    ],
+)
+def test_engines_share_by_tenants_where_there_are_keys_and_no_policy_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, key: str, flags: list[str], added: list[str]
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_API_KEY", key)
+    of_engine = parse_serve(flags).flags["engine"]
+    assert [flag for flag in of_engine if flag.startswith("--scheduling-policy")] == added
+
+
 def test_engines_that_share_experts_get_the_flag_and_their_group_is_known(tmp_path: Path) -> None:
     shared = ["-dp", "2", "--expert-parallel", "--data-parallel-group=moe"]
     serving = parse_serve([str(tmp_path), *shared])

@@ -13,6 +13,7 @@ from engine_svc.cache.attention import FullAttention
 from engine_svc.cache.config import CacheConfig
 from engine_svc.scheduler.config import SchedulerConfig
 from engine_svc.scheduler.policies import POLICIES
+from engine_svc.scheduler.policies.fair import Fair
 from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
 from engine_svc.scheduler.policies.least_recompute import LeastRecompute
 from engine_svc.scheduler.policies.prefill_first import PrefillFirst
@@ -66,9 +67,10 @@ def plugin(tmp_path: Path) -> Iterator[None]:
     sys.modules.pop("lifo_plugin", None)
 
 
-def test_there_are_four_policies():
+def test_there_are_five_policies():
     assert {
         "fcfs": FirstComeFirstServed,
+        "fair": Fair,
         "priority": ByPriority,
         "prefill-first": PrefillFirst,
         "least-recompute": LeastRecompute,
@@ -106,12 +108,12 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
         build_core(config, cache, policy="round-robin")
     assert str(refusal.value) == (
         "--scheduling-policy is 'round-robin', it has to be one of "
-        "fcfs, last-first, least-recompute, prefill-first, priority"
+        "fair, fcfs, last-first, least-recompute, prefill-first, priority"
     )
 
 
 def test_what_is_not_installed_is_unknown():
-    with pytest.raises(ConfigError, match=r"one of fcfs, least-recompute, prefill-first, priority$"):
+    with pytest.raises(ConfigError, match=r"one of fair, fcfs, least-recompute, prefill-first, priority$"):
         Stage(policy="last-first")
     config, cache = SchedulerConfig(max_model_len=64), CacheConfig(10, (FullAttention(4),))
     with pytest.raises(

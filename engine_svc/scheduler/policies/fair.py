@@ -1,0 +1,373 @@
+"""The policy `fair`: accounts that compete share the engine by their weights.
+
+Source: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024 (virtual token counters).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import inf
+from operator import attrgetter
+
+from engine_svc.cache.kv_cache import KVCache
+from engine_svc.core.request import Request
+from engine_svc.core.step import StepPlan
+from engine_svc.scheduler.config import SchedulerConfig
+from engine_svc.scheduler.policies.fcfs import FirstComeFirstServed
+from engine_svc.scheduler.policy import OrderKey, Policy
+from engine_svc.scheduler.waiting_queue import OrderedQueue, ReadyQueue
+
+# Tokens that a running request counts ahead of those computed for it. Without them accounts would get rows in
+# turns: all to the one that is behind, until what these compute has put it far ahead.
+_TOKENS_AHEAD = 128
+# An account that has rows displaces others where these have an eighth more than their share, and at least one
+# row: smaller differences settle as requests end.
+_SLACK = 8
+# Accounts without requests whose counters are remembered.
+_MAX_ABSENT = 256
+
+_account_of = attrgetter("account")
+
+
+class Fair(Policy):
+    """Next is a request of the account that was served least for its weight; within an account, as `fcfs`.
+
+    While rows or blocks are scarce, an account below its share of the rows displaces the newest requests of
+    those above theirs. Prompts of several accounts divide the tokens of a step. With one account this is
+    `fcfs`.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._order = FirstComeFirstServed(config)
+        self._accounts = _Accounts()
+        self._prefills = _PrefillShares(config, self._accounts.present)
+        # A prompt that has to enter whole cannot be given a part of a step.
+        self.prefill_budgets = (self._prefills,) if config.enable_chunked_prefill else ()
+
+    def ready_queue(self) -> ReadyQueue:
+        return self._accounts
+
+    def order_key(self, request: Request) -> OrderKey:
+        return self._order.order_key(request)
+
+    def requeue_key(self, request: Request) -> OrderKey:
+        return self._order.requeue_key(request)
+
+    def walk(self, running: Sequence[Request], num_waiting: int) -> Sequence[Request]:
+        self._accounts.settle()
+        if self._accounts.compete and self.prefill_budgets:
+            self._prefills.divide(running, num_waiting)
+        return list(running)
+
+    def pick_victim(self, running: Sequence[Request], kv_cache: KVCache) -> Request:
+        """The newest of the account that is most above its share of the rows; the first only when alone."""
+        victim = running[-1]
+        if self._accounts.compete:
+            rows = _Rows(self._accounts, running)
+            for request in running[-2:0:-1]:
+                if rows.excess(request.account) > rows.excess(victim.account):
+                    victim = request
+        return victim
+
+    def displaced(self, running: Sequence[Request], kv_cache: KVCache) -> Sequence[Request]:
+        """Makes room for the requests that are next, while their accounts are below their shares of the rows.
+
+        An account never displaces what the owner could claim back. The first request is spared.
+        """
+        accounts = self._accounts
+        accounts.settle()
+        if not accounts.compete:
+            return ()
+        rows = _Rows(accounts, running)
+        num_free_rows = self._config.max_num_seqs - len(running)
+        num_free_blocks = kv_cache.num_free_blocks
+        num_tokens = self._config.max_num_batched_tokens - len(running)
+        victims: list[Request] = []
+        claimants: list[_Account] = []
+        for account, request in accounts.in_turns(rows.due):
+            num_blocks = kv_cache.max_blocks_for(request.num_uncached_tokens, request.num_encoder_tokens)
+            picked: list[Request] = []
+            while num_free_rows < 1 or num_free_blocks < num_blocks:
+                victim = rows.displace_for(account)
+                if victim is None:
+                    break
+                picked.append(victim)
+                num_free_rows += 1
+                num_free_blocks += kv_cache.cost_of_release(victim)[1]
+            else:
+                rows.add(account.name, 1)
+                num_free_rows -= 1
+                num_free_blocks -= num_blocks
+                num_tokens -= request.num_uncached_tokens
+                victims += picked
+                claimants += [account] if picked else []
+                if num_tokens > 0:
+                    continue
+            break
+        for account in claimants:
+            account.has_room = True
+        return victims
+
+    def on_enter(self, request: Request) -> None:
+        account = self._accounts.present[request.account]
+        account.num_rows += 1
+        account.has_room = False
+
+    def on_leave(self, request: Request) -> None:
+        self._accounts.present[request.account].num_rows -= 1
+
+    def on_plan(self, plan: StepPlan, rows: Sequence[Request]) -> None:
+        """Count the tokens of the step."""
+        if not self._accounts.counts:
+            return
+        tokens = Counter(map(_account_of, rows))
+        if plan.total_num_tokens > len(rows):
+            columns = zip(rows, plan.num_tokens, plan.samples, plan.draft_token_ids, strict=True)
+            for request, num_tokens, samples, drafts in columns:
+                # What a preempted request computes again was counted before.
+                num_new = samples + len(drafts) if request.num_preemptions else num_tokens
+                tokens[request.account] += num_new - 1
+        self._accounts.count(tokens)
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """An account and what it has in the engine.
+
+    counter: tokens computed for it while others competed with it, divided by its weight.
+    has_room: room was made for it, and none of its requests has entered since.
+    num_prefill_tokens: left to its prompts in this step; None: not limited.
+    """
+
+    name: str
+    weight: int
+    counter: float = 0.0
+    num_rows: int = 0
+    ready: OrderedQueue = field(default_factory=OrderedQueue)
+    has_room: bool = False
+    num_prefill_tokens: int | None = None
+
+    def due(self, num_rows: int) -> float:
+        """The counter if it had so many rows; the account with the least is next."""
+        return self.counter + _TOKENS_AHEAD * num_rows / self.weight
+
+
+class _Accounts:
+    """The accounts that have requests which could run, in the order in which they came.
+
+    A `ReadyQueue` in the order of the counters. An account that returns begins with no less than the least of
+    the others, so that idling saves up nothing.
+    """
+
+    def __init__(self) -> None:
+        self.present: dict[str, _Account] = {}
+        self.sum_weights = 0  # of those
+        self._absent: dict[str, _Account] = {}  # whose counters are above those of others
+        self._num_ready = 0
+
+    @property
+    def compete(self) -> bool:
+        return len(self.present) > 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether a counter will be compared with another."""
+        return len(self.present) > 1 or bool(self._absent)
+
+    def __len__(self) -> int:
+        return self._num_ready
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(account.ready for account in self.present.values())
+
+    def add(self, request: Request) -> None:
+        account = self.present.get(request.account)
+        if account is None:
+            account = self._admit(request.account)
+        self.sum_weights += request.weight - account.weight
+        account.weight = request.weight
+        account.ready.add(request)
+        self._num_ready += 1
+
+    def remove(self, request: Request) -> None:
+        self.present[request.account].ready.remove(request)
+        self._num_ready -= 1
+
+    def candidates(self) -> Iterator[Request]:
+        for _, request in self.in_turns(lambda account: account.due(account.num_rows)):
+            yield request
+
+    def in_turns(self, due: Callable[[_Account], float]) -> Iterator[tuple[_Account, Request]]:
+        """The waiting requests, the next always of the account with the least `due` at that time."""
+        queues = {account: account.ready.candidates() for account in self.present.values() if account.ready}
+        while queues:
+            account = min(queues, key=due) if len(queues) > 1 else next(iter(queues))
+            request = None if account.num_prefill_tokens == 0 else next(queues[account], None)
+            if request is None:
+                del queues[account]
+            else:
+                yield account, request
+
+    def count(self, num_tokens: Mapping[str, int]) -> None:
+        """Add tokens that a step computes, by account."""
+        for name, num in num_tokens.items():
+            account = self.present[name]
+            account.counter += num / account.weight
+        if self._absent:
+            self._forget()
+
+    def settle(self) -> None:
+        """Let accounts go that have nothing at the beginning of a step."""
+        gone = [account for account in self.present.values() if not (account.num_rows or account.ready)]
+        for account in gone:
+            del self.present[account.name]
+            self.sum_weights -= account.weight
+            account.has_room = False
+            self._absent[account.name] = account
+        if gone:
+            self._forget()
+
+    def _admit(self, name: str) -> _Account:
+        account = self._absent.pop(name, None) or _Account(name, 0)
+        others = [other.counter for other in self.present.values() if other.num_rows or other.ready]
+        # Between two steps those that have just ended are all that there is to compare with.
+        others = others or [other.counter for other in self.present.values()]
+        account.counter = max(account.counter, min(others, default=0.0))
+        account.weight = 0
+        self.present[name] = account
+        return account
+
+    def _forget(self) -> None:
+        """Forget absent accounts that would begin as any other, and the least of too many."""
+        least = min((account.counter for account in self.present.values()), default=inf)
+        above = [account for account in self._absent.values() if account.counter > least]
+        above.sort(key=lambda account: account.counter)
+        self._absent = {account.name: account for account in above[-_MAX_ABSENT:]}
+
+
+class _Rows:
+    """The rows of accounts as a step may change them, beside their shares."""
+
+    def __init__(self, accounts: _Accounts, running: Sequence[Request]) -> None:
+        self._accounts = accounts.present
+        self._sum_weights = accounts.sum_weights
+        self._running = running
+        self._num_rows = {account.name: account.num_rows for account in accounts.present.values()}
+        self._total = len(running)
+        self._by_owner: dict[str, list[Request]] | None = None  # what may be displaced, the newest last
+
+    def add(self, name: str, num_rows: int) -> None:
+        self._num_rows[name] += num_rows
+        self._total += num_rows
+
+    def due(self, account: _Account) -> float:
+        return account.due(self._num_rows[account.name])
+
+    def excess(self, name: str) -> int:
+        """Rows above the account's share, times the sum of all weights."""
+        return self._num_rows[name] * self._sum_weights - self._total * self._accounts[name].weight
+
+    def displace_for(self, account: _Account) -> Request | None:
+        """The newest request of the account that is most above its share; None if `account` may claim none.
+
+        The rows are counted as if it had left.
+        """
+        has_rows = self._num_rows[account.name] > 0
+        if account.has_room or (has_rows and self.excess(account.name) + self._sum_weights > 0):
+            return None
+        if self._by_owner is None:
+            self._by_owner = defaultdict(list)
+            for request in self._running[1:]:
+                self._by_owner[request.account].append(request)
+        owner, most = "", 0
+        for name, requests in self._by_owner.items():
+            excess = self.excess(name)
+            # An account without rows gets one of any that has more than its share, which keeps one.
+            share = self._total * self._accounts[name].weight
+            least = max(self._sum_weights, share // _SLACK) if has_rows else 1
+            if requests and self._num_rows[name] > 1 and excess >= least and excess > most:
+                owner, most = name, excess
+        if not most:
+            return None
+        self.add(owner, -1)
+        return self._by_owner[owner].pop()
+
+
+class _PrefillShares:
+    """A budget by which prompts of several accounts divide the tokens of a step by weight.
+
+    What an account does not need of its part the others have.
+    """
+
+    def __init__(self, config: SchedulerConfig, accounts: Mapping[str, _Account]) -> None:
+        self._config = config
+        self._accounts = accounts
+        self._limited: list[_Account] = []
+        self._taken: dict[Request, int] = {}
+
+    def begin_step(self) -> None:
+        for account in self._limited:
+            account.num_prefill_tokens = None
+        self._limited = []
+        self._taken = {}
+
+    def divide(self, running: Sequence[Request], num_waiting: int) -> None:
+        """Divide the tokens that decodes leave. num_waiting: requests that may be admitted."""
+        prefills = [request for request in running if not request.last_row_sampled]
+        if not (prefills or num_waiting):
+            return
+        limit = self._config.max_num_batched_tokens
+        longest = self._config.long_prefill_token_threshold or limit
+        wanted = Counter[str]()
+        for request in prefills:
+            wanted[request.account] += min(request.num_tokens - request.num_computed_tokens, longest)
+        for account in self._accounts.values() if num_waiting else ():
+            for request in islice(account.ready, num_waiting):
+                if wanted[account.name] >= limit:
+                    break
+                wanted[account.name] += min(request.num_uncached_tokens, longest)
+        demanding = [self._accounts[name] for name in wanted if wanted[name]]
+        if len(demanding) < 2:
+            return
+        num_left = limit - len(running) + len(prefills)
+        num_left -= sum(len(request.draft_token_ids) for request in running)
+        sum_weights = sum(account.weight for account in demanding)
+        # Those that want less than their part come first, so that the others divide the rest.
+        for account in sorted(demanding, key=lambda account: wanted[account.name] / account.weight):
+            part = max(1, min(wanted[account.name], num_left * account.weight // sum_weights))
+            account.num_prefill_tokens = part
+            num_left -= part
+            sum_weights -= account.weight
+        self._limited = demanding
+
+    def admits(self, request: Request) -> bool:
+        return True
+
+    def clip(self, request: Request, num_tokens: int) -> int:
+        if not self._limited:
+            return num_tokens
+        left = self._accounts[request.account].num_prefill_tokens
+        is_prefill = _num_pending(request) > 1
+        return num_tokens if left is None or not is_prefill else min(num_tokens, left)
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        if not self._limited or _num_pending(request) + num_tokens <= 1:
+            return
+        account = self._accounts[request.account]
+        if account.num_prefill_tokens is not None:
+            account.num_prefill_tokens -= num_tokens
+            self._taken[request] = num_tokens
+
+    def give_back(self, request: Request, num_tokens: int) -> None:
+        account = self._accounts[request.account]
+        if account.num_prefill_tokens is not None:
+            account.num_prefill_tokens += self._taken.pop(request, 0)
+
+
+def _num_pending(request: Request) -> int:
+    """Known tokens that are not computed: 1 in a decode, also with drafts."""
+    return request.num_tokens + request.num_placeholders - request.num_computed_tokens
