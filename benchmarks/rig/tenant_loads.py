@@ -69,7 +69,7 @@ def text(num_bytes: int) -> Callable[[int], bytes]:
 
 LOADS = {
     "schemas": Load(32, "/v1/completions", _costly_schema),
-    "long texts": Load(64, "/tokenize", text(2 * 2**20)),
+    "long texts": Load(64, "/tokenize", text(200_000)),
     "slow bodies": Load(1100, "/v1/completions", completion, is_slow=True),
     "open requests": Load(1200, "/v1/completions", lambda number: completion(number, max_tokens=64)),
 }

@@ -35,6 +35,7 @@ CHECK_MS = 5000.0
 _KEYS = {name: f"key-of-{name}-0123456789" for name in ("loud", "quiet")}
 _LIMIT_S = 90.0
 _PAUSE_S = 3.0
+_POLL_S = 0.2
 _TEXT_BYTES = 18 * 1024
 _DECIDED_BY_ENGINE = "open requests"
 
@@ -149,8 +150,15 @@ async def _serving() -> AsyncIterator[str]:
             flags = (f"--engine={engine.address}", "--http-port=0", f"--api-keys={keys}")
             frontend = fleet.add(ServicePlan("frontend", 0, (*flags, "--text-workers=2", "--drain-lag-s=0")))
             await fleet.start()
-            await fleet.until_routed()
+            # Its admin listener needs a key, too.
+            async with asyncio.timeout(_LIMIT_S):
+                while not await _is_served(frontend.http):  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
             yield frontend.http
+
+
+async def _is_served(address: str) -> bool:
+    return await exchange(address, _KEYS["quiet"], "/v1/completions", completion(0)) == "200"
 
 
 def _keys_file(folder: Path) -> Path:
