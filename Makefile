@@ -40,10 +40,10 @@ CONTRACT := triptych-contract-$(VERSION)
 DIST ?= dist
 CODE := triptych_kit coordinator_svc frontend_svc engine_svc triptych_client triptych_cli triptych_conformance kernels benchmarks examples tools tests
 
-.PHONY: help setup demo serve protos released-protos contract format check test test-network test-polyglot test-chaos test-compose test-acceptance test-gpu bench-gpu simulate bench up test-emulated house
+.PHONY: help setup demo serve protos released-protos contract format check test test-network test-polyglot test-chaos test-chaos-ipv6 test-compose test-acceptance test-gpu bench-gpu simulate bench up test-emulated house
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP_STAMP)  ## create $(VENV) and install this project with everything to develop it
 
@@ -130,6 +130,14 @@ test-polyglot: setup $(BUF_STAMP)  ## clients and a frontend in other languages:
 
 test-chaos: setup  ## kill, freeze and cut off real services under load: every stream is compared
 	$(PYTEST) -m chaos
+
+# Services and rigs take these from the environment.
+IPV6_HOSTS := LOOPBACK=::1 $(foreach name,SERVE ENGINE FRONTEND COORDINATOR,TRIPTYCH_$(name)_HOST=::1) \
+	$(foreach name,ENGINE FRONTEND COORDINATOR,TRIPTYCH_$(name)_ADMIN_HTTP_HOST=::1)
+
+test-chaos-ipv6: setup  ## the faults on real services in a network of its own that has IPv6 alone
+	unshare --map-root-user --net bash -euc 'ip link set lo up; ip -4 addr flush dev lo; \
+		ip addr add fd00::2/128 dev lo; exec env $(IPV6_HOSTS) $(PYTEST) -m chaos tests/chaos'
 
 # CONTAINERS: docker, or a script with the verbs build, compose and podman where no Docker engine runs.
 CONTAINERS ?= docker

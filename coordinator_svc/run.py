@@ -21,7 +21,7 @@ from coordinator_svc.scaling.engines import MemberEngines
 from coordinator_svc.scaling.scaling import Scaling
 from coordinator_svc.scaling.servicer import ScalingServicer
 from triptych.coordinator.v1 import coordinator_pb2_grpc, scaling_pb2_grpc
-from triptych_kit.addresses import listen_at
+from triptych_kit.addresses import listen_at, loopback_of
 from triptych_kit.admin import AdminServicer
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError, Loaded
@@ -107,7 +107,7 @@ async def _serve(config: CoordinatorConfig, starting: StartTrace) -> int:
             security=security,
         ),
         Server(
-            listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
+            listen=listen_at(config.admin_uds, loopback_of(config.host), config.admin_port),
             registrations=[
                 admin.registration(),
                 Registration(

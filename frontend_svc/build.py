@@ -70,7 +70,7 @@ from triptych.api.v1 import (
     request_pb2_grpc,
     tokenizer_pb2_grpc,
 )
-from triptych_kit.addresses import is_loopback, join_address, listen_at, port_in
+from triptych_kit.addresses import is_loopback, join_address, listen_at, loopback_of, port_in
 from triptych_kit.admin import AdminServicer
 from triptych_kit.channel import ChannelCredentials
 from triptych_kit.clock import Clock, MonotonicClock
@@ -359,7 +359,7 @@ def _admin_server(
     name = f"frontend-{config.index}"
     servicer = AdminServicer("frontend", name, status, lifecycle=lifecycle, quarantine=poison)
     return Server(
-        listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
+        listen=listen_at(config.admin_uds, loopback_of(config.host), config.admin_port),
         registrations=[servicer.registration()],
         profile=ADMIN,
         service="frontend",

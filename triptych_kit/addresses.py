@@ -57,6 +57,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def loopback_of(host: str) -> str:
+    """The loopback address of the family of a host's address: a host may have but one of them."""
+    return "::1" if ":" in host else "127.0.0.1"
+
+
 def listen_at(uds: str | None, host: str, port: int) -> str:
     """Where to listen: at the unix socket `uds`, if it is given, else at host and port."""
     return join_address(host, port) if uds is None else UNIX + os.path.abspath(uds)

@@ -18,11 +18,15 @@ from types import TracebackType
 from triptych.admin.v1 import admin_pb2, admin_pb2_grpc
 from triptych_cli.serve.readiness import await_ready
 from triptych_cli.services import command_of
+from triptych_kit.addresses import join_address
 from triptych_kit.channel import open_channel
 from triptych_kit.process.child import Child, ChildDied
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _ROOTS = (str(_REPOSITORY), str(_REPOSITORY / "protos"), str(_REPOSITORY / "kernels"))
+# ::1 where all runs on IPv6 alone (`make test-chaos-ipv6`).
+LOOPBACK = os.environ.get("LOOPBACK", "127.0.0.1")
+_FAMILY = socket.AF_INET6 if ":" in LOOPBACK else socket.AF_INET
 _START_LIMIT_S = 300.0
 _STOP_LIMIT_S = 30.0
 _STATUS_LIMIT_S = 60.0
@@ -56,7 +60,7 @@ class ServiceProcess:
 
     def __init__(self, plan: ServicePlan, port: int, log_file: Path) -> None:
         self.plan = plan
-        self.address = f"127.0.0.1:{port}"
+        self.address = join_address(LOOPBACK, port)
         self.admin_address = ""
         self.admin_http = self.http = ""
         self.log_file = log_file
@@ -243,8 +247,8 @@ def free_port() -> int:
     # Where the kernel gives nearly all of them, one of those has to do.
     ports = range(_FIRST_PORT, max(first_given, _FIRST_PORT + _NUM_PORT_ATTEMPTS))
     for port in random.SystemRandom().sample(ports, _NUM_PORT_ATTEMPTS):
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
+        with socket.socket(_FAMILY) as listener, suppress(OSError):
+            listener.bind((LOOPBACK, port))
             return port
     raise OSError(f"no port from {ports.start} to {ports.stop} is free")
 

@@ -49,7 +49,14 @@ from engine_svc.scheduler.scheduler import Scheduler
 from engine_svc.scheduler.watch import SchedulerWatch
 from engine_svc.session.servicer import FULL_NAME, EngineCoreServicer
 from engine_svc.tensors.source import TensorReceiver
-from triptych_kit.addresses import is_wildcard, join_address, listen_at, split_address, unix_path
+from triptych_kit.addresses import (
+    is_wildcard,
+    join_address,
+    listen_at,
+    loopback_of,
+    split_address,
+    unix_path,
+)
 from triptych_kit.admin import AdminServicer
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.config import ConfigError
@@ -156,7 +163,7 @@ def build_servers(
             security=security,
         ),
         Server(
-            listen=listen_at(config.admin_uds, "127.0.0.1", config.admin_port),
+            listen=listen_at(config.admin_uds, loopback_of(config.host), config.admin_port),
             registrations=[admin.registration()],
             profile=ADMIN,
             service="engine",

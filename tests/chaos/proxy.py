@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
+from benchmarks.rig.processes import LOOPBACK
 from triptych_conformance.wire import close_soon
+from triptych_kit.addresses import join_address, split_address
 
 _CHUNK_BYTES = 65536
 # On, with no time to linger: the close that follows sends RST instead of FIN.
@@ -53,9 +55,9 @@ class TcpProxy:
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> TcpProxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, LOOPBACK, 0)
         host, port = self._server.sockets[0].getsockname()[:2]
-        self.address = f"{host}:{port}"
+        self.address = join_address(host, port)
         return self
 
     async def __aexit__(
@@ -86,8 +88,7 @@ class TcpProxy:
 
     def lead_to(self, target: str) -> None:
         """Forward connections that come from now on to another service."""
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self._host, self._port = split_address(target)
 
     def hold(self, *directions: Direction) -> None:
         """Let nothing pass in these directions any more."""

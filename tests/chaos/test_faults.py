@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.rig import faults as process_faults
 from benchmarks.rig.faults import FaultMissed
-from benchmarks.rig.processes import Fleet, ServicePlan, ServiceProcess
+from benchmarks.rig.processes import LOOPBACK, Fleet, ServicePlan, ServiceProcess
 from tests.chaos import faults
 from tests.chaos.proxy import Direction, TcpProxy
+from triptych_kit.addresses import join_address, split_address
 
 pytestmark = pytest.mark.chaos
 
@@ -32,13 +33,13 @@ async def test_a_signal_to_no_process_is_an_error(strike, ended: ServiceProcess)
 
 
 async def test_a_cut_without_connections_is_an_error() -> None:
-    async with TcpProxy("127.0.0.1:1") as proxy:
+    async with TcpProxy(join_address(LOOPBACK, 1)) as proxy:
         with pytest.raises(FaultMissed):
             await faults.cut(proxy)
 
 
 async def test_a_partition_without_traffic_is_an_error() -> None:
-    async with TcpProxy("127.0.0.1:1") as proxy:
+    async with TcpProxy(join_address(LOOPBACK, 1)) as proxy:
         with pytest.raises(FaultMissed):
             await faults.partition(proxy, asyncio.sleep(0.01), Direction.IN)
 
@@ -49,11 +50,11 @@ async def test_what_is_held_passes_later_and_a_cut_is_a_reset() -> None:
             writer.write(data)
         writer.close()
 
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    server = await asyncio.start_server(echo, LOOPBACK, 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, TcpProxy(f"127.0.0.1:{port}") as proxy:
-        host, _, proxy_port = proxy.address.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(proxy_port))
+    async with server, TcpProxy(join_address(LOOPBACK, port)) as proxy:
+        host, proxy_port = split_address(proxy.address)
+        reader, writer = await asyncio.open_connection(host, proxy_port)
         writer.write(b"one")
         assert await reader.readexactly(3) == b"one"
         proxy.hold(Direction.OUT)

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from benchmarks.rig.processes import free_port
+from benchmarks.rig.processes import LOOPBACK, free_port
 from tests.architecture.sources import ROOT
 from tests.chaos.fault_plugin import FOLDER_VARIABLE, MARKER_POSITION, EngineFault, write_distribution
 from tests.chaos.served import ServedStack
@@ -31,6 +31,7 @@ from triptych_client.aio import Client
 from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Finished, Started
 from triptych_client.retry import RetryPolicy
+from triptych_kit.addresses import join_address
 from triptych_kit.http.admin_http import read_page
 
 pytestmark = [
@@ -138,7 +139,7 @@ async def _scraping(stack: ServedStack, folder: Path) -> AsyncIterator[Prometheu
             }
         )
     )
-    address = f"127.0.0.1:{free_port()}"
+    address = join_address(LOOPBACK, free_port())
     with (folder / "prometheus.log").open("wb") as log:
         async with running_async(
             *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),

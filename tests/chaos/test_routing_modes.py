@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
+from benchmarks.rig.processes import LOOPBACK
 from tests.system.stack import WAIT_LIMIT_S, EngineView, Stack, address_of
 from triptych.api.v1 import generate_pb2, inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from triptych.common.v1 import sampling_pb2
@@ -17,8 +18,9 @@ from triptych_kit.process.child import Child
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 
-# Two nodes of two ranks each: loopback has more than one address.
-_HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2")
+# Two nodes of two ranks each: loopback has more than one address, and is given a second one of IPv6.
+_OTHER_HOST = "fd00::2" if ":" in LOOPBACK else "127.0.0.2"
+_HOSTS = (LOOPBACK, LOOPBACK, _OTHER_HOST, _OTHER_HOST)
 _NUM_REQUESTS = 100
 # As many as the model has room for: seconds, where to send the requests takes milliseconds.
 _LONG_TOKENS = 2000
@@ -91,6 +93,7 @@ async def ranks() -> AsyncIterator[Ranks]:
                 f"--data-parallel-rank={rank}",
                 f"--data-parallel-size={len(_HOSTS)}",
                 f"--host={host}",
+                *(("--insecure",) if host != LOOPBACK else ()),
             )
             flags = (str(embedded_model()), "--port=0", "--num-threads=1", known, *flags_of_rank)
             engines.append(await stack.start("engine", *flags, index=rank))
@@ -113,7 +116,7 @@ async def test_external_each_rank_serves_what_its_own_frontend_gets(ranks: Ranks
 
 
 async def test_hybrid_each_nodes_frontend_spreads_over_the_ranks_of_its_node(ranks: Ranks) -> None:
-    frontends = await ranks.start_frontends(2, ["host=127.0.0.1"], ["host=127.0.0.2"])
+    frontends = await ranks.start_frontends(2, [f"host={LOOPBACK}"], [f"host={_OTHER_HOST}"])
     counts = await ranks.finished_by_rank(frontends, _NUM_REQUESTS)
     assert counts[0] + counts[1] == counts[2] + counts[3] == _NUM_REQUESTS / 2
     assert min(counts) > _NUM_REQUESTS / 6

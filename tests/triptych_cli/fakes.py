@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rig.processes import LOOPBACK
 from tests.processes import START_LIMIT_S, running_async
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2
+from triptych_kit.addresses import join_address
 from triptych_kit.errors import InvalidArgument
 from triptych_kit.server import PUBLIC, Registration, Server
 
@@ -89,7 +91,7 @@ async def fake_frontend(text: str = " world", *, hangs: bool = False) -> AsyncIt
     frontend = FakeFrontend(text, hangs=hangs)
     add = partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, frontend)
     server = Server(
-        listen="127.0.0.1:0",
+        listen=join_address(LOOPBACK, 0),
         registrations=[Registration(_NAME, add, is_ready=True)],
         profile=PUBLIC,
         service="frontend",

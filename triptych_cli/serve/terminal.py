@@ -13,7 +13,14 @@ from engine_svc.build.start_check import shown_size
 from engine_svc.core.facts import LoadProgress
 from engine_svc.process.load_display import LoadDisplay
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
-from triptych_kit.addresses import is_loopback, is_wildcard, join_address, split_address, unix_path
+from triptych_kit.addresses import (
+    is_loopback,
+    is_wildcard,
+    join_address,
+    loopback_of,
+    split_address,
+    unix_path,
+)
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.version import installed_version
@@ -160,7 +167,7 @@ def _reachable(address: str, tls_hosts: Sequence[str] | None) -> str:
     """The address for a caller on this machine, with a host that the certificate is for, if there is one."""
     host, port = split_address(address)
     is_every = is_wildcard(host)
-    loopback = "::1" if ":" in host else "127.0.0.1"
+    loopback = loopback_of(host)
     if tls_hosts is None:
         return join_address(loopback, port) if is_every else address
     own = ["localhost", loopback] if is_every or is_loopback(host) else []
