@@ -16,6 +16,7 @@ from triptych.common.v1 import output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
 from triptych_conformance.cases import Finding, expect, fail
 from triptych_conformance.wire import Wire
+from triptych_kit.addresses import join_address, loopback_of, split_address
 from triptych_kit.errors import ServiceError, to_status
 from triptych_kit.limits import INTERNAL
 from triptych_kit.rules import MessageRules
@@ -158,9 +159,10 @@ class PlayedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
             (grpc.method_handlers_generic_handler(name, {"Connect": connect}),)
         )
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        loopback = loopback_of(split_address(self._listen)[0])
+        port = self._server.add_insecure_port(join_address(loopback, 0))
         await self._server.start()
-        self.wire = Wire(self._listen, f"127.0.0.1:{port}")
+        self.wire = Wire(self._listen, join_address(loopback, port))
         self.address = await self.wire.start()
         self._beating = asyncio.create_task(self._beat_forever())
 

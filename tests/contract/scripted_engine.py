@@ -20,9 +20,11 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from benchmarks.rig.processes import LOOPBACK
 from triptych.common.v1 import error_pb2, output_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2, utility_pb2
 from triptych.options.v1 import rules_pb2
+from triptych_kit.addresses import join_address
 
 REVISION = 1
 VOCAB_SIZE = 1000
@@ -224,10 +226,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         # It takes precedence over the same method below, whose messages are not serialized yet.
         self._server.add_generic_rpc_handlers((handlers,))
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
-        self._port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._port = self._server.add_insecure_port(join_address(LOOPBACK, port))
         await self._server.start()
         self._tasks = [asyncio.create_task(self._step_forever()), asyncio.create_task(self._beat_forever())]
-        return f"127.0.0.1:{self._port}"
+        return join_address(LOOPBACK, self._port)
 
     async def stop(self) -> None:
         for task in self._tasks:

@@ -18,9 +18,11 @@ from typing import Any
 
 import grpc.aio
 
+from benchmarks.rig.processes import LOOPBACK
 from triptych.api.v1 import generate_pb2, inference_pb2_grpc
 from triptych.common.v1 import output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych_kit.addresses import join_address
 
 REVISION = 1
 _SILENCE_S = 1.5
@@ -405,9 +407,9 @@ class ScriptedFrontend(inference_pb2_grpc.InferenceServiceServicer):
         self._tasks = [asyncio.create_task(link.run()) for link in self.links]
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(join_address(LOOPBACK, 0))
         await self._server.start()
-        return f"127.0.0.1:{port}"
+        return join_address(LOOPBACK, port)
 
     async def stop(self) -> None:
         await self._server.stop(0)

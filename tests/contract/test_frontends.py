@@ -7,11 +7,13 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from benchmarks.rig.processes import LOOPBACK
 from tests.contract.conftest import StartFrontend
 from tests.contract.scripted_frontend import ScriptedFrontend
 from tests.contract.wrong_frontends import WRONG_FRONTENDS
 from triptych_conformance.check_frontend import check_frontend
 from triptych_conformance.report import Outcome, Report
+from triptych_kit.addresses import join_address
 
 LIMIT_S = 60.0
 # Where something is to be missing, this is waited for.
@@ -34,7 +36,7 @@ async def checked(
 
     try:
         return await check_frontend(
-            ["127.0.0.1:0"] * 2,
+            [join_address(LOOPBACK, 0)] * 2,
             patience_s=patience_s,
             connect_s=LIMIT_S,
             only=only,
@@ -60,7 +62,10 @@ async def test_the_frontend_in_javascript_keeps_every_rule(javascript_frontend: 
             return await exits.enter_async_context(javascript_frontend(engines))
 
         report = await check_frontend(
-            ["127.0.0.1:0"] * 2, patience_s=LIMIT_S, start_frontend=start, stop_frontend=exits.aclose
+            [join_address(LOOPBACK, 0)] * 2,
+            patience_s=LIMIT_S,
+            start_frontend=start,
+            stop_frontend=exits.aclose,
         )
     broken = [result for result in report.results if result.outcome in (Outcome.FINDING, Outcome.WARNING)]
     assert broken == []

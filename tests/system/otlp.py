@@ -13,6 +13,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from benchmarks.rig.processes import LOOPBACK
+from triptych_kit.addresses import join_address
+
 _ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 _KINDS = {
     trace_pb2.Span.SPAN_KIND_INTERNAL: "internal",
@@ -59,9 +62,9 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     async def start(self) -> str:
         """Returns the endpoint as OTEL_EXPORTER_OTLP_ENDPOINT wants it."""
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(join_address(LOOPBACK, 0))
         await self._server.start()
-        return f"http://127.0.0.1:{port}"
+        return f"http://{join_address(LOOPBACK, port)}"
 
     async def stop(self) -> None:
         await self._server.stop(None)

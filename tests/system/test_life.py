@@ -12,11 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.rig.processes import free_port
+from benchmarks.rig.processes import LOOPBACK, free_port
 from tests.system.checkpoints import VOCAB_SIZE, Reference
 from tests.system.generation import collect, random_prompt, read_to_end, request_of
 from tests.system.slowed_engine import Brake
 from tests.system.stack import Stack, address_of
+from triptych_kit.addresses import join_address
 from triptych_kit.process.child import Child
 
 pytestmark = pytest.mark.chaos
@@ -29,8 +30,8 @@ async def test_any_start_order_works(order: tuple[str, ...], llama: str) -> None
     port = free_port()
     flags = {
         "coordinator": (f"--port={port}",),
-        "engine": (llama, "--port=0", f"--coordinator=127.0.0.1:{port}"),
-        "frontend": ("--port=0", f"--coordinator=127.0.0.1:{port}"),
+        "engine": (llama, "--port=0", f"--coordinator={join_address(LOOPBACK, port)}"),
+        "frontend": ("--port=0", f"--coordinator={join_address(LOOPBACK, port)}"),
     }
     async with Stack() as stack:
         children: dict[str, Child] = {}
@@ -44,7 +45,7 @@ async def test_any_start_order_works(order: tuple[str, ...], llama: str) -> None
 async def test_a_frontend_with_a_configured_engine_needs_no_coordinator(llama: str) -> None:
     port = free_port()
     async with Stack() as stack:
-        frontend = await stack.start("frontend", "--port=0", f"--engine=127.0.0.1:{port}")
+        frontend = await stack.start("frontend", "--port=0", f"--engine={join_address(LOOPBACK, port)}")
         await stack.start("engine", llama, f"--port={port}")
         await stack.ready("frontend", frontend)
         answer = await collect(stack.inference(frontend), request_of("the quick brown fox", 8))

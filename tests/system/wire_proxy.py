@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from benchmarks.rig.processes import LOOPBACK
 from triptych_conformance.wire import Wire
+from triptych_kit.addresses import join_address
 
 
 class WireProxy(Wire):
     """Between a client and `target`, host:port. `next_cut` says after how many bytes down each breaks."""
 
     def __init__(self, target: str, *, next_cut: Callable[[], int | None] = lambda: None) -> None:
-        super().__init__("127.0.0.1:0", target)
+        super().__init__(join_address(LOOPBACK, 0), target)
         self.num_cuts = 0  # by `cut_after`
         self.address = ""
         self._num_bytes_left: dict[bool, int | None] = {True: None, False: None}  # until such a cut, by is_up

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.rig.processes import LOOPBACK
 from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.frontend import Frontend
@@ -13,6 +14,7 @@ from triptych_conformance.cases import Section
 from triptych_conformance.check_frontend import FRONTEND_CASES, check_frontend
 from triptych_conformance.played_engine import HEARTBEAT_S
 from triptych_conformance.report import Outcome
+from triptych_kit.addresses import join_address
 
 LIMIT_S = 60.0
 # They wait for an engine that is tried again only after 5 s.
@@ -27,7 +29,7 @@ async def test_our_frontend_keeps_every_rule(cases: list[str]) -> None:
     frontends: list[Frontend] = []
 
     async def start(engines: Sequence[str]) -> str:
-        config = FrontendConfig(port=0, engine=tuple(engines), text_workers=1)
+        config = FrontendConfig(host=LOOPBACK, port=0, engine=tuple(engines), text_workers=1)
         # On a busy machine heartbeats are late.
         frontend = build_frontend(config, heartbeat_s=2 * HEARTBEAT_S)
         frontends.append(frontend)
@@ -42,7 +44,7 @@ async def test_our_frontend_keeps_every_rule(cases: list[str]) -> None:
 
     try:
         report = await check_frontend(
-            ["127.0.0.1:0"] * 2,
+            [join_address(LOOPBACK, 0)] * 2,
             patience_s=LIMIT_S,
             only=cases,
             start_frontend=start,
