@@ -321,7 +321,7 @@ def _entry(
         prompt_token_ids=id_column(token_ids),
         pooling=work.params,
         account=caller.identity.account,
-        weight=caller.identity.weight,
+        weight=caller.identity.limits.weight,
         trace_context=add_pb2.TraceContext(traceparent=trace.traceparent, tracestate=caller.tracestate),
     )
     entry.cache_salt = caller.scoped("")

@@ -150,7 +150,7 @@ def _entry(request: AnyRequest, token_ids: list[int], caller: Caller) -> add_pb2
         request_seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         priority=request.priority,
         account=caller.identity.account,
-        weight=caller.identity.weight,
+        weight=caller.identity.limits.weight,
         # No tenant can find out by timing what another one has sent.
         cache_salt=caller.scoped(request.cache_salt),
     )

@@ -83,7 +83,7 @@ async def test_an_entry_has_the_account_of_the_caller_and_its_weight(model):
     entries = (await prepare(request, RequestPrompt(request), model, caller)).entries
     assert [(entry.account, entry.weight) for entry in entries] == [("team", 3)] * 2
     entry = await entry_of(make_request([5]), model)
-    assert (entry.account, entry.weight) == ("", 1)
+    assert (entry.account, entry.weight) == ("", 0)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 600, 10**9])
