@@ -23,7 +23,7 @@ from frontend_svc.text.workers.workers import noting_wait
 from triptych.api.v1 import generate_pb2
 from triptych.common.v1 import sampling_pb2
 from triptych_kit.addresses import split_address
-from triptych_kit.errors import ServiceError
+from triptych_kit.errors import InvalidArgument, NotFound, ServiceError
 from triptych_kit.rules import rules_of
 from triptych_kit.telemetry import conventions as names
 from triptych_kit.telemetry.spans import SpanEvent, SpanRecord, TraceContext, Value
@@ -373,8 +373,8 @@ class RequestTrace:
         if error is not None:
             code = message = cause = "INTERNAL"
             if isinstance(error, ServiceError):
-                code, message = error.code.name, str(error)
-                cause = error.reason or code
+                code, cause = error.code.name, error.reason or error.code.name
+                message = _without_values(error, cause)
             self._reason, timeline.error = "error", message
             timeline.attributes |= {names.ERROR_TYPE: code, names.ERROR_REASON: cause}
             return cause, code
@@ -389,6 +389,13 @@ class RequestTrace:
 
     def _add_event(self, name: str, attributes: Mapping[str, Value]) -> None:
         self._timeline.events.append(SpanEvent(name, time_ns(), attributes))
+
+
+def _without_values(error: ServiceError, cause: str) -> str:
+    """What an error tells an operator: messages of what is wrong with a request quote its text."""
+    if isinstance(error, InvalidArgument):
+        return ": ".join(filter(None, (cause, ", ".join(field for field, _ in error.violations))))
+    return cause if isinstance(error, NotFound) else str(error)
 
 
 def _times_of(states: Sequence[RequestState]) -> dict[str, int | float]:

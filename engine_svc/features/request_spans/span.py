@@ -50,7 +50,8 @@ def span_of(request: Request, traced: TracedRequest, num_before: int, unix_ns_at
     error = None
     if request.finish_reason is FinishReason.ERROR:
         verdict = request.verdict
-        error = (verdict and verdict.message) or "the engine ended the request with an error"
+        # Not the verdict's message, which may quote the request.
+        error = (verdict and verdict.code) or "the engine ended the request with an error"
         attributes[names.ERROR_TYPE] = (verdict and verdict.code) or "INTERNAL"
     return traced.context.root(
         SPAN_NAME, unix_ns(timeline.queued_at), unix_ns(_end(timeline)), attributes, events, error

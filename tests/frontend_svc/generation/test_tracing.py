@@ -121,12 +121,26 @@ async def test_an_engine_gets_the_span_of_its_attempt_and_the_decision_of_the_cl
     assert engine.requests[0].entry.trace_context.traceparent == f"00-{TRACE_ID}-{attempt.span_id}-{flags}"
 
 
+@pytest.mark.parametrize(
+    "asked", [{"model": SECRET}, {"structured_output": {"regex": f"({SECRET}"}}], ids=["model", "regex"]
+)
+async def test_what_a_refusal_quotes_of_a_request_is_in_no_span(telemetry, asked):
+    async with serving(FakeEngine()) as (client, _):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(client.generate(metadata=METADATA, **asked))
+    shown = json.dumps(
+        [(span.error, dict(span.attributes), str(span.events)) for span in recent_spans(TRACE_ID)]
+    )
+    assert recent_spans(TRACE_ID)[0].error
+    assert SECRET not in shown
+
+
 async def test_a_refused_request_is_a_failed_span_with_its_code(telemetry):
     async with serving(FakeEngine()) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(grpc.aio.AioRpcError):
             await read_all(client.generate(temperature=-1.0, metadata=METADATA))
     (root,) = recent_spans(TRACE_ID)
-    assert (root.name, root.error) == ("text_completion", caught.value.details())
+    assert (root.name, root.error) == ("text_completion", "INVALID_REQUEST: sampling.temperature")
     assert root.attributes[names.ERROR_TYPE] == root.attributes[names.RPC_STATUS_CODE] == "INVALID_ARGUMENT"
 
 
