@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine_svc.core.request import Request, RequestStatus
@@ -104,7 +104,12 @@ class PlannedSteps:
         self._steps.clear()
         return withdrawn
 
-    def forget(self, request: Request) -> None:
-        """Drop what is in flight for a request: the tokens of its rows are ignored."""
+    def forget(self, request: Request, full_block_ids: Collection[int] = ()) -> None:
+        """Drop what is in flight for a request: the tokens of its rows are ignored.
+
+        full_block_ids: registered blocks that keep their content even if the steps are rolled back.
+        """
         for step in self._steps:
             step.replace(request, self._discarded)
+            if full_block_ids:
+                step.block_ids = [block_id for block_id in step.block_ids if block_id not in full_block_ids]

@@ -510,7 +510,9 @@ class Scheduler:
             output.drafts = request.drafts
             return
         output.continues = True
-        self._in_flight.forget(request)
+        # What a turn has registered is computed by now: its last token is not, and fills no block of these.
+        full = {block_id for table in request.block_tables for block_id in table.block_ids}
+        self._in_flight.forget(request, full)
         settle_turn(request, self._kv_cache.hasher.block_size)
         self._queues.end_turn(request)
         if request.segments:

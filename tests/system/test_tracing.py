@@ -142,7 +142,7 @@ async def test_every_request_is_one_tree_whatever_becomes_of_it(slow_llama, tmp_
         unsampled_id, call = traced.call(request_of([9] * 3, 2), is_sampled=False)
         await read_to_end(call)
         failed_id, call = traced.call(request_of([9] * 200, 2), is_sampled=False)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(grpc.aio.AioRpcError):
             await read_to_end(call)
         root, _ = await traced.tree(failed_id)
         assert root.error == root.attributes[names.ERROR_REASON] + ": token_ids"

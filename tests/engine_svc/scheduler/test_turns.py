@@ -324,6 +324,23 @@ def test_a_segment_that_waits_begins_while_the_former_turn_is_in_flight():
     assert resumable.token_ids[3:] == [4, 5, 11]
 
 
+def test_what_a_turn_has_computed_stays_cached_if_the_steps_behind_it_are_rolled_back():
+    stage = Stage(async_scheduling=True, block_size=4)
+    stage.add(session("a", 3))
+    first, second = stage.schedule(), stage.schedule()
+    stage.update(first, {"a": [10]})
+    # Registers the first block, which the second step fills.
+    stage.schedule()
+    [output] = stage.update(second, {"a": [STOP]})
+    assert output.continues
+    stage.scheduler.withdraw(now=2.0)
+    other = request("b", 5)
+    other.token_ids[:] = [1, 2, 3, 10, 9]
+    stage.add(other)
+    plan = stage.schedule()
+    assert (granted(plan), plan.num_computed_tokens) == ({"b": 1}, [4])
+
+
 def test_a_turn_may_end_for_who_was_preempted_meanwhile():
     stage = Stage(async_scheduling=True)
     resumable = session("a", 3)
