@@ -334,8 +334,8 @@ def test_what_a_turn_has_computed_stays_cached_if_the_steps_behind_it_are_rolled
     [output] = stage.update(second, {"a": [STOP]})
     assert output.continues
     stage.scheduler.withdraw(now=2.0)
-    other = request("b", 5)
-    other.token_ids[:] = [1, 2, 3, 10, 9]
+    other = request("b", 5, salt="a")
+    other.token_ids[3:] = [10, 9]
     stage.add(other)
     plan = stage.schedule()
     assert (granted(plan), plan.num_computed_tokens) == ({"b": 1}, [4])
