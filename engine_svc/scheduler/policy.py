@@ -25,6 +25,8 @@ class Policy(Protocol):
     budgets: Sequence[Budget] = ()
     # Those that are asked only for rows of several tokens, so that decodes cost nothing.
     prefill_budgets: Sequence[Budget] = ()
+    # Whether `displaced` is asked, in steps in which requests wait.
+    displaces: bool = False
 
     def ready_queue(self) -> ReadyQueue:
         """The queue of requests that may be admitted, which decides by what order; empty."""

@@ -65,6 +65,7 @@ class Scheduler:
         self._config = config
         self._kv_cache = kv_cache
         self._policy = policy
+        self._displaces = policy.displaces
         turns = (
             (PipelineTurns(config.pipeline_stages),)
             if config.async_scheduling and config.pipeline_stages > 1
@@ -252,7 +253,7 @@ class Scheduler:
         queues = self._queues
         # A lone request need not leave room for others.
         self._prefill_limit = 0 if len(queues.requests) == 1 else self._config.long_prefill_token_threshold
-        if self._pause is PauseState.NONE and queues.waiting.num_ready:
+        if self._displaces and self._pause is PauseState.NONE and queues.waiting.num_ready:
             self._displace(now)
         num_displaced = len(plan.preempted)
         if self._draft_grants is not None:

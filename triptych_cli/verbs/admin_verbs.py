@@ -104,7 +104,10 @@ def quarantine(
     clear_all: Annotated[bool, typer.Option("--clear-all", help="have all prompts served again")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the prompts that a frontend refuses because they have crashed engines, or clear them."""
+    """List or clear the prompts that have crashed engines.
+
+    A frontend refuses them for ten minutes.
+    """
     from triptych_cli.verbs.admin import run_quarantine
 
     cleared = clear if clear or clear_all else None

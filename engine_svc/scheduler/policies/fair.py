@@ -40,6 +40,8 @@ class Fair(Policy):
     `fcfs`.
     """
 
+    displaces = True
+
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._order = FirstComeFirstServed(config)

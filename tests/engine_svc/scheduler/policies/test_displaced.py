@@ -17,6 +17,8 @@ from tests.engine_svc.scheduler.fakes import Stage, granted, request
 class Impatient(ByPriority):
     """By priority; the last admitted makes room for any that waits, even for a less urgent one."""
 
+    displaces = True
+
     def displaced(self, running: Sequence[Request], kv_cache: KVCache) -> Sequence[Request]:
         return running[-1:] if len(running) > 1 else ()
 
