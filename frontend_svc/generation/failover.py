@@ -211,8 +211,9 @@ class Failover:
         """Stop holding a request. Idempotent."""
         if self._waiting.pop(migration.suspect, None) is not None:
             self._num_new -= migration.is_new
-            if not self._waiting:
-                self.suspects.release_reserved()
+        if not self._waiting:
+            # Also for a new request that reserved an engine, and went to another at once.
+            self.suspects.release_reserved()
 
     def _dispatch(self) -> None:
         self._dispatching, self.suspects.is_locked_out = None, False

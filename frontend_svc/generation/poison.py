@@ -216,7 +216,9 @@ class PoisonRecord:
         newest_first = sorted(self._names(), key=self._age_s)
         for index, name in enumerate(newest_first):
             if index >= _MAX_ENTRIES or self._age_s(name) >= _TTL_S:
-                self._remove(name)
+                # A folder that cannot be written must not keep the request from its end.
+                with contextlib.suppress(OSError):
+                    self._remove(name)
 
     def _remove(self, name: str) -> None:
         if self._unwritten.pop(name, None) is None and self._folder is not None:

@@ -979,6 +979,24 @@ def test_one_engine_of_several_is_left_to_others():
     assert go(suspects, "d") is not None
 
 
+async def test_an_engine_that_a_new_suspect_reserved_is_free_once_it_went_to_another():
+    world = MovesWorld(num_engines=2, chance=NoChance())
+    failover = world.failover
+    world.start("a")
+    first = world.engines.left[0]
+    assert not failover.suspects.may_go(suspect_alone(), first.address, lambda: 3)
+    assert not failover.suspects.may_go(Suspect(), first.address, lambda: 3)
+    failover.remove(world.migrations["a"])
+    assert failover.suspects.may_go(Suspect(), first.address, lambda: 3)
+    failover.close()
+
+
+def suspect_alone() -> Suspect:
+    suspect = Suspect()
+    suspect.turn = Turn.ALONE
+    return suspect
+
+
 async def test_the_last_of_several_engines_is_kept_from_a_request_that_was_at_two_deaths():
     world = MovesWorld(num_engines=3, chance=NoChance())
     world.engines.reconnect_window_s = 0.05
