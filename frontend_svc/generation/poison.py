@@ -200,8 +200,8 @@ class PoisonRecord:
         account = _digest(content.account.encode())
         for name in names:
             recorded, num_tokens, beginning, incident_id = name.split(".")
-            left_s = _TTL_S - self._age_s(name)
-            if recorded == account and left_s > 0:
+            # Its age is asked of the file system: only of those of the account.
+            if recorded == account and (left_s := _TTL_S - self._age_s(name)) > 0:
                 is_alike = _digest_of_beginning(content, int(num_tokens)) == beginning
                 yield content, is_alike, incident_id, left_s
 
