@@ -141,6 +141,7 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)  # prefix hit at the first admission
     num_chunks: int = field(default=0, init=False)  # planned rows that end inside of its known tokens
     num_preemptions: int = field(default=0, init=False)
+    num_lost_tokens: int = field(default=0, init=False)  # once computed, counted from the first; 0: none lost
     resumes_after_step: int = field(default=0, init=False)  # the last step in flight at its preemption
     last_row_sampled: bool = field(default=True, init=False)  # False: its last step ended inside the prompt
     max_num_tokens: int = field(default=0, init=False)  # prompt and output at which it ends by length

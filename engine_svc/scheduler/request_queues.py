@@ -76,7 +76,7 @@ class RequestQueues:
         self._depart(request)
         self._kv_cache.release(request, num_withdrawn_tokens)
         request.move_to(RequestStatus.WAITING)
-        _forget_progress(request)
+        _forget_progress(request, num_withdrawn_tokens)
         request.num_preemptions += 1
         request.timeline.events.append(("preempted", now))
         request.order_key = self._policy.requeue_key(request)
@@ -181,7 +181,9 @@ def note_first_token(request: Request, output: RequestOutput, now: float) -> Non
     output.first = FirstOutput(request.num_cached_tokens, prefill)
 
 
-def _forget_progress(request: Request) -> None:
+def _forget_progress(request: Request, num_withdrawn_tokens: int = 0) -> None:
+    num_computed_tokens = request.num_computed_tokens - num_withdrawn_tokens
+    request.num_lost_tokens = max(request.num_lost_tokens, num_computed_tokens)
     request.num_computed_tokens = 0
     request.num_placeholders = 0
     request.draft_token_ids = []

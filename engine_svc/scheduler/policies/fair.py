@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice
 from math import inf
 from operator import attrgetter
@@ -46,7 +47,7 @@ class Fair(Policy):
         self._config = config
         self._order = FirstComeFirstServed(config)
         self._accounts = _Accounts()
-        self._prefills = _PrefillShares(config, self._accounts.present)
+        self._prefills = _PrefillShares(config, self._accounts)
         # A prompt that has to enter whole cannot be given a part of a step.
         self.prefill_budgets = (self._prefills,) if config.enable_chunked_prefill else ()
 
@@ -115,12 +116,10 @@ class Fair(Policy):
         return victims
 
     def on_enter(self, request: Request) -> None:
-        account = self._accounts.present[request.account]
-        account.num_rows += 1
-        account.has_room = False
+        self._accounts.enter(request)
 
     def on_leave(self, request: Request) -> None:
-        self._accounts.present[request.account].num_rows -= 1
+        self._accounts.leave(request)
 
     def on_plan(self, plan: StepPlan, rows: Sequence[Request]) -> None:
         """Count the tokens of the step."""
@@ -128,10 +127,11 @@ class Fair(Policy):
             return
         tokens = Counter(map(_account_of, rows))
         if plan.total_num_tokens > len(rows):
-            columns = zip(rows, plan.num_tokens, plan.samples, plan.draft_token_ids, strict=True)
-            for request, num_tokens, samples, drafts in columns:
+            for request, start, num_tokens in zip(
+                rows, plan.num_computed_tokens, plan.num_tokens, strict=True
+            ):
                 # What a preempted request computes again was counted before.
-                num_new = samples + len(drafts) if request.num_preemptions else num_tokens
+                num_new = min(num_tokens, max(0, start + num_tokens - request.num_lost_tokens))
                 tokens[request.account] += num_new - 1
         self._accounts.count(tokens)
 
@@ -140,13 +140,15 @@ class Fair(Policy):
 class _Account:
     """An account and what it has in the engine.
 
+    weight, newest_at: those of its newest request, by arrival.
     counter: tokens computed for it while others competed with it, divided by its weight.
     has_room: room was made for it, and none of its requests has entered since.
     num_prefill_tokens: left to its prompts in this step; None: not limited.
     """
 
     name: str
-    weight: int
+    weight: int = 0
+    newest_at: float = -inf
     counter: float = 0.0
     num_rows: int = 0
     ready: OrderedQueue = field(default_factory=OrderedQueue)
@@ -161,13 +163,16 @@ class _Account:
 class _Accounts:
     """The accounts that have requests which could run, in the order in which they came.
 
-    A `ReadyQueue` in the order of the counters. An account that returns begins with no less than the least of
-    the others, so that idling saves up nothing.
+    A `ReadyQueue` in the order of the counters. Nothing is saved up by an account none of whose requests
+    waits: with its next one it begins with no less than the least of those that wait, or than the most of all
+    where none does and so none was kept waiting by another.
     """
 
     def __init__(self) -> None:
         self.present: dict[str, _Account] = {}
         self.sum_weights = 0  # of those
+        self._waiting: dict[str, _Account] = {}  # of those, with requests that wait
+        self._left: dict[_Account, None] = {}  # that may have nothing any more
         self._absent: dict[str, _Account] = {}  # whose counters are above those of others
         self._num_ready = 0
 
@@ -184,64 +189,94 @@ class _Accounts:
         return self._num_ready
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(account.ready for account in self.present.values())
+        return chain.from_iterable(account.ready for account in self._waiting.values())
 
     def add(self, request: Request) -> None:
-        account = self.present.get(request.account)
+        name = request.account
+        account = self.present.get(name)
         if account is None:
-            account = self._admit(request.account)
-        self.sum_weights += request.weight - account.weight
-        account.weight = request.weight
+            account = self._absent.pop(name, None) or _Account(name)
+            self.present[name] = account
+            self.sum_weights += account.weight
+        if name not in self._waiting:
+            others = (self._waiting or self.present).values()
+            floor = (min if self._waiting else max)(other.counter for other in others)
+            account.counter = max(account.counter, floor)
+            self._waiting[name] = account
+        # One that was preempted, or waited for something else, may have a weight of before.
+        if request.arrival_at >= account.newest_at:
+            self.sum_weights += request.weight - account.weight
+            account.weight, account.newest_at = request.weight, request.arrival_at
         account.ready.add(request)
         self._num_ready += 1
 
     def remove(self, request: Request) -> None:
-        self.present[request.account].ready.remove(request)
+        account = self._waiting[request.account]
+        account.ready.remove(request)
         self._num_ready -= 1
+        if not account.ready:
+            del self._waiting[account.name]
+            account.has_room = False
+            self._left[account] = None
+
+    def enter(self, request: Request) -> None:
+        """A waiting request is about to run."""
+        account = self.present[request.account]
+        account.num_rows += 1
+        account.has_room = False
+
+    def leave(self, request: Request) -> None:
+        """A request no longer runs."""
+        account = self.present[request.account]
+        account.num_rows -= 1
+        if not account.num_rows:
+            self._left[account] = None
 
     def candidates(self) -> Iterator[Request]:
         for _, request in self.in_turns(lambda account: account.due(account.num_rows)):
             yield request
 
     def in_turns(self, due: Callable[[_Account], float]) -> Iterator[tuple[_Account, Request]]:
-        """The waiting requests, the next always of the account with the least `due` at that time."""
-        queues = {account: account.ready.candidates() for account in self.present.values() if account.ready}
-        while queues:
-            account = min(queues, key=due) if len(queues) > 1 else next(iter(queues))
-            request = None if account.num_prefill_tokens == 0 else next(queues[account], None)
+        """The waiting requests, the next always of the account with the least `due`.
+
+        due: asked again for the account whose request was the last, before the next.
+        """
+        accounts = list(self._waiting.values())
+        # Of accounts that are due equally, the one that came first is next.
+        heap = [(due(account), index) for index, account in enumerate(accounts)]
+        heapify(heap)
+        queues: dict[int, Iterator[Request]] = {}
+        while heap:
+            index = heap[0][1]
+            account = accounts[index]
+            if index not in queues:
+                queues[index] = account.ready.candidates()
+            request = None if account.num_prefill_tokens == 0 else next(queues[index], None)
             if request is None:
-                del queues[account]
+                heappop(heap)
             else:
                 yield account, request
+                heapreplace(heap, (due(account), index))
 
     def count(self, num_tokens: Mapping[str, int]) -> None:
         """Add tokens that a step computes, by account."""
         for name, num in num_tokens.items():
             account = self.present[name]
             account.counter += num / account.weight
-        if self._absent:
+        if not self.compete:
             self._forget()
 
     def settle(self) -> None:
         """Let accounts go that have nothing at the beginning of a step."""
-        gone = [account for account in self.present.values() if not (account.num_rows or account.ready)]
-        for account in gone:
-            del self.present[account.name]
-            self.sum_weights -= account.weight
-            account.has_room = False
-            self._absent[account.name] = account
-        if gone:
-            self._forget()
-
-    def _admit(self, name: str) -> _Account:
-        account = self._absent.pop(name, None) or _Account(name, 0)
-        others = [other.counter for other in self.present.values() if other.num_rows or other.ready]
-        # Between two steps those that have just ended are all that there is to compare with.
-        others = others or [other.counter for other in self.present.values()]
-        account.counter = max(account.counter, min(others, default=0.0))
-        account.weight = 0
-        self.present[name] = account
-        return account
+        if not self._left:
+            return
+        for account in self._left:
+            if not (account.num_rows or account.ready):
+                del self.present[account.name]
+                self.sum_weights -= account.weight
+                self._absent[account.name] = account
+        self._left.clear()
+        self._forget()
 
     def _forget(self) -> None:
         """Forget absent accounts that would begin as any other, and the least of too many."""
@@ -302,10 +337,10 @@ class _Rows:
 class _PrefillShares:
     """A budget by which prompts of several accounts divide the tokens of a step by weight.
 
-    What an account does not need of its part the others have.
+    What an account does not need of its part the others have. Prompts of all leave a token to each decode.
     """
 
-    def __init__(self, config: SchedulerConfig, accounts: Mapping[str, _Account]) -> None:
+    def __init__(self, config: SchedulerConfig, accounts: _Accounts) -> None:
         self._config = config
         self._accounts = accounts
         self._limited: list[_Account] = []
@@ -327,14 +362,12 @@ class _PrefillShares:
         wanted = Counter[str]()
         for request in prefills:
             wanted[request.account] += min(request.num_tokens - request.num_computed_tokens, longest)
-        for account in self._accounts.values() if num_waiting else ():
-            for request in islice(account.ready, num_waiting):
-                if wanted[account.name] >= limit:
-                    break
-                wanted[account.name] += min(request.num_uncached_tokens, longest)
-        demanding = [self._accounts[name] for name in wanted if wanted[name]]
-        if len(demanding) < 2:
-            return
+        num_rows = Counter(map(_account_of, running)) if num_waiting else Counter[str]()
+        next_in_turn = self._accounts.in_turns(lambda account: account.due(num_rows[account.name]))
+        for account, request in islice(next_in_turn, num_waiting):
+            wanted[account.name] += min(request.num_uncached_tokens, longest)
+            num_rows[account.name] += 1
+        demanding = [self._accounts.present[name] for name in wanted if wanted[name]]
         num_left = limit - len(running) + len(prefills)
         num_left -= sum(len(request.draft_token_ids) for request in running)
         sum_weights = sum(account.weight for account in demanding)
@@ -352,20 +385,20 @@ class _PrefillShares:
     def clip(self, request: Request, num_tokens: int) -> int:
         if not self._limited:
             return num_tokens
-        left = self._accounts[request.account].num_prefill_tokens
+        left = self._accounts.present[request.account].num_prefill_tokens
         is_prefill = _num_pending(request) > 1
         return num_tokens if left is None or not is_prefill else min(num_tokens, left)
 
     def take(self, request: Request, num_tokens: int) -> None:
         if not self._limited or _num_pending(request) + num_tokens <= 1:
             return
-        account = self._accounts[request.account]
+        account = self._accounts.present[request.account]
         if account.num_prefill_tokens is not None:
             account.num_prefill_tokens -= num_tokens
             self._taken[request] = num_tokens
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        account = self._accounts[request.account]
+        account = self._accounts.present[request.account]
         if account.num_prefill_tokens is not None:
             account.num_prefill_tokens += self._taken.pop(request, 0)
 

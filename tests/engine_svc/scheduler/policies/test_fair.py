@@ -45,6 +45,10 @@ class Load:
         self.num_preempted = Counter[str]()
         self.first_token_after: dict[str, list[int]] = {account: [] for account in open_requests}  # steps
 
+    def keep(self, open_requests: Mapping[str, int]) -> None:
+        """Change how many requests accounts keep open."""
+        self._wanted.update(open_requests)
+
     def run(
         self, num_steps: int, prompt: tuple[int, int] = (8, 40), output: tuple[int, int] = (10, 60)
     ) -> None:
@@ -98,10 +102,11 @@ def test_accounts_that_want_all_get_shares_by_weight(weights: dict[str, int], nu
     assert share == pytest.approx(weights["b"] / sum(weights.values()), rel=0.05)
 
 
-def test_requests_of_other_sizes_do_not_change_shares():
+@pytest.mark.parametrize(("factor", "output"), [(6, (10, 60)), (40, (1, 5))])
+def test_requests_of_other_sizes_do_not_change_shares(factor: int, output: tuple[int, int]):
     stage = Stage(policy="fair", max_num_seqs=32, num_blocks=4000, max_num_batched_tokens=256)
-    load = Load(stage, {"long": 100, "short": 100}, {}, factor={"long": 6})
-    load.run(1500)
+    load = Load(stage, {"long": 100, "short": 100}, {}, factor={"long": factor})
+    load.run(1500, output=output)
     assert load.computed["short"] == pytest.approx(load.computed["long"], rel=0.05)
 
 
@@ -178,13 +183,38 @@ def test_idling_saves_nothing_up():
     stage = Stage(policy="fair", max_num_seqs=8, num_blocks=4000)
     load = Load(stage, {"a": 40, "b": 40}, {})
     load.run(300)
-    load._wanted["b"] = 0
+    load.keep({"b": 0})
     load.run(600)
     before = load.computed.copy()
-    load._wanted["b"] = 40
+    load.keep({"b": 40})
     load.run(600)
     gained = load.computed - before
     assert gained["b"] / gained.total() == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("crowd", [6, 40], ids=["rows are free", "rows are scarce"])
+def test_requests_below_the_share_save_nothing_up(crowd: int):
+    stage = Stage(policy="fair", max_num_seqs=8, num_blocks=4000)
+    load = Load(stage, {"crowd": crowd, "modest": 1}, {})
+    load.run(2000)
+    load.keep({"crowd": 40, "modest": 40})
+    before = load.computed.copy()
+    load.run(600)
+    gained = load.computed - before
+    assert gained["modest"] / gained.total() == pytest.approx(0.5, abs=0.03)
+
+
+def test_the_weight_is_that_of_the_newest_request():
+    stage = Stage(policy="fair", max_num_seqs=8, num_blocks=4000)
+    stage.add(*(of("a", str(index), max_tokens=500) for index in range(20)))
+    stage.step()
+    newest = of("a", "newest", weight=3)
+    newest.arrival_at = 1.0
+    stage.add(newest, *(of("b", str(index), max_tokens=500) for index in range(20)))
+    assert _rows(stage.step()) == {"a": 6, "b": 2}
+    # What is displaced came with the weight of before.
+    stage.preempt_running()
+    assert _rows(stage.step()) == {"a": 6, "b": 2}
 
 
 def test_an_idle_session_is_no_account_that_competes():
@@ -216,6 +246,38 @@ def test_prompts_of_one_account_alone_have_the_whole_step_beside_decodes_of_othe
     stage.step()
     stage.add(of("long", "0", 1000))
     assert granted(stage.step()) == {"b-0": 1, "long-0": 127}
+
+
+def test_prompts_of_one_account_leave_a_token_to_each_decode_of_others():
+    stage = Stage(policy="fair", max_num_batched_tokens=128, num_blocks=4000)
+    stage.add(of("long", "0", 1000), of("b", "0", 20))
+    assert granted(stage.step()) == {"long-0": 108, "b-0": 20}
+    assert granted(stage.step()) == {"long-0": 127, "b-0": 1}
+
+
+def test_prompts_that_have_no_row_take_no_part_of_a_step():
+    stage = Stage(policy="fair", max_num_batched_tokens=512, max_num_seqs=4, num_blocks=4000)
+    stage.add(*(of(f"account{index}", "0", 100) for index in range(50)))
+    assert list(granted(stage.step()).values()) == [100] * 4
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_steps", "preempted"),
+    [(900, 1, "a-0"), (500, 10, "b-0")],
+    ids=["the rest of a preempted prompt counts", "what is computed again does not"],
+)
+def test_each_token_of_a_preempted_request_counts_once(num_tokens: int, num_steps: int, preempted: str):
+    stage = Stage(policy="fair", max_num_batched_tokens=128, max_num_seqs=2, enable_prefix_caching=False)
+    stage.add(of("a", "0", num_tokens, max_tokens=1 + num_steps), of("b", "0", 300))
+    stage.add(of("a", "1"), of("b", "1"))
+    for _ in range(num_steps):
+        stage.step()
+    stage.scheduler.restrict({"a-0", "b-0"} - {preempted}, stage.now)
+    stage.scheduler.restrict(None, stage.now)
+    while "a-0" in stage.scheduler.running_ids + stage.scheduler.waiting_ids:
+        stage.step()
+    # `b` has used less, also with what its row counts ahead.
+    assert list(granted(stage.step())) == ["b-0", "b-1"]
 
 
 @pytest.mark.parametrize("seed", range(12))
