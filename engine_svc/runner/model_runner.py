@@ -15,7 +15,7 @@ from engine_svc.core.control import WakeTag
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepCosts, StepPlan
 from engine_svc.model.context import ForwardContext
-from engine_svc.model.decoder import GreedyModel, Largest, Model, SharedModel
+from engine_svc.model.decoder import Largest, Model, SharedModel, finds_largest
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
 from engine_svc.runner.core_features import with_core_features
@@ -153,7 +153,7 @@ class ModelRunner:
             self._apply(plan)
             if not plan.request_ids:
                 return self._take_part(plan, model)
-            plan = self._drafting.settle(plan)
+            plan = self._drafting.settle(plan, has_drafts=has_drafts)
             inputs = self._batch.gather(plan)
         features = self._features
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
@@ -347,7 +347,7 @@ class ModelRunner:
         if graphs is not None and is_recorded and graphs.has_room(inputs.token_ids.shape[0]):
             return graphs.forward(inputs if inputs.is_decode else inputs.by_token())
         # Recorded steps compute all logits; an engine with recorded steps runs few others.
-        if graphs is None and not needs_all and isinstance(model, GreedyModel):
+        if graphs is None and not needs_all and finds_largest(model):
             readers = self._sampler.readers(inputs.sampling_rows)
             if len(readers) < len(inputs.sampling_rows):
                 kept = to_device(readers, self._kv.device)

@@ -28,7 +28,7 @@ class StepDrafts:
 
     def remove_row(self, row: int) -> None: ...
 
-    def settle(self, plan: StepPlan) -> StepPlan:
+    def settle(self, plan: StepPlan, *, has_drafts: bool) -> StepPlan:
         """The plan with the drafts of its rows, which are entered, and with where these begin."""
         return plan
 

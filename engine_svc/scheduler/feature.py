@@ -76,6 +76,14 @@ class SchedulerFeature:
         """A request ended; reason and times are set. Its blocks become free after this unless held now."""
 
 
+def overriding(features: Sequence[SchedulerFeature], name: str) -> tuple[Callable[..., Any], ...]:
+    """The method `name` of those features that have one of their own: a step calls no other."""
+    inherited = getattr(SchedulerFeature, name)
+    return tuple(
+        getattr(feature, name) for feature in features if getattr(type(feature), name) is not inherited
+    )
+
+
 def verdict_of(
     features: Sequence[SchedulerFeature], request: Request, output: RequestOutput, extras: Extras
 ) -> Verdict | None:

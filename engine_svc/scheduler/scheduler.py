@@ -24,7 +24,7 @@ from engine_svc.core.step import StepPlan, StepResult
 from engine_svc.scheduler.admission import refusal, segment_refusal
 from engine_svc.scheduler.budget import Budget, PipelineTurns, Restriction
 from engine_svc.scheduler.config import PauseState, SchedulerConfig
-from engine_svc.scheduler.feature import SchedulerFeature, verdict_of
+from engine_svc.scheduler.feature import SchedulerFeature, overriding, verdict_of
 from engine_svc.scheduler.in_flight import PlannedSteps
 from engine_svc.scheduler.plan_builder import PlanBuilder
 from engine_svc.scheduler.policy import Policy
@@ -80,6 +80,7 @@ class Scheduler:
             self._draft_grants = DraftGrants(self._draft_limit)
             features = (*features, _ForgetDrafts(self._draft_limit))
         self._features = tuple(features)
+        self._on_plan, self._on_update = overriding(features, "on_plan"), overriding(features, "on_update")
         self._queues = RequestQueues(kv_cache, policy, self._features)
         self._in_flight = PlannedSteps()
         self._pause = PauseState.NONE
@@ -277,8 +278,8 @@ class Scheduler:
         self._in_flight.push(plan.step_number, rows, plan.num_tokens, plan.released, registered)
         self._max_rows = max(self._max_rows, len(rows))
         self._policy.on_plan(plan, rows)
-        for feature in self._features:
-            feature.on_plan(plan)
+        for on_plan in self._on_plan:
+            on_plan(plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestOutput]:
@@ -332,8 +333,8 @@ class Scheduler:
                 self._stop(request, output, stopped, now)
         if result.drafts:
             note_drafts(plan, rows, result.drafts)
-        for feature in self._features:
-            feature.on_update(plan, result)
+        for on_update in self._on_update:
+            on_update(plan, result)
         if result.extras:
             _attach_extras(result, rows, outputs)
         return outputs

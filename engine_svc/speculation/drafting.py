@@ -38,7 +38,9 @@ class Drafting(StepDrafts):
         )
         self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
         self._num_plain_steps = max_steps_in_flight  # without drafts, since the last with any
-        self._unread: deque[tuple[StepInputs, RunningStep]] = deque()
+        # Of steps whose tokens were not noted: the rows and positions that sample, and the step where its
+        # tokens have to be read. A plain step on a CPU is not held, as memory is faster when used again.
+        self._unread: deque[tuple[Ints, Ints, RunningStep | None]] = deque()
 
     def wanted_hidden(self) -> HiddenStates | None:
         layers = self._proposer.hidden_layers
@@ -54,13 +56,17 @@ class Drafting(StepDrafts):
         self._proposer.remove_row(row, self._known(row))
 
     def read(self, plan: StepPlan, *, has_drafts: bool) -> None:
-        is_exact = not has_drafts and self._num_plain_steps + 1 >= self._max_steps_in_flight
-        needs_newest = not is_exact or bool(plan.released) or self._proposer.hidden_layers is not None
-        while self._unread and (needs_newest or len(self._unread) > 1):
-            self._note_sampled(*self._unread.popleft())
+        unread = self._unread
+        needs_newest = (
+            has_drafts
+            or self._num_plain_steps + 1 < self._max_steps_in_flight
+            or plan.released
+            or self._proposer.hidden_layers is not None
+        )
+        while len(unread) > (0 if needs_newest else 1):
+            self._note_sampled(*unread.popleft())
 
-    def settle(self, plan: StepPlan) -> StepPlan:
-        has_drafts = any(plan.draft_token_ids)
+    def settle(self, plan: StepPlan, *, has_drafts: bool) -> StepPlan:
         self._num_plain_steps = 0 if has_drafts else self._num_plain_steps + 1
         if self._num_plain_steps >= self._max_steps_in_flight:
             return plan
@@ -85,11 +91,14 @@ class Drafting(StepDrafts):
         )
 
     def keep(self, inputs: StepInputs, step: RunningStep) -> None:
-        unread = self._unread
+        unread, rows = self._unread, inputs.sampling_rows
         # A CPU's tokens are in the rows already. Of steps with the same rows the newest tells how many.
-        if self._is_on_host and unread and unread[-1][0].sampling_rows is inputs.sampling_rows:
-            unread.pop()
-        unread.append((inputs, step))
+        is_read = self._is_on_host and inputs.drafts is None
+        kept = (rows, inputs.sampling_positions, None if is_read else step)
+        if self._is_on_host and unread and unread[-1][0] is rows:
+            unread[-1] = kept
+        else:
+            unread.append(kept)
 
     def rehearse(self, num_rows: int) -> None:
         self._proposer.rehearse(num_rows)
@@ -100,9 +109,8 @@ class Drafting(StepDrafts):
     def allocate_cache(self) -> None:
         self._proposer.allocate_cache()
 
-    def _note_sampled(self, inputs: StepInputs, step: RunningStep) -> None:
-        rows, positions = inputs.sampling_rows, inputs.sampling_positions
-        if inputs.drafts is not None or not self._is_on_host:
+    def _note_sampled(self, rows: Ints, positions: Ints, step: RunningStep | None) -> None:
+        if step is not None:
             token_ids = step.sampled_ids()
             is_valid = token_ids >= 0
             rows, positions = rows[is_valid], positions[is_valid]

@@ -90,16 +90,17 @@ class _DraftHistory:
     """The drafts of a request so far.
 
     proposals: whether any was proposed, of one depth.  chance: that one will be.  survivals: by depth, the
-    chance that all drafts up to it are right, if they are proposed.
+    chance that all drafts up to it are right, if they are proposed.  gain_at_best: tokens by all depths.
     """
 
-    __slots__ = ("allowed", "chance", "own", "probe_at", "proposals", "survivals", "wait")
+    __slots__ = ("allowed", "chance", "gain_at_best", "own", "probe_at", "proposals", "survivals", "wait")
 
     def __init__(self, num_depths: int) -> None:
         self.own = _Chances(num_depths, _FADING)
         self.proposals = _Chances(1, _FADING)
         self.survivals: list[float] = []
         self.chance = 1.0
+        self.gain_at_best = 0.0
         self.allowed = 0
         self.wait = _FIRST_WAIT
         self.probe_at = 0  # the step at which a row without drafts tries one; 0: it has drafts
@@ -116,6 +117,7 @@ class SurvivalLimit:
         self._shared = _Chances(max_drafts, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
         self._shared_proposals = _Chances(1, _SHARED_FADING, _FIRST_CHANCE, _FIRST_WEIGHT)
         self._histories: dict[str, _DraftHistory] = {}  # by request id
+        self._untried: _DraftHistory | None = None  # a new one, with what is estimated now
         self._step = 0
         # Of the newest decision.
         self._names: list[str] = []
@@ -155,6 +157,7 @@ class SurvivalLimit:
             proposals.add(1, num_drafts > 0)
         history.own.add(num_drafts, num_accepted)
         self._shared.add(num_drafts, num_accepted)
+        self._untried = None
         self._estimate(history)
         self._settled_until = 0
         if num_accepted:
@@ -164,25 +167,43 @@ class SurvivalLimit:
         self._histories.pop(request.request_id, None)
 
     def _decide(self, rows: Sequence[Request]) -> None:
-        num_rows = len(rows)
-        histories = [self._history_of(request) for request in rows]
+        num_rows, known = len(rows), self._histories
+        histories = [known.get(request.request_id) or self._begin(request) for request in rows]
         extras = [self._extra_seconds(request) for request in rows]
+        plain = self._seconds_of(num_rows) + sum(extras)
+        for history in histories:
+            history.allowed = 0
+        # Mostly none pays even if positions cost nothing, and this is asked between short steps.
+        expected = num_rows + sum([history.gain_at_best for history in histories])
+        seconds = plain + self._costs.seconds_per_drafted_step + self._costs.seconds_per_drafted_row
+        if expected * plain > _LEAST_GAIN * num_rows * seconds:
+            self._allow(rows, histories, extras, plain)
+        self._probe(rows, histories, extras, plain)
+
+    def _allow(
+        self,
+        rows: Sequence[Request],
+        histories: Sequence[_DraftHistory],
+        extras: Sequence[float],
+        plain: float,
+    ) -> None:
+        """Allow as many of the likeliest drafts as make tokens fastest.
+
+        extras: seconds of each row for a position.  plain: seconds of a step without drafts.
+        """
         # Of each draft: the tokens that it gains, its depth, the row's seconds for a position, the row.
         candidates: list[tuple[float, int, float, _DraftHistory]] = []
         for request, history, extra in zip(rows, histories, extras, strict=True):
-            history.allowed = 0
             for depth, survival in enumerate(history.survivals[: _capped(request, self._max_drafts)]):
                 gain = history.chance * survival
                 if gain < _LEAST_SURVIVAL:
                     break
                 candidates.append((gain, depth, extra, history))
         candidates.sort(key=itemgetter(0), reverse=True)
-        costs = self._costs
+        costs, num_rows = self._costs, len(rows)
         expected, num_positions, num_granted = float(num_rows), float(num_rows), 0
-        more = sum(extras)  # seconds beside those of the positions
-        plain = self._seconds_of(num_rows) + more
         fastest = _LEAST_GAIN * expected / plain
-        more += costs.seconds_per_drafted_step
+        more = sum(extras) + costs.seconds_per_drafted_step  # beside those of the positions
         num_proposed = [0] * self._max_drafts  # by depth: a forward of what proposes for each
         for num, (gain, depth, extra, history) in enumerate(candidates, 1):
             expected += gain
@@ -196,13 +217,16 @@ class SurvivalLimit:
                 fastest, num_granted = speed, num
         for _, _, _, history in candidates[:num_granted]:
             history.allowed += 1
-        self._probe(rows, histories, extras, plain)
 
-    def _history_of(self, request: Request) -> _DraftHistory:
-        history = self._histories.get(request.request_id)
-        if history is None:
-            history = self._histories[request.request_id] = _DraftHistory(self._max_drafts)
+    def _begin(self, request: Request) -> _DraftHistory:
+        history = self._histories[request.request_id] = _DraftHistory(self._max_drafts)
+        if self._untried is None:
+            self._untried = history
             self._estimate(history)
+        else:
+            untried = self._untried
+            history.chance, history.survivals = untried.chance, untried.survivals
+            history.gain_at_best = untried.gain_at_best
         return history
 
     def _probe(
@@ -241,7 +265,9 @@ class SurvivalLimit:
                 self._settled_until = min(self._settled_until, history.probe_at)
         # In one step, as a step with drafts costs more than its parts: those around it wait for it.
         if due and seconds > left:
-            self._settled_until = min(self._settled_until, self._step + 1 + int((seconds - left) / per_step))
+            # Contexts grow meanwhile, and so does what a try costs.
+            num_steps = max(int((seconds - left) / per_step), _FIRST_WAIT)
+            self._settled_until = min(self._settled_until, self._step + 1 + num_steps)
         elif due:
             left -= seconds
             for history in due:
@@ -286,6 +312,7 @@ class SurvivalLimit:
             survival *= _blended(history.own, self._shared, depth)
             survivals.append(survival)
         history.survivals = survivals
+        history.gain_at_best = history.chance * sum(survivals)
 
     def _seconds_of(self, num_positions: float) -> float:
         seconds, whole = self._seconds, int(num_positions)

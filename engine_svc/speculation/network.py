@@ -109,7 +109,7 @@ class NetworkProposer(Proposer):
         """
         self._make_network = make_network
         network = make_network(model, checkpoint)
-        self._network: DraftNetwork | None = network
+        self._use(network)
         self._num_drafts, self._vocab_size, self._device = num_drafts, vocab_size, device
         window = max(window, num_drafts + 3 * BLOCK_SIZE)
         self._cache = RowCache(network.kv_shapes, network.dtype, num_rows, window, device)
@@ -127,11 +127,6 @@ class NetworkProposer(Proposer):
         self.num_bytes += cache_bytes(network.kv_shapes, network.dtype, num_rows, window)
         self._wants_drafts = np.zeros(num_rows, dtype=bool)
         self._had_drafts = np.zeros(num_rows, dtype=bool)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...] | None:
-        network = self._network
-        return network.hidden_layers if network is not None and network.hidden_size else None
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         self._cache.clear(row)
@@ -235,13 +230,17 @@ class NetworkProposer(Proposer):
             self._hidden = self._hidden.new_zeros(self._hidden_shape)
 
     def attach(self, model: Model, checkpoint: Checkpoint) -> None:
-        self._network = self._make_network(model, checkpoint)
+        self._use(self._make_network(model, checkpoint))
         # What rows had is of the weights before.
         self._cache.num_kept[:] = 0
         self._cache.ends[:] = self._hidden_ends
 
     def detach(self) -> None:
-        self._network = None
+        self._use(None)
+
+    def _use(self, network: DraftNetwork | None) -> None:
+        self._network = network
+        self.hidden_layers = network.hidden_layers if network is not None and network.hidden_size else None
 
     def _counts_to_read(self, rows: Ints, ends: Ints) -> Ints:
         """How many tokens of each row to read now, [R], to have read all before `ends`.

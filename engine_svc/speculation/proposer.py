@@ -30,10 +30,7 @@ class Proposer:
 
     has_network: bool = False
     num_bytes: int = 0
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...] | None:
-        return None
+    hidden_layers: tuple[int, ...] | None = None
 
     def add_row(self, row: int, admitted: AdmittedRequest) -> None:
         """From now on `row` belongs to the request, whose known tokens are in it."""
