@@ -149,15 +149,20 @@ class ModelRunner:
         has_drafts = any(plan.draft_token_ids)
         self._profiler.begin_step()
         with self._profiler.range("apply"):
-            self._drafting.read(plan, has_drafts=has_drafts)
+            drafting = self._drafting
+            is_plain = drafting.is_idle and not has_drafts
+            if not is_plain or plan.released:
+                drafting.read(plan, has_drafts=has_drafts)
             self._apply(plan)
             if not plan.request_ids:
                 return self._take_part(plan, model)
-            plan = self._drafting.settle(plan, has_drafts=has_drafts)
+            if not is_plain:
+                plan = drafting.settle(plan, has_drafts=has_drafts)
             inputs = self._batch.gather(plan)
         features = self._features
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
-        context.hidden = self._drafting.wanted_hidden()
+        if not is_plain:
+            context.hidden = drafting.wanted_hidden()
         features.before_forward(inputs, context)
         num_sampling = len(inputs.sampling_rows)
         extra = features.extra_positions(inputs)
@@ -173,7 +178,7 @@ class ModelRunner:
             found = self._forward(model, inputs, context, needs_all=bool(extra))
         if context.hidden is not None:
             with self._profiler.range("observe"):
-                self._drafting.observe(inputs, context.hidden)
+                drafting.observe(inputs, context.hidden)
         parts: list[FeaturePart] = []
         # An earlier stage of a pipeline has no logits.
         if extra and isinstance(found, Tensor) and found.shape[0]:
@@ -198,7 +203,7 @@ class ModelRunner:
         if sampled is not None:
             if reads_tokens:
                 features.keep_sampled(inputs.sampling_rows, step.sampled_ids)
-            self._drafting.keep(inputs, step)
+            drafting.keep(inputs, step)
         return step
 
     def _take_part(self, plan: StepPlan, model: Model) -> RunningStep:

@@ -45,7 +45,7 @@ from engine_svc.speculation.accounting import (
     pad_with_drafts,
     roll_back_rejected,
 )
-from engine_svc.speculation.limit import DraftLimit, make_limit
+from engine_svc.speculation.limit import make_limit
 
 
 class Scheduler:
@@ -73,12 +73,11 @@ class Scheduler:
         )
         self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets), policy.prefill_budgets)
         self._drafts = DraftCounter()
-        self._draft_limit: DraftLimit | None = None
         self._draft_grants: DraftGrants | None = None
         if config.drafts_at_launch:
-            self._draft_limit = make_limit(config.step_costs, config.num_speculative_tokens)
-            self._draft_grants = DraftGrants(self._draft_limit)
-            features = (*features, _ForgetDrafts(self._draft_limit))
+            limit = make_limit(config.step_costs, config.num_speculative_tokens)
+            self._draft_grants = DraftGrants(limit)
+            features = (*features, _ForgetDrafts(self._draft_grants))
         self._features = tuple(features)
         self._on_plan, self._on_update = overriding(features, "on_plan"), overriding(features, "on_update")
         self._queues = RequestQueues(kv_cache, policy, self._features)
@@ -262,7 +261,7 @@ class Scheduler:
         # A request in the middle of its prompt makes rows of unequal length anyway.
         self._pads_newcomers = (
             self._config.num_speculative_tokens > 0
-            and self._draft_limit is None
+            and self._draft_grants is None
             and all(request.last_row_sampled for request in queues.running)
         )
         self._schedule_running(now)
@@ -308,8 +307,8 @@ class Scheduler:
                     self._drafts.add(num_drafts, len(tokens) - 1)
                     request.drafts = request.drafts or DraftUse()
                     request.drafts.add(num_drafts, len(tokens) - 1)
-                if self._draft_limit is not None:
-                    self._draft_limit.note(request, num_drafts, len(tokens) - 1)
+                if self._draft_grants is not None:
+                    self._draft_grants.note(request, num_drafts, len(tokens) - 1)
             output = RequestOutput(request.request_id, tokens)
             outputs.append(output)
             if request.timeline.first_token_at is None:
@@ -525,11 +524,11 @@ class Scheduler:
 class _ForgetDrafts(SchedulerFeature):
     """Releases what a draft limit keeps of a request once it ends."""
 
-    def __init__(self, limit: DraftLimit) -> None:
-        self._limit = limit
+    def __init__(self, grants: DraftGrants) -> None:
+        self._grants = grants
 
     def on_finish(self, request: Request) -> None:
-        self._limit.forget(request)
+        self._grants.forget(request)
 
 
 def _attach_extras(result: StepResult, rows: Sequence[Request], outputs: list[RequestOutput]) -> None:

@@ -55,19 +55,23 @@ class DraftGrants:
         # Of the last step, if all its requests were asked about and none has drafts.
         self._newest: Request | None = None
         self._num_rows = 0
+        self._num_quiet = 0  # steps with the same rows that have no drafts either
+        self._num_skipped = 0  # steps that the limit does not know of
 
     def grant(self, running: Sequence[Request]) -> None:
         """Give the drafts of the next step. running: in order of admission."""
-        is_same = len(running) == self._num_rows and self._num_rows and running[-1] is self._newest
-        if is_same and self._limit.passes():
+        if self._num_quiet and len(running) == self._num_rows and running[-1] is self._newest:
+            self._num_quiet -= 1
+            self._num_skipped += 1
             return
+        self._limit.skip(self._num_skipped)
+        self._num_quiet = self._num_skipped = 0
         rows = [
             request
             for request in running
             if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens == 1
         ]
         granted = self._limit.grant(rows)
-        self._num_rows = 0
         if granted:
             for request, num_drafts in zip(rows, granted, strict=True):
                 request.draft_token_ids = [UNKNOWN_DRAFT] * num_drafts
@@ -77,6 +81,16 @@ class DraftGrants:
                 request.draft_token_ids = []
         if rows and len(rows) == len(running):
             self._num_rows, self._newest = len(rows), rows[-1]
+            self._num_quiet = self._limit.num_quiet_steps()
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """See DraftLimit.note."""
+        self._num_quiet = 0
+        self._limit.note(request, num_drafts, num_accepted)
+
+    def forget(self, request: Request) -> None:
+        """See DraftLimit.forget."""
+        self._limit.forget(request)
 
 
 def note_drafts(plan: StepPlan, rows: Sequence[Request], drafts: Mapping[str, list[int]]) -> None:

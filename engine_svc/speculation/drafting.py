@@ -38,6 +38,8 @@ class Drafting(StepDrafts):
         )
         self._num_known: Ints = np.zeros(len(self._token_ids), dtype=np.int64)
         self._num_plain_steps = max_steps_in_flight  # without drafts, since the last with any
+        # On a GPU `read` waits for tokens between two launches, and a network observes every step.
+        self._may_idle = self.is_idle = self._is_on_host and not proposer.has_network
         # Of steps whose tokens were not noted: the rows and positions that sample, and the step where its
         # tokens have to be read. A plain step on a CPU is not held, as memory is faster when used again.
         self._unread: deque[tuple[Ints, Ints, RunningStep | None]] = deque()
@@ -68,6 +70,7 @@ class Drafting(StepDrafts):
 
     def settle(self, plan: StepPlan, *, has_drafts: bool) -> StepPlan:
         self._num_plain_steps = 0 if has_drafts else self._num_plain_steps + 1
+        self.is_idle = self._may_idle and self._num_plain_steps + 1 >= self._max_steps_in_flight
         if self._num_plain_steps >= self._max_steps_in_flight:
             return plan
         rows = [self._batch.row_of[request_id] for request_id in plan.request_ids]
@@ -97,8 +100,10 @@ class Drafting(StepDrafts):
         kept = (rows, inputs.sampling_positions, None if is_read else step)
         if self._is_on_host and unread and unread[-1][0] is rows:
             unread[-1] = kept
-        else:
-            unread.append(kept)
+            return
+        unread.append(kept)
+        while self.is_idle and len(unread) > 1:
+            self._note_sampled(*unread.popleft())
 
     def rehearse(self, num_rows: int) -> None:
         self._proposer.rehearse(num_rows)

@@ -37,11 +37,11 @@ _ROWS_PER_STEP = 8
 class DraftLimit(Protocol):
     """Decides how many drafts rows may have."""
 
-    def passes(self) -> bool:
-        """Count a step with the same rows as the last if that had no drafts and this one has none either.
+    def num_quiet_steps(self) -> int:
+        """How many steps with the same rows have no drafts either, unless any are noted before."""
 
-        False: `grant` has to be asked.
-        """
+    def skip(self, num_steps: int) -> None:
+        """Count quiet steps for which `grant` was not asked."""
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         """How many drafts each of a step's rows with one known token to compute may have; () if none may."""
@@ -59,8 +59,10 @@ class FixedLimit:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def passes(self) -> bool:
-        return False
+    def num_quiet_steps(self) -> int:
+        return 0
+
+    def skip(self, num_steps: int) -> None: ...
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         return [_capped(request, self._num_drafts) for request in rows]
@@ -126,11 +128,11 @@ class SurvivalLimit:
         self._decided_at = 0
         self._probing_seconds = 0.0  # that tries may cost now
 
-    def passes(self) -> bool:
-        if self._granted or self._step + 1 >= self._settled_until:
-            return False
-        self._step += 1
-        return True
+    def num_quiet_steps(self) -> int:
+        return 0 if self._granted else max(0, self._settled_until - 1 - self._step)
+
+    def skip(self, num_steps: int) -> None:
+        self._step += num_steps
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         self._step += 1
@@ -240,35 +242,39 @@ class SurvivalLimit:
 
         plain: seconds of a step without drafts.
         """
-        num_rows, costs = len(rows), self._costs
-        position = self._seconds_of(num_rows + 1) - self._seconds_of(num_rows) + self._proposal_seconds(0)
-        of_step, of_row = costs.seconds_per_drafted_step, costs.seconds_per_drafted_row + position
         per_step = _PROBING_SHARE * plain
-        saved = self._probing_seconds + per_step * (self._step - self._decided_at)
-        # A long time without tries must not be followed by several of all rows.
-        left = min(saved, of_step + num_rows * of_row + sum(extras))
+        self._probing_seconds += per_step * (self._step - self._decided_at)
         self._decided_at = self._step
         due: list[_DraftHistory] = []
-        seconds = of_step
+        extra_seconds = 0.0
         for request, history, extra in zip(rows, histories, extras, strict=True):
             if history.allowed:
                 history.probe_at = 0
             elif not history.probe_at:
                 history.probe_at = self._step + history.wait
             elif self._step >= history.probe_at:
-                if self._could_pay(request, extra, num_rows):
+                if self._could_pay(request, extra, len(rows)):
                     due.append(history)
-                    seconds += of_row + extra
+                    extra_seconds += extra
                     continue
                 self._wait_longer(history)
             if history.probe_at:
                 self._settled_until = min(self._settled_until, history.probe_at)
+        if not due:
+            return
+        num_rows, costs = len(rows), self._costs
+        of_row = self._seconds_of(num_rows + 1) - self._seconds_of(num_rows) + self._proposal_seconds(0)
+        of_row += costs.seconds_per_drafted_row
+        # A long time without tries must not be followed by several of all rows.
+        most = costs.seconds_per_drafted_step + num_rows * of_row + sum(extras)
+        left = min(self._probing_seconds, most)
         # In one step, as a step with drafts costs more than its parts: those around it wait for it.
-        if due and seconds > left:
+        seconds = costs.seconds_per_drafted_step + len(due) * of_row + extra_seconds
+        if seconds > left:
             # Contexts grow meanwhile, and so does what a try costs.
             num_steps = max(int((seconds - left) / per_step), _FIRST_WAIT)
             self._settled_until = min(self._settled_until, self._step + 1 + num_steps)
-        elif due:
+        else:
             left -= seconds
             for history in due:
                 history.allowed = 1

@@ -13,6 +13,7 @@ from engine_svc.core.step import AdmittedRequest, StepPlan, StepResult
 from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import PauseState
 from engine_svc.scheduler.turns import INPUT
+from engine_svc.speculation.accounting import DraftGrants
 from tests.engine_svc.core_state import num_unfinished
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
@@ -36,8 +37,10 @@ class RandomLimit:
     rng: random.Random
     max_drafts: int
 
-    def passes(self) -> bool:
-        return False
+    def num_quiet_steps(self) -> int:
+        return 0
+
+    def skip(self, num_steps: int) -> None: ...
 
     def grant(self, rows: Sequence[Request]) -> Sequence[int]:
         """In a third of the steps none."""
@@ -71,7 +74,8 @@ class World:
         self.scheduler, self.kv_cache = core.scheduler, core.kv_cache
         self.features.kv_cache = core.kv_cache
         if setup.limits_drafts:
-            self.scheduler._draft_limit = RandomLimit(rng, setup.scheduler.num_speculative_tokens)
+            limit = RandomLimit(rng, setup.scheduler.num_speculative_tokens)
+            self.scheduler._draft_grants = DraftGrants(limit)
         self.runner = PagedRunner(
             setup.cache.groups,
             rng,

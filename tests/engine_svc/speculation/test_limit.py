@@ -171,6 +171,6 @@ def test_a_step_without_a_change_passes_as_if_it_had_been_asked_about():
         for row, num_drafts in zip(running, wanted, strict=True):
             if num_drafts:
                 num_accepted = choose.choice((0, 0, 0, num_drafts))
-                for limit in (asked, grants_limit):
-                    limit.note(row, num_drafts, num_accepted)
+                asked.note(row, num_drafts, num_accepted)
+                grants.note(row, num_drafts, num_accepted)
     assert num_asked < 2500
