@@ -43,6 +43,7 @@ from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTraces
 from frontend_svc.metrics import register_frontend
 from frontend_svc.output.collector import ReaderLimit
+from frontend_svc.output.loss import Loss
 from frontend_svc.parsers.registry import ParserNames
 from frontend_svc.parts import Answers, EngineParts, PublicAPI, RequestParts, Servers
 from frontend_svc.process.frontend import Frontend
@@ -193,6 +194,9 @@ def _engines(
         if coordinator is not None:
             coordinator.note_request(engine_id)
 
+    def lose_engine(loss: Loss) -> None:
+        failover.lose_engine(loss)
+
     artifacts = ArtifactStore(
         text_workers,
         read_tokenizer_override(config.tokenizer),
@@ -207,6 +211,7 @@ def _engines(
         heartbeat_s=heartbeat_s,
         connect=connect,
         on_add=note_request,
+        on_loss=lose_engine,
     )
     directory = Directory(
         make_client,

@@ -149,7 +149,7 @@ class FrontendConfig(SecurityOptions):
         key = api_key_in_environment()
         if key is None:
             return ()
-        identity = Identity("TRIPTYCH_API_KEY", frozenset((Role.CLIENT,)))
+        identity = Identity("TRIPTYCH_API_KEY", frozenset((Role.CLIENT,)), is_shared=True)
         return (Entry(identity, digest=digest_of(key, "TRIPTYCH_API_KEY")),)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -55,6 +56,7 @@ class Directory:
         self.reconnect_window_s = reconnect_window_s
         self._ready_models: dict[str, ServedModel] = {}
         self._expected: dict[str, tuple[ServedModel, float]] = {}
+        self._recent: dict[str, tuple[ServedModel, float]] = {}  # by address: until when it counts as one
         self._addresses: dict[str, frozenset[str]] = {}
         self._clients: dict[str, EngineClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -88,10 +90,10 @@ class Directory:
     def clients(self) -> list[EngineClient]:
         return list(self._clients.values())
 
-    @property
-    def num_known(self) -> int:
-        """Engines in whatever state."""
-        return len(self._clients)
+    def num_recent(self, model: ServedModel) -> int:
+        """Engines of `model` that are ready, or were within the reconnect window."""
+        now = self._clock.now()
+        return sum(until > now and _serves(mine, model) for mine, until in self._recent.values())
 
     @property
     def is_ready(self) -> bool:
@@ -252,6 +254,12 @@ class Directory:
             if name not in ready and expected[1] > now
         }
         self._ready_models = ready
+        ready_now = {client.address: client.model for client in self._ready() if client.model is not None}
+        self._recent = {
+            address: (model, min(known_until, until))
+            for address, (model, known_until) in self._recent.items()
+            if known_until > now
+        } | {address: (model, math.inf) for address, model in ready_now.items()}
 
     def _drop_if_gone(self, client: EngineClient) -> None:
         is_listed = any(client.address in addresses for addresses in self._addresses.values())

@@ -6,10 +6,8 @@ Uses only callbacks and timers: no task runs for a waiting request, and ending i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +17,7 @@ from frontend_svc.engines.directory import Directory
 from frontend_svc.engines.routing.engine_info import RoutingRequest
 from frontend_svc.generation.poison import Content, PoisonRecord, ProbationLocks, quarantined
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, Turn, in_order
-from frontend_svc.output.loss import RETRY_AFTER_MS, LossKind, refusal_of_begun
+from frontend_svc.output.loss import RETRY_AFTER_MS, Loss, LossKind, refusal_of_begun
 from frontend_svc.text.model import ServedModel
 from triptych_kit.clock import Clock
 from triptych_kit.errors import ResourceExhausted, ServiceError, Unavailable
@@ -72,12 +70,14 @@ _MAX_JITTER_S = 0.1
 _PROBATION_S = 2.0
 # For how long a new request waits for a suspect that has the only engine for itself.
 _HOLD_S = 4.0
-# From so many deaths on, the last engine is kept from a suspect.
-_MAX_DEATHS = 2
-_MAX_UNCLEARED = 1024
-_UNCLEARED_S = 600.0
-# How soon a suspect tries an engine again on which another process of this host had suspects.
-_LOCKED_OUT_S = 0.02
+# How often a suspect waits for its turn for a reconnect window, while there are engines.
+_MAX_WAITS = 6
+# How soon waiting suspects try again without a change of an engine: time passes, and other processes finish.
+_RETRY_S = 0.05
+# When all processes of the host have noticed the death of an engine.
+_NOTICED_S = 3.0
+# Requests of ended clients that their engines may die of still.
+_MAX_LEFT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,11 @@ class EngineRequirements:
 class Failover:
     """Finds engines for requests without one, in an order that limits how many engines one request can crash.
 
-    Call `engines_changed` after each change of an engine's state. A request waits at most the directory's
-    reconnect window, counted from its loss or from the loss of the last engine that could take it. A suspect
-    without output for `probation_s` is assumed to be slow for another reason, and no longer blocks others.
-    A request that has crashed engines is refused from then on, by its prompt; see `poison.py`. One that its
-    client has ended while it was a likely cause stays one when it is sent again, and so are other prompts of
-    its account that are not known to be innocent.
+    Call `engines_changed` after each change of an engine's state, and `lose_engine` before its requests are
+    lost. A request waits at most the directory's reconnect window, counted from its loss or from the loss of
+    the last engine that could take it, and a suspect some windows for its turn. A suspect without output for
+    `probation_s` is assumed to be slow for another reason, and no longer blocks others. What is recorded of
+    requests that were at deaths of engines is asked whenever one is sent: see `poison.py`.
     """
 
     def __init__(
@@ -123,15 +122,15 @@ class Failover:
         self.clock = clock
         self.directory = directory
         self.budget = RetryBudget(clock)
-        self.suspects = PoisonQuarantine(locks)
         self.poison = poison or PoisonRecord()
+        self.suspects = PoisonQuarantine(clock, self.poison, locks)
         self.moves = Counts({(kind.value,): 0 for kind in LossKind})  # by what was lost
         self.num_quarantined = 0
         self.is_closed = False
         self._chance = chance
         self._waiting: dict[Suspect, Migration] = {}
         self._num_new = 0
-        self._uncleared: OrderedDict[Content, float] = OrderedDict()  # until when they are suspects
+        self._num_left = 0
         self._dispatching: asyncio.Handle | None = None
         self._retrying: asyncio.TimerHandle | None = None
 
@@ -170,36 +169,33 @@ class Failover:
             return (suspect.turn - 1 + self._chance.random()) * _MAX_JITTER_S / 2
         return self._chance.random() * _MAX_JITTER_S
 
-    def is_suspicious(self, content_of_request: Callable[[], Content]) -> bool:
-        """Whether a new request is to run alone. Its content is asked for only if any is to."""
-        while self._uncleared and next(iter(self._uncleared.values())) <= self.clock.now():
-            self._uncleared.popitem(last=False)
-        if not self._uncleared:
-            return False
-        content = content_of_request()
-        is_of_suspect = any(content.account == one.account for one in self._uncleared)
-        return content in self._uncleared or (
-            bool(content.account) and is_of_suspect and content not in self.poison.innocent
-        )
+    def lose_engine(self, loss: Loss) -> None:
+        """An engine has lost its requests; each is lost after this."""
+        self.suspects.lose_engine(loss.address, is_dead=loss.kind is LossKind.DEATH)
+        asyncio.get_running_loop().call_later(_NOTICED_S, self.suspects.release, loss.address)
 
-    def note_uncleared(self, content: Content) -> None:
-        """A likely cause of a death was ended by its client before it could be cleared."""
-        self._uncleared.pop(content, None)
-        self._uncleared[content] = self.clock.now() + _UNCLEARED_S
-        if len(self._uncleared) > _MAX_UNCLEARED:
-            self._uncleared.popitem(last=False)
+    def leave(self, suspect: Suspect, limit_s: float) -> None:
+        """A client has ended a request, of which its engine may die for `limit_s` still."""
+        if suspect.engine is None or self._num_left >= _MAX_LEFT:
+            self.suspects.remove(suspect)
+            return
+        self._num_left += 1
+        self.suspects.leave(suspect)
+        asyncio.get_running_loop().call_later(limit_s, self._forget_left, suspect)
 
-    def note_innocent(self, content: Content) -> None:
-        """A request was answered."""
-        self._uncleared.pop(content, None)
-        self.poison.innocent.add(content)
+    def _forget_left(self, suspect: Suspect) -> None:
+        self._num_left -= 1
+        self.suspects.remove(suspect)
+        self.engines_changed()
 
     def add(self, migration: Migration) -> None:
         """Hold a request until an engine can take it. Raises ResourceExhausted for too many new ones."""
         if migration.is_new:
-            if self._num_new >= MAX_HELD:
+            # Suspects, which wait for each other, leave room for the others.
+            limit = MAX_HELD // 2 if migration.suspect.turn else MAX_HELD
+            if self._num_new >= limit:
                 raise ResourceExhausted(
-                    f"{self._num_new} requests wait for an engine already, the limit is {MAX_HELD}",
+                    f"{self._num_new} requests wait for an engine already, the limit is {limit}",
                     reason="QUEUE_FULL",
                     retry_after_ms=RETRY_AFTER_MS,
                 )
@@ -211,27 +207,24 @@ class Failover:
         """Stop holding a request. Idempotent."""
         if self._waiting.pop(migration.suspect, None) is not None:
             self._num_new -= migration.is_new
-        if not self._waiting:
-            # Also for a new request that reserved an engine, and went to another at once.
-            self.suspects.release_reserved()
+            if not self._waiting:
+                self.suspects.settle()
 
     def _dispatch(self) -> None:
         self._dispatching, self.suspects.is_locked_out = None, False
-        self.suspects.release_reserved()
         # A search that failed is not repeated for equal requests: hundreds may wait for the same engine.
         in_vain: set[tuple[object, ...]] = set()
         for suspect in in_order(self._waiting):
             migration = self._waiting.get(suspect)
-            if migration is None or (suspect.turn, *migration.key) in in_vain:
+            if migration is None or (key := migration.key) in in_vain:
                 continue
             client = migration.find()
-            if client is None:
-                in_vain.add((suspect.turn, *migration.key))
-            else:
-                migration.go(client)
+            if client is None or not migration.go(client):
+                in_vain.add(key)
         self.suspects.settle()
-        if self.suspects.is_locked_out and self._retrying is None and not self.is_closed:
-            self._retrying = asyncio.get_running_loop().call_later(_LOCKED_OUT_S, self._retry)
+        is_in_turn = any(suspect.turn for suspect in self._waiting) or self.suspects.is_locked_out
+        if is_in_turn and self._retrying is None and not self.is_closed:
+            self._retrying = asyncio.get_running_loop().call_later(_RETRY_S, self._retry)
 
     def _retry(self) -> None:
         self._retrying = None
@@ -245,12 +238,8 @@ class MovableRequest(Protocol):
     def has_begun(self) -> bool:
         """Whether any engine has produced output for it."""
 
-    @property
-    def has_output_since_send(self) -> bool:
-        """Whether the engine that it was sent to last has."""
-
     def send(self, client: EngineClient, attempt: int, on_output: Callable[[], None] | None) -> None:
-        """Send it to `client`'s engine; `on_output` is called once, at the next output."""
+        """Send it to `client`'s engine; `on_output` is called once, at its next output."""
 
     def withdraw(self, client: EngineClient) -> None:
         """Abort what is left of it in an engine that has rejected it, so that it moves as a whole."""
@@ -271,13 +260,13 @@ class Migration:
     """Sends a request to an engine, and to another if that one is lost. Calls nothing of it after `end`."""
 
     def __init__(self, failover: Failover, requirements: EngineRequirements, request: MovableRequest) -> None:
-        self.suspect = Suspect()
+        self.suspect = Suspect(request.content())
         self.num_attempts = 0  # how often it was sent
         self.client: EngineClient | None = None  # of the engine that has it
         self._failover = failover
         self._requirements = requirements
         self._request = request
-        self._num_moves = self._num_planned_moves = 0
+        self._num_moves = self._num_planned_moves = self._num_waits = 0
         self._origin: EngineClient | None = None
         self._cause = LossKind.REFUSED
         self._error: ServiceError = Unavailable("not sent yet")
@@ -293,25 +282,23 @@ class Migration:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for requests that the same engines can take."""
-        requirements, origin = self._requirements, self._origin
+        """Equal for requests that the same engines can take now."""
+        requirements, origin, suspect = self._requirements, self._origin, self.suspect
         # The other routing fields only express a preference among the engines that can take it.
         routing = requirements.routing
         needs = routing.data_parallel_rank, routing.num_requests, routing.needs
         refused_by = frozenset(map(id, self._refused_by))
-        return id(requirements.model), *needs, requirements.is_exact, id(origin), refused_by
+        turn = suspect.turn, suspect.owner if suspect.turn is Turn.ALONE else ""
+        return id(requirements.model), *needs, requirements.is_exact, id(origin), refused_by, *turn
 
     def start(self) -> None:
-        """Send it for the first time, at once or when a recently lost engine is back.
+        """Send it for the first time, at once or when it is possible.
 
         Raises the errors of `Directory.pick`, Internal if it has crashed engines before or its account has,
         and ResourceExhausted if too many requests wait.
         """
-        failover, requirements, content = self._failover, self._requirements, self._request.content
-        failover.poison.check_prompt(content)
-        failover.poison.check_account(content)
-        if failover.is_suspicious(content):
-            self.suspect.turn = Turn.ALONE
+        failover, requirements = self._failover, self._requirements
+        self._check_record()
         try:
             client = failover.directory.pick(requirements.model, requirements.routing)
         except Unavailable as error:
@@ -320,19 +307,18 @@ class Migration:
                 raise
             self._hold(error, expected_until)
             return
-        if not self._may_go(client):
+        if self._is_kept_from_last() or not self._may_go(client):
             other = self.find()
-            if other is None and not failover.is_closed:
-                why = Unavailable("a request that may crash engines runs alone", reason="ENGINES_BUSY")
-                with contextlib.suppress(ResourceExhausted):
-                    self._hold(why, failover.clock.now() + _HOLD_S)
-                    return
-            client = other or client
-        self.go(client)
+            if other is None or not self._send(other):
+                self._hold_for_turn()
+        elif not self._send(client):
+            self._hold_for_turn()
 
     def take_over(self, client: EngineClient, num_attempts: int) -> None:
         """Start with a request that another frontend has sent to the engine of `client`."""
         self.client, self.num_attempts = client, num_attempts
+        suspects, yields_at = self._failover.suspects, self._failover.clock.now() + client.step_limit_s
+        suspects.take_over(self.suspect, client.address, yields_at=yields_at)
 
     def lose(self, cause: LossKind, error: ServiceError) -> None:
         """Move it to another engine: its engine is lost, or has rejected it.
@@ -354,11 +340,12 @@ class Migration:
             self._requirements.routing,
             is_exact=has_begun,
         )
-        failover = self._failover
-        had_output = self._request.has_output_since_send or (
-            self.suspect.turn is Turn.AT_ONCE and self._request.content() in failover.poison.innocent
-        )
-        if failover.suspects.lose(self.suspect, client.address, cause, had_output=had_output):
+        failover, suspect = self._failover, self.suspect
+        failover.suspects.remove(suspect)
+        if cause is LossKind.DEATH and suspect.turn is Turn.AT_ONCE:
+            # It had output there: it was not judged with the engine.
+            suspect.turn = Turn.IN_GROUP
+        if suspect.incident_id:
             self._quarantine()
         elif failover.is_closed or not self._may_move():
             self._end_with(error)
@@ -366,7 +353,7 @@ class Migration:
             self._refused_by.add(client)
             self._go_on()
         else:
-            self._go_on(failover.jitter_s(self.suspect))
+            self._go_on(failover.jitter_s(suspect))
 
     def end_probation(self) -> None:
         """Its engine has produced output for it, so it is no suspect any more."""
@@ -378,68 +365,59 @@ class Migration:
         """The request has ended; `is_well`: successfully. Returns the client of the engine that has it."""
         if self._is_over:
             return None
+        failover, client = self._failover, self.client
         if is_well:
-            self._failover.budget.give_back()
-            self._failover.note_innocent(self._request.content())
-        elif self.suspect.turn is Turn.ALONE and self.suspect.num_deaths:
-            self._failover.note_uncleared(self._request.content())
-        return self._end()
-
-    def _end(self) -> EngineClient | None:
-        self._is_over = True
-        client, self.client = self.client, None
-        self._stop_timer()
-        self._failover.remove(self)
-        self._failover.suspects.clear(self.suspect)
-        # Its engine may have room again, and the next suspect may go there.
-        self._failover.engines_changed()
+            failover.budget.give_back()
+            failover.poison.innocent.add(self.suspect.content)
+            failover.suspects.clear(self.suspect)
+        elif client is not None:
+            failover.leave(self.suspect, client.step_limit_s)
+        self._end()
         return client
 
-    def find(self, *, in_any_case: bool = False) -> EngineClient | None:
-        """An engine that it can be sent to now, preferably another than the one that lost it.
+    def _end(self) -> None:
+        self._is_over, self.client = True, None
+        self._stop_timer()
+        self._failover.remove(self)
+        # Its engine may have room again, and the next suspect may go there.
+        self._failover.engines_changed()
 
-        in_any_case: even one with other suspects.
-        """
+    def find(self) -> EngineClient | None:
+        """An engine that it can be sent to now, preferably another than the one that lost it."""
         if self._is_kept_from_last():
             return None
 
         def is_allowed(client: EngineClient) -> bool:
-            return client not in self._refused_by and (in_any_case or self._may_go(client))
+            return client not in self._refused_by and self._may_go(client)
 
         origin = self._origin
+        client = None
         if origin is not None:
-            other = self._pick(lambda client: client is not origin and is_allowed(client))
-            if other is not None:
-                return other
-        return self._pick(is_allowed)
+            client = self._pick(lambda client: client is not origin and is_allowed(client))
+        client = client or self._pick(is_allowed)
+        if client is None and self.suspect.turn is Turn.ALONE:
+            self._failover.suspects.reserve(self.suspect, self._ready())
+        return client
 
-    def go(self, client: EngineClient) -> None:
-        """Send it to `client`."""
-        failover = self._failover
-        self._stop_timer()
-        failover.remove(self)
-        self.client = client
-        self.num_attempts += 1
-        if failover.suspects.send(self.suspect, client.address):
-            self._timer = asyncio.get_running_loop().call_later(failover.probation_s, self._pass_over)
+    def go(self, client: EngineClient) -> bool:
+        """Send it to `client` after a wait; False if it may not be sent there after all."""
+        turn = self.suspect.turn
         try:
-            if self._origin is not None:
-                self._check_again()
-            self._request.send(client, self.num_attempts - 1, self.end_probation)
+            self._check_record()
         except ServiceError as error:
             self._end_with(error)
-            return
-        if self._origin is not None:
-            failover.moves.add(self._cause.value)
-            self._request.on_move(Move(self._cause, self._origin.engine_id, client.engine_id))
+            return True
+        return self.suspect.turn is turn and self._send(client)
 
     def give_up(self) -> None:
-        """End the wait: send it even to an engine with other suspects, or end it if there is none."""
-        client = None if self._failover.is_closed else self.find(in_any_case=True)
-        if client is not None:
-            self.go(client)
-        else:
+        """End the wait, and with it the request where waiting longer cannot help."""
+        until = self._longer_wait()
+        if until is None:
             self._end_with(self._error)
+            return
+        self._num_waits += 1
+        self._wait_until = until
+        self._wait()
 
     def forgive(self) -> None:
         """Forget rejections of engines that are not ready any more: they may come back in another state."""
@@ -447,27 +425,78 @@ class Migration:
             ready = self._failover.directory.ready_for(self._requirements.model)
             self._refused_by.intersection_update(ready)
 
-    def _may_go(self, client: EngineClient) -> bool:
-        return self._failover.suspects.may_go(self.suspect, client.address, self._num_ready)
+    def _longer_wait(self) -> float | None:
+        """Until when to wait once more: for an engine that is expected back, or for the turn of a suspect."""
+        failover, directory = self._failover, self._failover.directory
+        remaining_s = self._request.remaining_s()
+        is_late = remaining_s is not None and remaining_s <= 0
+        if failover.is_closed or is_late or self._num_waits >= _MAX_WAITS:
+            return None
+        if self.is_new:
+            return directory.expected_until(self._requirements.model)
+        if self.suspect.turn and self._ready():
+            return failover.clock.now() + directory.reconnect_window_s
+        return None
 
-    def _num_ready(self) -> int:
-        return len(self._failover.directory.ready_for(self._requirements.model))
+    def _send(self, client: EngineClient) -> bool:
+        failover = self._failover
+        yields_at = failover.clock.now() + client.step_limit_s
+        if not failover.suspects.send(self.suspect, client.address, yields_at=yields_at):
+            return False
+        self._stop_timer()
+        failover.remove(self)
+        self.client = client
+        self.num_attempts += 1
+        if self.suspect.turn:
+            self._timer = asyncio.get_running_loop().call_later(failover.probation_s, self._pass_over)
+        try:
+            self._request.send(client, self.num_attempts - 1, self.end_probation)
+        except ServiceError as error:
+            failover.suspects.remove(self.suspect)
+            self._end_with(error)
+            return True
+        if self._origin is not None:
+            failover.moves.add(self._cause.value)
+            self._request.on_move(Move(self._cause, self._origin.engine_id, client.engine_id))
+        return True
+
+    def _may_go(self, client: EngineClient) -> bool:
+        return self._failover.suspects.may_go(self.suspect, client.address, self._ready)
+
+    def _ready(self) -> list[str]:
+        """The addresses of the engines that can take it."""
+        requirements = self._requirements
+        ready = self._failover.directory.ready_for(
+            requirements.model, is_exact=requirements.is_exact, needs=requirements.routing.needs
+        )
+        return [client.address for client in ready]
 
     def _is_kept_from_last(self) -> bool:
-        """Whether only one of several engines is left, and it may have crashed the others."""
-        if self.suspect.turn is not Turn.ALONE or self.suspect.num_deaths < _MAX_DEATHS:
+        """Whether it is a suspect, and only one engine is left of several that were ready lately."""
+        if self.suspect.turn is not Turn.ALONE:
             return False
-        return self._num_ready() == 1 and self._failover.directory.num_known > 1
+        model, directory = self._requirements.model, self._failover.directory
+        return len(directory.ready_for(model)) == 1 and directory.num_recent(model) > 1
 
-    def _check_again(self) -> None:
-        """Raise the error of a moved request that must not be sent: others were found meanwhile."""
-        failover, content = self._failover, self._request.content
-        failover.poison.check_prompt(content)
-        if self.suspect.turn is Turn.ALONE:
-            try:
-                failover.poison.check_account(content)
-            except ServiceError:
-                raise self._error from None
+    def _check_record(self) -> None:
+        """Have it run alone if it may crash engines. Raises Internal if it is known to."""
+        suspect, is_proven = self.suspect, self.suspect.turn is not Turn.ALONE and not self.is_new
+        if self._failover.poison.check(suspect.content, is_unknown=not is_proven):
+            suspect.turn = Turn.ALONE
+
+    def _hold_for_turn(self) -> None:
+        """Hold a new request that the ready engines must not get now."""
+        failover = self._failover
+        error = Unavailable(
+            "a request that may crash engines runs alone",
+            reason="ENGINES_BUSY",
+            retry_after_ms=RETRY_AFTER_MS,
+        )
+        if failover.is_closed:
+            raise error
+        is_suspect = self.suspect.turn is Turn.ALONE
+        wait_s = failover.directory.reconnect_window_s if is_suspect else _HOLD_S
+        self._hold(error, failover.clock.now() + wait_s)
 
     def _hold(self, error: ServiceError, until: float) -> None:
         """Wait for an engine; `error` ends it where there is none then."""
@@ -550,12 +579,10 @@ class Migration:
         self._failover.engines_changed()
 
     def _quarantine(self) -> None:
+        incident_id = self.suspect.incident_id
         self._failover.num_quarantined += 1
-        incident_id = self._failover.poison.add(self._request.content())
         logger.error("request quarantined", extra={"incident_id": incident_id})
-        message = (
-            f"{self.suspect.num_deaths} engines failed while they ran this request: it is not sent again"
-        )
+        message = "engines failed while they ran it: this request is not sent again"
         self._end_with(quarantined(message, incident_id))
 
     def _end_with(self, error: ServiceError) -> None:

@@ -74,7 +74,7 @@ class OpenRequest:
     def take_over(self, adopted: AdoptedRequest) -> None:
         """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
         self._migration.take_over(adopted.client, adopted.num_attempts)
-        self._group.take_over(adopted)
+        self._group.take_over(adopted, self._migration.end_probation)
 
     async def next(self) -> Output:
         """Wait for output and return all since the last call. Must not be called after the last output."""

@@ -8,7 +8,7 @@ from frontend_svc.engines.adoption.takeover import AdoptedRequest
 from frontend_svc.engines.connection.client import EngineClient
 from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.failover import Move
-from frontend_svc.generation.poison import Content
+from frontend_svc.generation.poison import Content, content_of
 from frontend_svc.generation.preprocess import Prepared, has_text
 from frontend_svc.generation.tracing import RequestTrace
 from frontend_svc.options import OPTIONS
@@ -44,7 +44,6 @@ class SamplingGroup:
         self._trace = trace
         self._clock = clock
         self._arrived_at = arrived_at
-        self._num_sent_tokens = 0
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -55,15 +54,12 @@ class SamplingGroup:
     def has_begun(self) -> bool:
         return any(state.has_begun for state in self.states)
 
-    @property
-    def has_output_since_send(self) -> bool:
-        return self.num_sampled_tokens > self._num_sent_tokens
-
-    def take_over(self, adopted: AdoptedRequest) -> None:
+    def take_over(self, adopted: AdoptedRequest, on_output: Callable[[], None]) -> None:
         """Continue a request that runs in an engine already. An output missing in `adopted` has ended."""
         client, outputs = adopted.client, adopted.outputs
         self.handles[:] = [adoptee.handle for adoptee in outputs.values()]
         for index, state in enumerate(self.states):
+            state.on_output = on_output
             state.times.begin(adopted.num_attempts - 1, client.engine_id)
             if index not in outputs:
                 state.advance([], Ending(EndReason.STOP))
@@ -93,7 +89,6 @@ class SamplingGroup:
             state.times.begin(attempt, client.engine_id)
             entries.append(sent)
             states.append(state)
-        self._num_sent_tokens = self.num_sampled_tokens
         self.handles[:] = client.requests.add(entries, states, self._prepared.prompt.tensors)
 
     def withdraw(self, client: EngineClient) -> None:
@@ -108,8 +103,7 @@ class SamplingGroup:
 
     def content(self) -> Content:
         prepared = self._prepared
-        token_ids = prepared.entries[0].prompt_token_ids
-        return Content(self._caller.identity.account, prepared.prompt.model.name, token_ids)
+        return content_of(self._caller.identity.account, prepared.prompt.model.name, prepared.entries)
 
     def remaining_s(self) -> float | None:
         return self._caller.remaining_s()

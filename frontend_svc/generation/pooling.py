@@ -17,7 +17,7 @@ from frontend_svc.generation.caller import Caller, too_late
 from frontend_svc.generation.drain import Drain
 from frontend_svc.generation.failover import EngineRequirements, Failover, Migration, Move
 from frontend_svc.generation.open_requests import OpenRequests, RequestPhase
-from frontend_svc.generation.poison import Content
+from frontend_svc.generation.poison import Content, content_of
 from frontend_svc.generation.tenants import Tenants
 from frontend_svc.generation.tracing import RequestTrace, RequestTraces
 from frontend_svc.output.collector import Ending, EndReason
@@ -66,7 +66,6 @@ class SentPrompt:
     """One prompt as it is sent to engines, and the state that gets its result. A `MovableRequest`."""
 
     has_begun = False
-    has_output_since_send = False
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class SentPrompt:
         self.state.end_with(too_late() if self._caller.is_late() else error)
 
     def content(self) -> Content:
-        return Content(self._caller.identity.account, self._model.name, self._entry.prompt_token_ids)
+        return content_of(self._caller.identity.account, self._model.name, [self._entry])
 
     def remaining_s(self) -> float | None:
         return self._caller.remaining_s()

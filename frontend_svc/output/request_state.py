@@ -51,7 +51,7 @@ class RequestState:
     Owned by the `OutputProcessor` it is registered with, until it ends or its engine is lost.
 
     on_lost: called if its engine is lost, or refuses it and another may not; the state can then continue.
-    on_output: called once, at the next output.
+    on_output: called once, at the next tokens, or at an end that no client has caused.
     """
 
     __slots__ = (
@@ -154,7 +154,9 @@ class RequestState:
         if not self.first_output_at_ns:
             self.first_output_at_ns = now_ns
         self.detokenize_ns += perf_counter_ns() - started_at_ns
-        if self.on_output is not None:
+        if self.on_output is not None and (
+            token_ids if ending is None else ending.reason is not EndReason.ABORT
+        ):
             on_output, self.on_output = self.on_output, None
             on_output()
         return ending

@@ -35,17 +35,26 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller. `name` is stable when its key or certificate is renewed, and empty without credentials."""
+    """A caller. `name` is stable when its key or certificate is renewed, and empty without credentials.
+
+    is_shared: its key is that of all clients, which it does not distinguish.
+    """
 
     name: str
     roles: frozenset[Role]
     tenant: str = ""
     limits: TenantLimits = TenantLimits()
+    is_shared: bool = False
 
     @property
     def account(self) -> str:
-        """Whose share a call uses, and whose faults it adds to: the tenant, without one the caller's name."""
-        return self.tenant or self.name
+        """Whose share a call uses, and whose faults it adds to: the tenant, without one the caller's key.
+
+        No tenant is named like a key. Empty for callers that are not distinguished.
+        """
+        if self.tenant or not self.name or self.is_shared:
+            return self.tenant
+        return f"key {self.name}"
 
     @property
     def weight(self) -> int:

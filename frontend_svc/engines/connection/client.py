@@ -23,6 +23,7 @@ from frontend_svc.engines.connection.requests import EngineRequests
 from frontend_svc.engines.connection.stream import HEARTBEAT_S, StreamEnd, StreamLost
 from frontend_svc.engines.connection.transport import EngineTransport, open_transport
 from frontend_svc.engines.load_messages import load_report
+from frontend_svc.output.loss import Loss
 from frontend_svc.text.model import ServedModel
 from triptych.engine.v1 import engine_pb2, engine_pb2_grpc, session_pb2
 from triptych_kit.backoff import Backoff
@@ -67,7 +68,8 @@ class EngineClient:
 
     `start`, then add `requests` while `state` is READY, then `close`.
     A stream that breaks is reopened, and its requests continue; if that fails, they are lost. `on_change` is
-    called after each change of state, `on_add` with the engine's id after each `add`.
+    called after each change of state, `on_add` with the engine's id after each `add`, `on_loss` before its
+    requests are lost.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class EngineClient:
         *,
         on_change: Callable[[EngineClient], None],
         on_add: Callable[[str], None] = lambda engine_id: None,
+        on_loss: Callable[[Loss], None] = lambda loss: None,
         heartbeat_s: float = HEARTBEAT_S,
         connect: Callable[[str], EngineTransport] = open_transport,
     ) -> None:
@@ -89,6 +92,7 @@ class EngineClient:
         self._artifacts = artifacts
         self._clock = clock
         self._on_change = on_change
+        self._on_loss = on_loss
         self._connection = EngineConnection(
             address, identity, clock, heartbeat_s=heartbeat_s, connect=connect
         )
@@ -114,6 +118,11 @@ class EngineClient:
     def step_age_s(self) -> float:
         """Age of the engine's running step at its last heartbeat; 0 without one."""
         return self._steps.age_s
+
+    @property
+    def step_limit_s(self) -> float:
+        """How soon this frontend knows that the engine hangs in a step that begins now."""
+        return self._steps.budget_s + 2 * HEARTBEAT_S
 
     @property
     def num_heartbeats(self) -> int:
@@ -297,6 +306,7 @@ class EngineClient:
             self._lost_at = self._clock.now()
         if self.state is not EngineState.DOWN:
             self._move_to(EngineState.DOWN)
+        self._on_loss(loss)
         # Their receivers look for another engine.
         self.requests.lose(loss)
 

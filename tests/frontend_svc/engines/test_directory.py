@@ -43,6 +43,22 @@ async def test_a_paused_engine_is_used_only_where_no_other_is_ready():
     assert texts == ["running"] * 4 + ["paused"]
 
 
+async def test_an_engine_counts_as_recent_for_the_reconnect_window():
+    first, second = FakeEngine(), FakeEngine(dp_rank=1)
+    async with serving(first, second, reconnect_window_s=0.2) as (client, frontend):
+        await client.until_engines_are_ready(2)
+        directory = frontend.engines.directory
+        model = directory.model("")
+        await first.kill()
+        async with asyncio.timeout(WAIT_S):
+            while len(directory.ready_for(model)) > 1:
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+            assert directory.num_recent(model) == 2
+            while directory.num_recent(model) > 1:
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        assert directory.num_recent(model) == 1
+
+
 async def test_the_outputs_of_one_request_go_to_one_engine_and_count_as_many():
     engines = [FakeEngine(), FakeEngine(dp_rank=1)]
     async with serving(*engines) as (client, _):

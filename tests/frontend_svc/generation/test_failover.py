@@ -23,7 +23,7 @@ from frontend_svc.generation.failover import (
 )
 from frontend_svc.generation.poison import Content
 from frontend_svc.generation.suspects import PoisonQuarantine, Suspect, Turn, in_order
-from frontend_svc.output.loss import LossKind
+from frontend_svc.output.loss import Loss, LossKind
 from frontend_svc.text.tokenize.id_column import id_column
 from tests.frontend_svc.fakes import (
     AT_LENGTH,
@@ -368,6 +368,46 @@ async def test_poison_that_is_cancelled_and_sent_again_kills_two_engines():
     assert num_deaths == 2
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_poison_whose_client_leaves_before_its_engine_dies_kills_two_engines(is_aborted):
+    poison, num_deaths = TOKENIZER.encode("dog").ids, 0
+    source = TokenSource()
+
+    def die_of_poison(engine: FakeEngine, request: FakeRequest) -> None:
+        nonlocal num_deaths
+        if request.prompt != poison:
+            source(engine, request)
+        elif num_deaths:
+            num_deaths += 1
+            engine.is_ready = False
+            engine.die()
+
+    engines = [FakeEngine(die_of_poison, dp_rank=rank) for rank in range(4)]
+    async with serving(*engines, reconnect_window_s=WAIT_S) as (client, frontend):
+        await client.until_engines_are_ready(4)
+        call = client.generate("dog", request_id="mine")
+        async with asyncio.timeout(WAIT_S):
+            while not any(engine.requests for engine in engines):
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+            if is_aborted:
+                await client.request.Abort(request_pb2.AbortRequest(request_id="mine"))
+                await read_all(call)
+            call.cancel()
+            while frontend.status()["num_open_requests"]:
+                await client.model.ListModels(model_pb2.ListModelsRequest())
+        num_deaths = 1
+        [dead] = [engine for engine in engines if engine.requests]
+        dead.is_ready = False
+        dead.die()
+        await client.until_engines_are_ready(3)
+        for temperature in (0.0, 0.3):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_all(client.generate("dog", temperature=temperature))
+            assert "QUARANTINED" in details_of(caught.value)
+        await read_all(client.generate("the cat"))
+    assert num_deaths == 2
+
+
 async def test_a_poison_request_kills_two_engines_and_affects_no_other_request():
     poison = TOKENIZER.encode("dog").ids
     # Before an engine dies half of the innocent have begun and the others have not.
@@ -414,19 +454,20 @@ async def test_a_poison_request_kills_two_engines_and_affects_no_other_request()
 async def test_what_has_begun_goes_on_where_the_model_is_the_very_same_alone():
     source = TokenSource(lambda request: None if request.entry.attempt else request.entry.request_seed)
     first = FakeEngine(source, fingerprint="f")
-    other = FakeEngine(source, fingerprint="other", dp_rank=1, is_ready=False)
-    same = FakeEngine(source, fingerprint="f", dp_rank=2, is_ready=False)
-    async with serving(first, other, same, reconnect_window_s=WAIT_S) as (client, frontend):
+    others = [FakeEngine(source, fingerprint="other", dp_rank=rank, is_ready=False) for rank in (1, 2)]
+    same = FakeEngine(source, fingerprint="f", dp_rank=3, is_ready=False)
+    async with serving(first, *others, same, reconnect_window_s=WAIT_S) as (client, frontend):
         begun, fresh = client.generate(seed=2), client.generate(seed=0)
         await first.wait_for_requests(2)
-        other.become_ready()
-        await client.until_engines_are_ready(2)
+        for other in others:
+            other.become_ready()
+        await client.until_engines_are_ready(3)
         await first.kill()
         await read_all(fresh)
         assert frontend.engines.failover.num_held == 1
         same.become_ready()
         await read_all(begun)
-    assert [request.entry.request_seed for request in other.requests] == [0]
+    assert [request.entry.request_seed for other in others for request in other.requests] == [0]
     assert [request.entry.request_seed for request in same.requests] == [2]
     assert source.faults == []
 
@@ -452,20 +493,23 @@ async def test_pooling_goes_on_elsewhere_too():
     tensor = tensor_pb2.Tensor(dtype=tensor_pb2.D_TYPE_FP32, shape=[1], inline=b"\0\0\x80?")
     tasks = ("embed",)
     first = FakeEngine(supported_tasks=tasks)
-    second = FakeEngine(
-        lambda engine, request: engine.pool(request, tensor), supported_tasks=tasks, dp_rank=1, is_ready=False
-    )
-    async with serving(first, second, reconnect_window_s=WAIT_S) as (client, _):
+
+    def pool(engine: FakeEngine, request: FakeRequest) -> None:
+        engine.pool(request, tensor)
+
+    others = [FakeEngine(pool, supported_tasks=tasks, dp_rank=rank, is_ready=False) for rank in (1, 2)]
+    async with serving(first, *others, reconnect_window_s=WAIT_S) as (client, _):
         inputs = [embedding_pb2.PoolingInput(prompt="the cat") for _ in range(5)]
         call = client.embedding.Embed(embedding_pb2.EmbedRequest(inputs=inputs), timeout=WAIT_S)
         answered = asyncio.ensure_future(call)
         await first.wait_for_requests(5)
-        second.become_ready()
-        await client.until_engines_are_ready(2)
+        for other in others:
+            other.become_ready()
+        await client.until_engines_are_ready(3)
         await first.kill()
         response = await answered
     assert [one.inline for one in response.embeddings] == [tensor.inline] * 5
-    assert [request.entry.attempt for request in second.requests] == [1] * 5
+    assert [request.entry.attempt for other in others for request in other.requests] == [1] * 5
 
 
 async def test_a_move_is_an_event_of_the_requests_span():
@@ -513,9 +557,10 @@ class Engine:
     """What `Migration` looks at of a client."""
 
     model = None
+    step_limit_s = 5.0
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        self.address = self.engine_id = address
         self.received: list[str] = []
         self.is_long_at_a_step = False
         self.looks = 0
@@ -535,7 +580,8 @@ class Engines:
 
     def __init__(self, num_engines: int) -> None:
         self.left = [Engine(f"engine:{index}") for index in range(num_engines)]
-        self.num_gone = 0  # and may come back
+        self.num_gone = 0  # lately
+        self.is_expected = False  # whether one is to come back
 
     def pick(
         self, *args: object, is_allowed: Callable[[Engine], bool] = lambda engine: True, **options: object
@@ -548,11 +594,10 @@ class Engines:
         return self.left[:1]
 
     def expected_until(self, model: object) -> float | None:
-        return None
+        return self.reconnect_window_s if self.is_expected else None
 
-    @property
-    def num_known(self) -> int:
-        return len(self.left) + self.num_gone
+    def num_recent(self, model: object) -> int:
+        return len(self.ready_for()) + self.num_gone
 
 
 class NoChance(random.Random):
@@ -563,14 +608,17 @@ class NoChance(random.Random):
 
 
 class NamedRequest:
-    """A request that is its name."""
+    """A request of which its name is received."""
 
-    def __init__(self, name: str, errors: dict[str, ServiceError], changed: asyncio.Event) -> None:
-        self.has_begun = self.has_output_since_send = False
-        self._name, self._errors, self._changed = name, errors, changed
+    def __init__(
+        self, name: str, prompt: str, errors: dict[str, ServiceError], changed: asyncio.Event
+    ) -> None:
+        self.has_begun = False
+        self._name, self._prompt, self._errors, self._changed = name, prompt, errors, changed
 
     def send(self, engine: Engine, attempt: int, on_output: Callable[[], None] | None) -> None:
         engine.received.append(self._name)
+        self.on_output = on_output
         self._changed.set()
 
     def fail(self, error: ServiceError) -> None:
@@ -578,7 +626,7 @@ class NamedRequest:
         self._changed.set()
 
     def content(self) -> Content:
-        return Content("", "m", self._name.encode("utf-32-le"))
+        return Content("", "m", self._prompt.encode("utf-32-le"))
 
     def remaining_s(self) -> None:
         return None
@@ -601,20 +649,30 @@ class MovesWorld:
         self.errors: dict[str, ServiceError] = {}
         self.changed = asyncio.Event()
 
-    def start(self, name: str) -> None:
-        self.requests[name] = NamedRequest(name, self.errors, self.changed)
+    def add(self, name: str, prompt: str = "") -> Migration:
+        self.requests[name] = NamedRequest(name, prompt or name, self.errors, self.changed)
         requirements = EngineRequirements(None, RoutingRequest())
         self.migrations[name] = Migration(self.failover, requirements, self.requests[name])
-        self.migrations[name].start()
+        return self.migrations[name]
+
+    def start(self, name: str, prompt: str = "") -> None:
+        self.add(name, prompt).start()
 
     def lose_first(self, cause: LossKind = LossKind.DEATH, *, had_output: bool = False) -> None:
         """The engine that is used is lost, where not said otherwise before any output of it."""
         lost = self.engines.left.pop(0)
-        for name, migration in list(self.migrations.items()):
-            if migration.client is not None and migration.client.address == lost.address:
-                request = self.requests[name]
-                request.has_begun = request.has_output_since_send = had_output
-                migration.lose(cause, LOST)
+        had = [
+            (name, migration)
+            for name, migration in self.migrations.items()
+            if migration.client is not None and migration.client.address == lost.address
+        ]
+        for name, migration in had:
+            self.requests[name].has_begun = had_output
+            if had_output:
+                migration.end_probation()
+        self.failover.lose_engine(Loss(lost.address, cause, "lost"))
+        for _, migration in had:
+            migration.lose(cause, LOST)
         self.failover.engines_changed()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -701,6 +759,111 @@ async def test_an_engine_that_lives_and_gives_up_a_session_may_do_so_for_a_fault
     assert world.failover.budget.left == 1021
     world.lose_first(LossKind.DISMISSAL)
     assert world.errors == {"a": LOST}
+
+
+async def test_a_request_that_was_held_is_checked_again_before_it_is_sent():
+    world = MovesWorld(num_engines=1)
+    world.engines.is_expected = True
+    [engine], world.engines.left = world.engines.left, []
+    for name in ("poison", "suspect", "other"):
+        world.start(name)
+    world.failover.poison.note_poison([world.requests["poison"].content()])
+    world.failover.poison.note_suspect(world.requests["suspect"].content())
+    world.engines.left = [engine]
+    world.failover.engines_changed()
+    await world.until(lambda: "poison" in world.errors and len(engine.received) == 1)
+    assert world.errors["poison"].reason == "QUARANTINED"
+    assert engine.received == ["other"]
+    world.requests["other"].on_output()
+    await world.until(lambda: engine.received == ["other", "suspect"])
+    assert world.migrations["suspect"].suspect.turn is Turn.ALONE
+    world.failover.close()
+
+
+async def test_a_suspect_that_is_moved_no_more_is_one_when_it_is_sent_again():
+    world = MovesWorld(num_engines=2)
+    while world.failover.budget.take():
+        pass
+    world.start("a")
+    world.lose_first()
+    assert world.errors["a"].reason == "RETRY_BUDGET_EMPTY"
+    world.start("a")
+    assert world.migrations["a"].suspect.turn is Turn.ALONE
+    world.start("b")
+    assert world.migrations["b"].suspect.turn is Turn.AT_ONCE
+    world.failover.close()
+
+
+async def test_a_request_of_another_frontend_may_have_killed_its_engine_too():
+    world = MovesWorld(num_engines=2)
+    world.add("a").take_over(world.engines.left[0], 1)
+    world.lose_first()
+    assert world.migrations["a"].suspect.turn is Turn.ALONE
+    world.failover.close()
+
+
+async def test_the_last_of_several_engines_is_kept_from_suspects_while_another_may_come_back():
+    world = MovesWorld(num_engines=2, chance=NoChance())
+    world.start("a")
+    world.start("b")
+    world.engines.num_gone = 1
+    world.lose_first()
+    last = world.engines.left[0]
+    world.start("c")
+    world.start("a again", "a")
+    world.requests["c"].on_output()
+    for _ in range(5):
+        world.failover.engines_changed()
+        await asyncio.sleep(0)
+    assert last.received == ["c"]
+    world.engines.num_gone = 0
+    await world.until(lambda: len(last.received) > 1)
+    assert set(last.received[1:]) in ({"a", "a again"}, {"a again"}, {"b"})
+    world.failover.close()
+
+
+async def test_suspects_go_one_by_one_however_long_they_wait():
+    world = MovesWorld(num_engines=2, probation_s=60, chance=NoChance())
+    world.engines.reconnect_window_s = 0.02
+    for name in ("a", "b"):
+        world.start(name)
+    world.lose_first()
+    second = world.engines.left[0]
+    await world.until(lambda: len(second.received) == 1)
+    await asyncio.sleep(0.05)
+    assert len(second.received) == 1
+    world.requests[second.received[0]].on_output()
+    await world.until(lambda: len(second.received) == 2)
+    assert sorted(second.received) == ["a", "b"]
+    assert world.errors == {}
+    world.failover.close()
+
+
+async def test_a_suspect_waits_for_its_turn_a_limited_number_of_times():
+    world = MovesWorld(num_engines=2, probation_s=60, chance=NoChance())
+    world.engines.reconnect_window_s = 0.005
+    for name in ("a", "b"):
+        world.start(name)
+    world.lose_first()
+    await world.until(lambda: bool(world.errors))
+    assert list(world.errors.values()) == [LOST]
+    world.failover.close()
+
+
+async def test_a_new_request_waits_for_an_engine_that_is_expected_back_and_its_error_says_when_to_retry():
+    world = MovesWorld(num_engines=1)
+    world.failover.poison.note_suspect(world.add("a").suspect.content)
+    world.start("a")
+    world.start("b")
+    assert world.engines.left[0].received == ["a"]
+    world.engines.is_expected = True
+    world.migrations["b"].give_up()
+    assert world.errors == {}
+    world.engines.is_expected = False
+    world.migrations["b"].give_up()
+    error = world.errors["b"]
+    assert (error.reason, error.retry_after_ms) == ("ENGINES_BUSY", 1000)
+    world.failover.close()
 
 
 # Requests that have begun, and that the engine they are sent on to does not take.
@@ -808,216 +971,260 @@ async def test_a_begun_request_that_no_engine_takes_is_not_blamed_on_its_client(
 
 # Which requests may go where after an engine died, and which may go nowhere any more.
 
-DEATH = LossKind.DEATH
+ENGINES = ("b", "c", "d")
 
 
-def after_death(
-    suspects: PoisonQuarantine, *, num_fresh: int = 0, num_begun: int = 0, address: str = "a"
-) -> list[Suspect]:
-    """The requests of an engine that died with them, those that had begun first."""
-    lost = [Suspect() for _ in range(num_begun + num_fresh)]
-    for index, suspect in enumerate(lost):
-        assert not suspects.lose(suspect, address, DEATH, had_output=index < num_begun)
-    return lost
+class QuarantineWorld:
+    """Requests on engines a to d; b to d are left."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.quarantine = PoisonQuarantine(self.clock)
+        self.num_requests = 0
+
+    def request(self, account: str = "", turn: Turn = Turn.AT_ONCE) -> Suspect:
+        self.num_requests += 1
+        made = Suspect(Content(account, "m", self.num_requests.to_bytes(4, "little")))
+        made.turn = turn
+        return made
+
+    def send(self, request: Suspect, address: str, ready: Sequence[str] = ENGINES) -> bool:
+        """Send it if it may go there."""
+        if not self.quarantine.may_go(request, address, lambda: ready):
+            return False
+        return self.quarantine.send(request, address, yields_at=self.clock.now() + 5)
+
+    def send_all(self, waiting: list[Suspect], address: str) -> list[Suspect]:
+        """Send as many as may go now, in order; returns them."""
+        sent = [request for request in in_order(waiting) if self.send(request, address)]
+        for request in sent:
+            waiting.remove(request)
+        self.quarantine.settle()
+        return sent
+
+    def after_death(self, *accounts: str) -> list[Suspect]:
+        """The requests of an engine that died before any output for them."""
+        lost = [self.request(account) for account in accounts]
+        assert all(self.send(request, "a") for request in lost)
+        self.quarantine.lose_engine("a", is_dead=True)
+        assert not any(request.incident_id for request in lost)
+        return lost
 
 
-def send_all(suspects: PoisonQuarantine, waiting: list[Suspect], address: str) -> list[Suspect]:
-    """Send as many as may go now, in order; returns them."""
-    sent = []
-    for suspect in in_order(waiting):
-        if suspects.may_go(suspect, address, lambda: 3):
-            suspects.send(suspect, address)
-            sent.append(suspect)
-    for suspect in sent:
-        waiting.remove(suspect)
-    suspects.settle()
-    return sent
+@pytest.fixture
+def scene() -> QuarantineWorld:
+    return QuarantineWorld()
 
 
-def test_requests_without_output_go_one_at_a_time_for_each_engine():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_fresh=3)
-    (first,) = send_all(suspects, waiting, "b")
-    assert len(send_all(suspects, waiting, "c")) == 1
-    assert send_all(suspects, waiting, "b") == []
-    suspects.clear(first)
-    assert len(send_all(suspects, waiting, "b")) == 1
+def test_requests_without_output_go_one_at_a_time_for_each_engine(scene: QuarantineWorld):
+    waiting = scene.after_death("", "", "")
+    (first,) = scene.send_all(waiting, "b")
+    assert len(scene.send_all(waiting, "c")) == 1
+    assert scene.send_all(waiting, "b") == []
+    scene.quarantine.clear(first)
+    assert len(scene.send_all(waiting, "b")) == 1
 
 
-def test_those_that_had_begun_go_before_them_in_groups_that_double():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_begun=9, num_fresh=2)
+def test_those_that_had_begun_go_before_them_in_groups_that_double(scene: QuarantineWorld):
+    waiting = scene.after_death("", "") + [scene.request(turn=Turn.IN_GROUP) for _ in range(9)]
     sizes, turns = [], []
     while waiting:
-        sent = send_all(suspects, waiting, "b")
-        assert send_all(suspects, waiting, "b") == []
-        for suspect in sent[1:]:
-            suspects.clear(suspect)
-            assert send_all(suspects, waiting, "b") == []
-        turns += [suspect.turn for suspect in sent[:1]]
-        suspects.clear(sent[0])
+        sent = scene.send_all(waiting, "b")
+        assert scene.send_all(waiting, "b") == []
         sizes.append(len(sent))
+        turns.append(sent[0].turn)
+        for request in sent:
+            scene.quarantine.clear(request)
     assert sizes == [1, 2, 4, 2, 1, 1]
     assert turns == [Turn.IN_GROUP] * 4 + [Turn.ALONE] * 2
 
 
-def test_the_one_suspect_of_two_dead_engines_is_quarantined_and_no_other():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_fresh=2)
-    (first,) = send_all(suspects, waiting, "b")
-    others = [Suspect(), Suspect()]
-    assert suspects.lose(first, "b", DEATH, had_output=False)
-    assert not any(suspects.lose(other, "b", DEATH, had_output=True) for other in others)
-    assert (first.num_deaths, others[0].num_deaths) == (2, 1)
+def test_the_one_suspect_of_two_dead_engines_is_quarantined_and_no_other(scene: QuarantineWorld):
+    first, second = scene.after_death("", "")
+    assert scene.send(first, "b")
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert (bool(first.incident_id), first.num_deaths) == (True, 2)
+    assert (second.incident_id, second.num_deaths, second.turn) == ("", 1, Turn.ALONE)
+    assert [entry.incident_id for entry in scene.quarantine.record.entries()] == [first.incident_id]
 
 
-def test_of_several_suspects_none_is_quarantined_and_each_goes_alone():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_begun=3)
-    (first,) = send_all(suspects, waiting, "b")
-    suspects.clear(first)
-    both = send_all(suspects, waiting, "b")
-    assert len(both) == 2
-    assert not any(suspects.lose(suspect, "b", DEATH, had_output=False) for suspect in both)
-    assert {suspect.turn for suspect in both} == {Turn.ALONE}
-    (alone,) = send_all(suspects, both, "c")
-    assert suspects.lose(alone, "c", DEATH, had_output=False)
+def test_of_a_group_none_is_quarantined_and_each_goes_alone(scene: QuarantineWorld):
+    group = [scene.request(turn=Turn.IN_GROUP) for _ in range(3)]
+    (first,) = scene.send_all(group, "b")
+    scene.quarantine.clear(first)
+    assert [scene.send(request, "b") for request in group] == [True, True]
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert [(request.incident_id, request.turn) for request in group] == [("", Turn.ALONE)] * 2
+    (alone,) = scene.send_all(group, "c")
+    scene.quarantine.lose_engine("c", is_dead=True)
+    assert alone.incident_id
 
 
-def test_output_clears_a_request_whatever_it_was_present_at():
-    suspects = PoisonQuarantine()
-    (suspect,) = after_death(suspects, num_fresh=1)
-    suspects.send(suspect, "b")
-    suspects.clear(suspect)
+def test_output_clears_a_request_whatever_it_was_present_at(scene: QuarantineWorld):
+    (suspect,) = scene.after_death("")
+    assert scene.quarantine.record.check(suspect.content)
+    assert scene.send(suspect, "b")
+    scene.quarantine.clear(suspect)
     assert (suspect.turn, suspect.num_deaths) == (Turn.AT_ONCE, 0)
-    assert not suspects.lose(suspect, "b", DEATH, had_output=True)
+    assert not scene.quarantine.record.check(suspect.content)
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert suspect.incident_id == ""
 
 
-@pytest.mark.parametrize("kind", [LossKind.SILENCE, LossKind.LEFT, LossKind.REFUSED])
-def test_only_deaths_count(kind):
-    suspects = PoisonQuarantine()
-    innocent, (suspect,) = Suspect(), after_death(suspects, num_fresh=1)
-    suspects.send(suspect, "b")
-    assert not suspects.lose(innocent, "b", kind, had_output=False)
-    assert not suspects.lose(suspect, "b", kind, had_output=False)
+def test_only_deaths_count(scene: QuarantineWorld):
+    innocent, (suspect,) = scene.request(), scene.after_death("")
+    assert scene.send(innocent, "b") and scene.send(suspect, "c")
+    for address in ENGINES:
+        scene.quarantine.lose_engine(address, is_dead=False)
     assert (innocent.turn, innocent.num_deaths) == (Turn.AT_ONCE, 0)
-    assert (suspect.turn, suspect.num_deaths, suspects.num_on_probation) == (Turn.ALONE, 1, 0)
+    assert (suspect.turn, suspect.num_deaths, suspect.incident_id) == (Turn.ALONE, 1, "")
+    assert scene.quarantine.num_on_probation == 0
 
 
-def test_a_suspect_without_output_for_long_lets_others_pass_and_stays_a_suspect():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_fresh=2)
-    (slow,) = send_all(suspects, waiting, "b")
-    suspects.pass_over(slow)
-    (other,) = send_all(suspects, waiting, "b")
-    assert not suspects.lose(slow, "b", DEATH, had_output=False)
-    assert not suspects.lose(other, "b", DEATH, had_output=False)
+def test_a_suspect_without_output_for_long_lets_others_pass_and_stays_a_suspect(scene: QuarantineWorld):
+    slow, other = scene.after_death("", "")
+    assert scene.send(slow, "b")
+    scene.quarantine.pass_over(slow)
+    assert scene.send(other, "b")
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert (slow.incident_id, other.incident_id) == ("", "")
 
 
-def test_one_that_ends_gives_its_slot_to_the_next():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_fresh=2)
-    (first,) = send_all(suspects, waiting, "b")
-    suspects.clear(first)
-    assert len(send_all(suspects, waiting, "b")) == 1
+def test_a_suspect_that_is_slow_and_alone_all_the_same_is_the_cause(scene: QuarantineWorld):
+    (slow,) = scene.after_death("")
+    assert scene.send(slow, "b")
+    scene.quarantine.pass_over(slow)
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert slow.incident_id
 
 
-def go(suspects: PoisonQuarantine, address: str, num_engines: int = 3) -> Suspect | None:
-    """Send a new request to the engine, if it may go there."""
-    fresh = Suspect()
-    if not suspects.may_go(fresh, address, lambda: num_engines):
-        return None
-    suspects.send(fresh, address)
-    return fresh
+def test_an_account_with_a_slow_suspect_has_no_second_engine(scene: QuarantineWorld):
+    slow, next_one, other = scene.after_death("a", "a", "b")
+    assert scene.send(slow, "b")
+    scene.quarantine.pass_over(slow)
+    assert not scene.send(next_one, "c")
+    assert scene.send(other, "b")
+    assert not scene.send(next_one, "b")
+    scene.quarantine.clear(slow)
+    assert scene.send(next_one, "c")
 
 
-def test_new_requests_avoid_an_engine_on_which_a_likely_cause_runs():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_fresh=1)
-    (alone,) = send_all(suspects, waiting, "b")
-    assert go(suspects, "b") is None
-    assert go(suspects, "c") is not None
-    suspects.clear(alone)
-    assert go(suspects, "b") is not None
+def test_a_suspect_waits_for_a_request_without_output_until_its_engine_would_be_known_to_hang(
+    scene: QuarantineWorld,
+):
+    queued, (suspect,) = scene.request(), scene.after_death("")
+    assert scene.send(queued, "b")
+    assert not scene.send(suspect, "b")
+    scene.clock.advance(5)
+    assert scene.send(suspect, "b")
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert (suspect.incident_id, queued.turn) == ("", Turn.ALONE)
 
 
-def test_a_likely_cause_waits_until_all_others_on_its_engine_have_output_and_new_ones_avoid_it():
-    suspects = PoisonQuarantine()
-    fresh = go(suspects, "b")
-    assert fresh is not None
-    waiting = after_death(suspects, num_fresh=1)
-    assert send_all(suspects, waiting, "b") == []
-    assert go(suspects, "b") is None
-    suspects.clear(fresh)
-    assert len(send_all(suspects, waiting, "b")) == 1
+def test_one_that_ends_gives_its_slot_to_the_next(scene: QuarantineWorld):
+    first, second = scene.after_death("", "")
+    assert scene.send(first, "b")
+    scene.quarantine.remove(first)
+    assert scene.send(second, "b")
 
 
-def test_an_engine_that_a_likely_cause_waited_for_is_free_when_that_has_ended():
-    suspects = PoisonQuarantine()
-    assert go(suspects, "b") is not None
-    assert send_all(suspects, after_death(suspects, num_fresh=1), "b") == []
-    suspects.release_reserved()
-    assert go(suspects, "b") is not None
+def test_new_requests_avoid_an_engine_on_which_a_likely_cause_runs(scene: QuarantineWorld):
+    (alone,) = scene.after_death("")
+    assert scene.send(alone, "b")
+    assert not scene.send(scene.request(), "b")
+    assert scene.send(scene.request(), "c")
+    scene.quarantine.clear(alone)
+    assert scene.send(scene.request(), "b")
 
 
-def test_none_is_the_cause_where_another_without_output_was_on_the_engine():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_begun=1)
-    (suspect,) = send_all(suspects, waiting, "b")
-    fresh = go(suspects, "b")
-    assert fresh is not None
-    assert not suspects.lose(suspect, "b", DEATH, had_output=False)
-    assert not suspects.lose(fresh, "b", DEATH, had_output=False)
-    assert {suspect.turn, fresh.turn} == {Turn.ALONE}
+def test_new_requests_avoid_an_engine_that_a_likely_cause_waits_for_however_often_it_tries(
+    scene: QuarantineWorld,
+):
+    fresh, (suspect,) = scene.request(), scene.after_death("")
+    assert scene.send(fresh, "b")
+    for _ in range(3):
+        assert not scene.send(suspect, "b", ["b"])
+        scene.quarantine.reserve(suspect, ["b"])
+        scene.quarantine.settle()
+        assert not scene.send(scene.request(), "b")
+    scene.quarantine.clear(fresh)
+    assert scene.send(suspect, "b", ["b"])
 
 
-def test_one_engine_of_several_is_left_to_others():
-    suspects = PoisonQuarantine()
-    waiting = after_death(suspects, num_fresh=3)
-    assert len(send_all(suspects, waiting, "b")) == len(send_all(suspects, waiting, "c")) == 1
-    assert send_all(suspects, waiting, "d") == []
-    assert go(suspects, "d") is not None
+def test_a_likely_cause_takes_an_idle_engine_although_another_is_reserved_for_it(scene: QuarantineWorld):
+    (suspect,) = scene.after_death("")
+    for address in ("b", "c"):
+        assert scene.send(scene.request(), address)
+    scene.quarantine.reserve(suspect, ["b", "c"])
+    scene.quarantine.lose_engine("c", is_dead=False)
+    assert scene.send(suspect, "c", ["b", "c"])
+    assert scene.send(scene.request(), "b")
 
 
-async def test_an_engine_that_a_new_suspect_reserved_is_free_once_it_went_to_another():
-    world = MovesWorld(num_engines=2, chance=NoChance())
-    failover = world.failover
-    world.start("a")
-    first = world.engines.left[0]
-    assert not failover.suspects.may_go(suspect_alone(), first.address, lambda: 3)
-    assert not failover.suspects.may_go(Suspect(), first.address, lambda: 3)
-    failover.remove(world.migrations["a"])
-    assert failover.suspects.may_go(Suspect(), first.address, lambda: 3)
-    failover.close()
+def test_an_engine_that_no_likely_cause_waits_for_any_more_is_free(scene: QuarantineWorld):
+    (suspect,) = scene.after_death("")
+    scene.quarantine.reserve(suspect, ["b"])
+    scene.quarantine.settle()
+    assert not scene.send(scene.request(), "b")
+    scene.quarantine.settle()
+    assert scene.send(scene.request(), "b")
 
 
-def suspect_alone() -> Suspect:
-    suspect = Suspect()
-    suspect.turn = Turn.ALONE
-    return suspect
+def test_none_is_the_cause_where_another_without_output_was_on_the_engine(scene: QuarantineWorld):
+    (suspect,) = scene.after_death("")
+    adopted = scene.request()
+    assert scene.send(suspect, "b")
+    scene.quarantine.take_over(adopted, "b", yields_at=5)
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert (suspect.incident_id, adopted.incident_id) == ("", "")
+    assert {suspect.turn, adopted.turn} == {Turn.ALONE}
 
 
-async def test_the_last_of_several_engines_is_kept_from_a_request_that_was_at_two_deaths():
-    world = MovesWorld(num_engines=3, chance=NoChance())
-    world.engines.reconnect_window_s = 0.05
-    for name in ("a", "b"):
-        world.start(name)
-    world.lose_first()
-    second = world.engines.left[0]
-    await world.until(lambda: len(second.received) == 1)
-    world.start("c")
-    [suspect] = second.received
-    migration = world.migrations[suspect]
-    migration.suspect.turn, migration.suspect.num_deaths = Turn.ALONE, 1
-    third = world.engines.left[1]
-    world.engines.num_gone = 1
-    # Another without output was there, so none is found to be the cause.
-    world.failover.suspects.send(Suspect(), second.address)
-    world.lose_first()
-    await world.until(lambda: suspect in world.errors)
-    assert world.errors[suspect] is LOST
-    assert suspect not in third.received
-    world.failover.close()
+def test_one_engine_of_several_is_left_to_others_of_each_model(scene: QuarantineWorld):
+    first, second, third, other = scene.after_death("", "", "", "")
+    assert scene.send(first, "b") and scene.send(second, "c")
+    assert not scene.send(third, "d")
+    assert scene.send(scene.request(), "d")
+    assert scene.send(other, "e", ["e", "f"])
+
+
+def test_suspects_of_an_account_have_one_engine_at_a_time_and_run_there_together(scene: QuarantineWorld):
+    first, second, third = scene.after_death("a", "a", "b")
+    assert scene.send(first, "b")
+    assert not scene.send(second, "c")
+    assert not scene.send(third, "b")
+    assert scene.send(second, "b")
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert first.incident_id == second.incident_id != ""
+    assert third.incident_id == ""
+
+
+def test_an_account_lets_others_have_their_turn(scene: QuarantineWorld):
+    first, second, other = scene.after_death("a", "a", "b")
+    assert scene.send(first, "b", ["b"])
+    scene.clock.advance(1)
+    assert not scene.send(second, "b", ["b"])
+    scene.quarantine.clear(first)
+    assert scene.send(other, "b", ["b"])
+
+
+def test_a_prompt_that_was_answered_before_is_no_likely_cause(scene: QuarantineWorld):
+    known = scene.request("a")
+    scene.quarantine.record.innocent.add(known.content)
+    assert scene.send(known, "b")
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert known.turn is Turn.IN_GROUP
+    assert not scene.quarantine.record.check(scene.request("a").content)
+
+
+def test_a_request_that_has_left_its_engine_is_a_likely_cause_until_its_time_is_over(scene: QuarantineWorld):
+    left, (suspect,) = scene.request("a"), scene.after_death("b")
+    assert scene.send(left, "b")
+    scene.quarantine.leave(left)
+    scene.clock.advance(100)
+    assert not scene.send(suspect, "b")
+    scene.quarantine.lose_engine("b", is_dead=True)
+    assert scene.quarantine.record.check(scene.request("a").content)
 
 
 # The budget for sending requests again.

@@ -162,6 +162,16 @@ async def test_the_next_output_is_reported_once():
     assert reported == [2]
 
 
+@pytest.mark.parametrize("reason", list(EndReason))
+async def test_an_abort_is_no_output(reason: EndReason):
+    seen: list[str] = []
+    request = state()
+    request.on_output = lambda: seen.append("output")
+    request.advance([], None)
+    request.advance([], Ending(reason))
+    assert seen == ([] if reason is EndReason.ABORT else ["output"])
+
+
 async def test_the_share_from_the_cache_stays_what_the_first_engine_said():
     request = state()
     request.note_cached(16)

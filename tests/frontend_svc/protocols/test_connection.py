@@ -224,7 +224,7 @@ async def test_an_account_that_has_all_connections_leaves_others_their_shares():
     assert refused.error["message"] == "4 connections have requests, the limit is 4"
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
     assert beyond.error["message"] == (
-        "6 connections have requests, the limit is 4 (the account 'b' has 2, its share is 2)"
+        "6 connections have requests, the limit is 4 (the account 'key b' has 2, its share is 2)"
     )
     assert served.status == 200
 

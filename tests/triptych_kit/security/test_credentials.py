@@ -9,7 +9,14 @@ import pytest
 from triptych_kit.clock import FakeClock, MonotonicClock
 from triptych_kit.config import ConfigError
 from triptych_kit.errors import Unauthenticated, Unavailable
-from triptych_kit.security.credentials import Credentials, Entry, digest_of, new_key, read_entries
+from triptych_kit.security.credentials import (
+    Credentials,
+    Entry,
+    digest_of,
+    new_key,
+    parse_entries,
+    read_entries,
+)
 from triptych_kit.security.files import is_recent, version_of
 from triptych_kit.security.identity import Identity, Role, TenantLimits
 
@@ -231,3 +238,15 @@ def test_what_is_no_file_of_credentials(tmp_path, text: str, error: str):
 def test_a_file_that_is_missing(tmp_path):
     with pytest.raises(ConfigError, match="keys cannot be read: No such file or directory"):
         read_entries(str(tmp_path / "keys"))
+
+
+def test_no_key_has_the_account_of_a_tenant_that_is_named_like_it():
+    client = frozenset((Role.CLIENT,))
+    accounts = [Identity("legal", client).account, Identity("x", client, "legal").account]
+    assert accounts == ["key legal", "legal"]
+    with pytest.raises(ConfigError):
+        parse_entries(f"[{{name: a, key: {KEY}, role: client, tenant: key legal}}]", "keys")
+
+
+def test_the_clients_of_a_shared_key_are_not_distinguished():
+    assert Identity("TRIPTYCH_API_KEY", frozenset((Role.CLIENT,)), is_shared=True).account == ""

@@ -356,3 +356,12 @@ def test_a_hang_is_reported_once_and_ends_with_the_step():
     assert watch.hung_step == 7
     assert watch.on_heartbeat(heartbeat(0.1, step_number=8)) is None
     assert watch.hung_step is None
+
+
+def test_the_budget_of_steps_is_the_newest_within_a_minute():
+    watch = StepWatch()
+    budgets = [watch.budget_s]
+    for budget_ms in (20_000, 600_000, 0):
+        watch.on_heartbeat(heartbeat(0.0, step_budget_ms=budget_ms))
+        budgets.append(watch.budget_s)
+    assert budgets == [5.0, 20.0, 60.0, 5.0]
