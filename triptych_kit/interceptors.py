@@ -37,6 +37,7 @@ from triptych_kit.open_calls import OpenCall, OpenCalls
 from triptych_kit.security.access import AUDITED, OPEN_METHODS, check_access
 from triptych_kit.security.authenticator import AUTHORIZATION, Authenticator
 from triptych_kit.security.identity import UNRESTRICTED, Identity, bind_identity
+from triptych_kit.security.refusals import RESET
 from triptych_kit.security.tls import names_in_auth_context
 from triptych_kit.telemetry.logs import AUDIT_LOGGER, bind_log_fields
 from triptych_kit.telemetry.traces import join_trace
@@ -71,17 +72,19 @@ def server_interceptors(
     limits: MessageLimits | None = None,
     check_large: CheckMessage | None = None,
     authenticator: Authenticator | None = None,
+    note_known: Callable[[str], None] | None = None,
 ) -> list[grpc.aio.ServerInterceptor[Any, Any]]:
     """The interceptors of all our servers.
 
     `service` is its name in access log lines. `calls` gets the open calls, except those of health and
     reflection. With `limits` requests are checked as bytes, those above 64 KiB by `check_large`. Without an
-    `authenticator` everyone may call everything.
+    `authenticator` everyone may call everything. `note_known` is called with each peer that has shown valid
+    credentials.
     """
     calls = OpenCalls() if calls is None else calls
     decoder = functools.partial(_decoder, limits, check_large)
     authenticator = authenticator or Authenticator(None, verifies_certificates=False)
-    return [_CallInterceptor(service, calls, decoder, authenticator)]
+    return [_CallInterceptor(service, calls, decoder, authenticator, note_known)]
 
 
 @dataclass(slots=True)
@@ -114,7 +117,9 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         calls: OpenCalls,
         decoder: Callable[[Any], Decode],
         authenticator: Authenticator,
+        note_known: Callable[[str], None] | None,
     ) -> None:
+        self._note_known = note_known
         self._service = service
         self._calls = calls
         self._quiet_calls = OpenCalls()
@@ -140,6 +145,7 @@ class _CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             handler_call_details,
             self._decoder,
             self._authenticator,
+            self._note_known,
         )
 
 
@@ -150,6 +156,7 @@ def _guarded_handler(
     details: Any,
     decoder: Callable[[Any], Decode],
     authenticator: Authenticator,
+    note_known: Callable[[str], None] | None,
 ) -> Any:
     method: str = details.method
     metadata = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
@@ -171,13 +178,15 @@ def _guarded_handler(
         call = start()
         trace_id = join_trace(metadata.get("traceparent", ""), method)
         bind_log_fields(request_id=call.request_id, trace_id=trace_id)
-        async with _guard(call, context):
+        async with _guard(call, context, authenticator):
             # Sent at once, so that refused and unanswered calls can be found in logs and traces.
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id), (TRACE_ID_KEY, trace_id)))
             try:
                 call.identity = _identify(authenticator, method, metadata, context)
                 bind_identity(call.identity)
                 if call.identity is not UNRESTRICTED:
+                    if note_known is not None:
+                        note_known(context.peer())
                     check_access(call.identity, method.removeprefix("/"))
             except ServiceError as error:
                 if isinstance(error, Unauthenticated):
@@ -260,7 +269,7 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, opened:
 
 
 @contextlib.asynccontextmanager
-async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
+async def _guard(call: _Call, context: Any, authenticator: Authenticator) -> AsyncGenerator[None, None]:
     """Record the code and status of an error in the block, and end the block."""
     try:
         yield
@@ -275,6 +284,10 @@ async def _guard(call: _Call, context: Any) -> AsyncGenerator[None, None]:
         remaining_s = context.time_remaining()
         is_late = remaining_s is not None and remaining_s <= _DEADLINE_LEAD_S
         call.code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
+        is_unknown = authenticator.needs_credentials and call.identity is UNRESTRICTED and not call.client
+        if is_unknown and not context.peer().startswith("unix:"):
+            call.client = host_of_peer(context.peer())
+            call.num_unlogged = authenticator.refusals.note(call.client, RESET)
         raise
     except Exception:
         incident_id = secrets.token_hex(8)

@@ -208,6 +208,7 @@ class Server:
         )
         self._server: grpc.aio.Server | None = None
         self._calls = OpenCalls()
+        self._port = 0
         for registration in registrations:
             self._health.set_ready(registration.full_name, registration.is_ready)
 
@@ -227,6 +228,7 @@ class Server:
                 limits=self._profile.message_limits,
                 check_large=self._check_large,
                 authenticator=self._security.authenticator,
+                note_known=self._security.strangers.note_known,
             ),
             options=self._profile.options(),
         )
@@ -237,12 +239,14 @@ class Server:
             names = [registration.full_name for registration in self._registrations]
             add_reflection(server, [*names, health.SERVICE_NAME])
         try:
-            port = self._bind(server)
+            port = self._port = self._bind(server)
         except RuntimeError as error:
             raise AddressError(errno.EADDRINUSE, f"address {self._listen} cannot be bound") from error
         await server.start()
         self._server = server
         is_unix = unix_path(self._listen) is not None
+        if not is_unix and self._security.authenticator.needs_credentials:
+            self._security.strangers.watch(port)
         return self._listen if is_unix else join_address(split_address(self._listen)[0], port)
 
     def _bind(self, server: grpc.aio.Server) -> int:
@@ -277,6 +281,7 @@ class Server:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+        self._security.strangers.leave(self._port)
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:

@@ -15,7 +15,11 @@ pytestmark = pytest.mark.acceptance
 
 _CELLS = {
     "calls_beside_schema": ("--parser=hermes", "--parser=pythonic"),
-    # Gaps of streams are measured by its own command.
+    # Gaps of streams are measured by their own commands.
+    "floods": (
+        *("--listener=frontend", "--tls=yes", "--only", "rapid reset", "HPACK bombs"),
+        *("--seconds=2", "--turns=1", "--max-added-ms=inf"),
+    ),
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
     "languages": ("--schemas=60", "--patterns=20", "--grammars=20"),
     "mask_agreement": ("--states=300",),

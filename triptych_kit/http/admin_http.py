@@ -31,6 +31,7 @@ from triptych_kit.channel import NO_CREDENTIALS, ChannelCredentials
 from triptych_kit.http.pages import MAX_BODY_BYTES, METRICS_PATH, MakePage, Page, Pages, TakeBody
 from triptych_kit.http.targets import in_origin_form
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
+from triptych_kit.security.refusals import TOO_MANY_CONNECTIONS
 from triptych_kit.security.tls import names_in_certificate
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class AdminHTTP:
             or not self._server.is_serving()
             or len(self._connections) >= _MAX_CONNECTIONS
         ):
+            self._security.authenticator.refusals.note_closed(_client_of(writer), TOO_MANY_CONNECTIONS)
             writer.transport.abort()
             return
         task = asyncio.ensure_future(self._serve(reader, writer))

@@ -30,6 +30,7 @@ from frontend_svc.protocols.openai.authorization import CERTIFICATE_NAMES, HOLD_
 from frontend_svc.protocols.openai.errors import error_body, error_headers
 from triptych_kit.errors import ServiceError, Unavailable
 from triptych_kit.http.targets import in_origin_form
+from triptych_kit.security.refusals import NO_REQUEST, TOO_MANY_CONNECTIONS, Refusals
 from triptych_kit.security.tls import names_in_certificate
 from triptych_kit.shares import SharedLimit
 
@@ -76,6 +77,7 @@ class Connections:
     limits: ConnectionLimits
     max_total: int
     always_served: Collection[str] = ()
+    refusals: Refusals = field(default_factory=Refusals)
     opened: set[LimitedConnection] = field(default_factory=set)
     num_of: Counter[str] = field(default_factory=Counter)  # open ones, by address
     with_requests: SharedLimit = field(init=False)
@@ -297,6 +299,8 @@ class LimitedConnection(H11Protocol):
             logger.info("slow consumer", extra={"limit_s": limits.slow_reader_s})
             self.transport.abort()
         elif self._wait_s is not None and now - self._waits_since > self._wait_s:
+            if self._wait_s == limits.request_s:
+                self._all.refusals.note_closed(self._address, NO_REQUEST)
             self.transport.close()
 
     def _make_room(self) -> None:
@@ -311,6 +315,7 @@ class LimitedConnection(H11Protocol):
                 self._all.idle.pop(longest)
             elif not longest.is_about_to_ask(has_reserve=has_reserve):
                 self._all.idle.pop(longest)
+                self._all.refusals.note_closed(longest._address, TOO_MANY_CONNECTIONS)
                 longest.transport.close()
                 return
         if num_opened <= max_total:
@@ -318,6 +323,7 @@ class LimitedConnection(H11Protocol):
         if has_reserve:
             self.app = _Overloaded(self.app, self._all)
         else:
+            self._all.refusals.note_closed(self._address, TOO_MANY_CONNECTIONS)
             error = _too_many(self._all)
             self._refuse(503, error_body(error), error_headers(error))
 

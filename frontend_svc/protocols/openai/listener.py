@@ -18,6 +18,7 @@ import uvicorn
 from frontend_svc.protocols.openai.connection import ConnectionLimits, Connections, LimitedConnection
 from triptych_kit.addresses import bind_socket, check_address, join_address, split_address
 from triptych_kit.security.listeners import OPEN_LISTENERS, ListenerSecurity
+from triptych_kit.security.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,9 @@ class HTTPListener:
     ) -> None:
         self._listen, self._shares_port = listen, shares_port
         self.address = ""  # where it is bound, from `start` on
-        self._connections = _connections(limits or ConnectionLimits(), always_served)
+        self._connections = _connections(
+            limits or ConnectionLimits(), always_served, security.authenticator.refusals
+        )
         config = uvicorn.Config(
             app,
             loop="none",
@@ -134,7 +137,7 @@ class HTTPListener:
             self._connections.sweep(loop.time())
 
 
-def _connections(limits: ConnectionLimits, always_served: Collection[str]) -> Connections:
+def _connections(limits: ConnectionLimits, always_served: Collection[str], refusals: Refusals) -> Connections:
     """Fewer connections where the process may open few files: engines and gRPC need some, too."""
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     max_connections = max(1, num_files // 2)
@@ -143,4 +146,4 @@ def _connections(limits: ConnectionLimits, always_served: Collection[str]) -> Co
         logger.warning("fewer HTTP connections: the limit of open files (ulimit -n) is low", extra=extra)
         limits = dataclasses.replace(limits, max_connections=max_connections)
     max_total = min(2 * limits.max_connections, max(limits.max_connections, num_files * 3 // 4))
-    return Connections(limits, max_total, always_served)
+    return Connections(limits, max_total, always_served, refusals)

@@ -1,48 +1,34 @@
-"""Calls that are reset before they are served take a limited memory, and others are served."""
+"""What peers without a key send takes a limited memory, and others are served."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
+import contextlib
+import dataclasses
+import socket
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
+from tests.acceptance.rig.flood_peers import HTTP2, PREFACE, SETTINGS, Peers, frame, resets
 from triptych_kit import limits
 from triptych_kit.addresses import split_address
-from triptych_kit.channel import open_channel
+from triptych_kit.channel import ChannelCredentials, open_channel
+from triptych_kit.security.authenticator import Authenticator
+from triptych_kit.security.credentials import Credentials
+from triptych_kit.security.listeners import ListenerSecurity
+from triptych_kit.security.strangers import drop_packets
 from triptych_kit.server import ADMIN, Server
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEADERS, _RESET, _SETTINGS = 1, 3, 4
-_CALL = {
-    ":method": "POST",
-    ":scheme": "http",
-    ":path": "/grpc.health.v1.Health/Check",
-    ":authority": "localhost",
-    "content-type": "application/grpc",
-    "te": "trailers",
-}
+_KEY = "triptych-0123456789abcdef"
+_STRANGER, _NEIGHBOUR = "127.0.0.2", "127.0.0.1"
+_LIMIT_S = 30.0
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-def _resets(first: int, count: int) -> bytes:
-    """Calls that are reset at once."""
-    block = b"".join(
-        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in _CALL.items()
-    )
-    return b"".join(
-        _frame(_HEADERS, 4, stream, block) + _frame(_RESET, 0, stream, struct.pack(">I", 8))
-        for stream in range(first, first + 2 * count, 2)
-    )
-
-
-@pytest.mark.parametrize("sent", [b"", _PREFACE[:8], _PREFACE])
+@pytest.mark.parametrize("sent", [b"", PREFACE[:8], PREFACE])
 async def test_a_connection_that_does_not_begin_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(limits, "_HANDSHAKE_MS", 300)
     server = Server(listen="127.0.0.1:0", registrations=[], profile=ADMIN, service="x")
@@ -67,20 +53,112 @@ async def test_resets_of_a_connection_take_a_limited_memory():
     address = await server.start()
     before_mb = _rss_mb()
     _, writer = await asyncio.open_connection(*split_address(address))
-    writer.write(_PREFACE + _frame(_SETTINGS, 0, 0))
+    writer.write(PREFACE + frame(SETTINGS, 0, 0))
     try:
         for first in range(1, 80_001, 200):
-            writer.write(_resets(first, 100))
+            writer.write(resets(first, 100))
             await writer.drain()
-        async with open_channel(address) as channel:
-            check = channel.unary_unary(
-                "/grpc.health.v1.Health/Check",
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            answer = await check(health_pb2.HealthCheckRequest(), timeout=30)
+        await _check(address)
     finally:
         writer.close()
         await server.stop(0)
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert _rss_mb() - before_mb < 100
+
+
+@pytest.mark.parametrize("name", ["rapid reset", "SETTINGS, unread", "PING", "large headers"])
+async def test_a_stranger_that_floods_is_closed_and_its_address_dropped(name: str, tmp_path: Path):
+    async with _listener(tmp_path) as (address, security):
+        async with _flooding(address, name, _STRANGER):
+            await _until(lambda: security.strangers.num_dropped == 1)
+            await _until(lambda: security.authenticator.refusals.closed_by_reason["TOO_MANY_BYTES"] > 0)
+        with pytest.raises(TimeoutError):
+            await _connect(address, _STRANGER)
+        await _check(address)
+
+
+async def test_an_address_has_a_limited_number_of_connections_without_a_key(tmp_path: Path):
+    async with _listener(tmp_path) as (address, security):
+        async with _flooding(address, "5,000 connections", _STRANGER, connections=400):
+            await _until(lambda: security.strangers.num_dropped == 1)
+            await _until(lambda: security.authenticator.refusals.closed_by_reason["TOO_MANY_CONNECTIONS"] > 0)
+        await _check(address)
+
+
+async def test_strangers_at_the_address_of_a_key_are_closed_and_it_is_not_dropped(tmp_path: Path):
+    async with _listener(tmp_path) as (address, security):
+        credentials = ChannelCredentials(api_key=_KEY)
+        async with open_channel(address, credentials=credentials) as channel:
+            await _call_with_key(channel)
+            async with _flooding(address, "SETTINGS", _NEIGHBOUR):
+                closed = security.authenticator.refusals.closed_by_reason
+                await _until(lambda: closed["TOO_MANY_BYTES"] > 4)
+            assert security.strangers.num_dropped == 0
+            # Its connection is the same: another one would take a while.
+            assert channel.get_state() is grpc.ChannelConnectivity.READY
+            await _call_with_key(channel)
+
+
+def test_the_kernel_drops_what_comes_from_some_networks():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        drop_packets(listener.fileno(), ["127.0.0.2/32", "2001:db8::/64", "127.0.0.4/32"])
+        for last, passes in ((1, True), (2, False), (3, True), (4, False)):
+            with socket.socket() as client:
+                client.settimeout(0.2)
+                client.bind((f"127.0.0.{last}", 0))
+                assert (client.connect_ex(listener.getsockname()) == 0) is passes
+
+
+@contextlib.asynccontextmanager
+async def _listener(folder: Path) -> AsyncIterator[tuple[str, ListenerSecurity]]:
+    keys = folder / "keys"
+    keys.write_text(f"- {{name: a, role: client, key: {_KEY}}}")
+    keys.chmod(0o600)
+    security = ListenerSecurity(Authenticator(Credentials(str(keys)), verifies_certificates=False))
+    server = Server(listen="127.0.0.1:0", registrations=[], profile=ADMIN, service="x", security=security)
+    try:
+        yield await server.start(), security
+    finally:
+        await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def _flooding(address: str, name: str, source: str, connections: int = 4) -> AsyncIterator[None]:
+    flood = dataclasses.replace(HTTP2[name], connections=connections)
+    peers = asyncio.ensure_future(
+        Peers(flood, address, source, has_tls=False, speaks_http2=True).run(_LIMIT_S)
+    )
+    try:
+        yield
+    finally:
+        peers.cancel()
+        await asyncio.wait([peers])
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_LIMIT_S):
+        # The thread that looks at connections has no event for a test.
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def _connect(address: str, source: str) -> None:
+    async with asyncio.timeout(0.2):
+        _, writer = await asyncio.open_connection(*split_address(address), local_addr=(source, 0))
+    writer.close()
+
+
+async def _check(address: str) -> None:
+    async with open_channel(address) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=30)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def _call_with_key(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await channel.unary_unary("/x.X/Y", lambda _: b"", None)(None, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -1,0 +1,337 @@
+"""Limits of gRPC connections whose peers have shown no key: how many an address has, and how much they send.
+
+gRPC has no such limits, and parses whatever it gets. So the sockets of the process are looked at, beside the
+path of the data: a connection without a key that exceeds a limit is reset, and unless calls with a key have
+come from its address, the kernel drops what that sends to the ports for a minute. Linux alone; elsewhere
+nothing is limited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import functools
+import ipaddress
+import os
+import resource
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from triptych_kit.addresses import host_of_peer
+from triptych_kit.process.setup import release_memory
+from triptych_kit.security.refusals import (
+    NETWORK_DROPPED,
+    TOO_MANY_BYTES,
+    TOO_MANY_CONNECTIONS,
+    Refusals,
+)
+
+# A client that keeps to its window sends less before its first key has been seen.
+_MAX_BYTES = 256 * 1024
+_MAX_BYTES_OF_NETWORK = 1024 * 1024  # of all its connections without a key
+_MAX_BYTES_PER_S = 4096  # of a connection beyond these; a health check every second has some 200
+_MAX_CONNECTIONS = 1024  # or an eighth of the files that the process may open
+_MAX_OF_NETWORK = 256  # or half of these
+_DROP_S = 60.0
+_MAX_DROPPED = 256  # networks, of which the oldest is forgotten
+_FRIEND_S = 600.0  # since the last call with a key
+_MAX_FRIENDS = 10_000  # as above
+_LOOK_S = 0.03
+_WHOLE_LOOK_S = 1.0  # between looks at descriptors that were something else before
+_RELEASE_S = 2.0
+_RELEASES_FOR_S = 20.0  # after
+_MANY_REFUSED = 32  # calls and connections
+_DESCRIPTORS = "/proc/self/fd"
+_NUM_RECEIVED_OFFSET = 128  # of tcpi_bytes_received
+_TCP_INFO_BYTES = 136
+_FAMILY_AND_PORT = struct.Struct("H2s")
+_LISTING_BYTES = 32 * 1024
+# Its functions keep the interpreter's lock, so that a look is not interrupted: each would wait for its turn.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+# What a descriptor is that is no connection to a port which is watched; the name of a peer has a space.
+_LISTENING, _OTHER, _GONE = "listening", "other", "gone"
+
+_SO_ATTACH_FILTER = 26
+_NET_HEADER = 0xFFF00000  # in front of an offset into the header of IP
+_LOAD_WORD, _LOAD_BYTE, _SHIFT_RIGHT, _JUMP, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x30, 0x74, 0x05, 0x15, 0x06
+_WHOLE_PACKET = 0xFFFFFFFF
+_UNSPECIFIED_ADDRESS = bytes(16)
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """A connection without a key. network: of its peer's address."""
+
+    address: str
+    network: str
+    since: float
+    is_closed: bool = False
+
+
+class Strangers:
+    """The connections to gRPC ports of this process that have made no call with a key.
+
+    They are looked at in a thread: a flood is what keeps the event loop busy.
+    """
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+        self._ports: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._known: dict[str, float] = {}  # when a peer last made a call with a key
+        self._friends: dict[str, float] = {}  # the same for networks
+        self._dropped: dict[str, float] = {}  # networks, until when
+        self._strangers: dict[str, _Stranger] = {}
+        self._others: set[int] = set()  # descriptors that are none of a stranger
+        self._listening: set[int] = set()
+        self._looked_whole_at = float("-inf")
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of networks whose packets the kernel drops."""
+        return len(self._dropped)
+
+    def note_known(self, peer: str) -> None:
+        """Note that a peer, as gRPC names it, has made a call with valid credentials."""
+        self._known[f"{host_of_peer(peer)} {peer.rpartition(':')[2]}"] = time.monotonic()
+
+    def watch(self, port: int) -> None:
+        """Limit the connections to a port from now on. Called in the event loop."""
+        self._ports.add(port)
+        if sys.platform != "linux" or self._thread is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_connections = max(2, min(_MAX_CONNECTIONS, num_files // 8))
+        self._max_of_network = min(_MAX_OF_NETWORK, self._max_connections // 2)
+        self._arrivals, self._wake, self._spare = select.epoll(), os.eventfd(0), os.eventfd(0)
+        self._folder = os.open(_DESCRIPTORS, os.O_RDONLY | os.O_DIRECTORY)
+        self._arrivals.register(self._wake, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="strangers", daemon=True)
+        self._thread.start()
+
+    def leave(self, port: int) -> None:
+        """Do not limit them any more."""
+        self._ports.discard(port)
+        if self._thread is not None and not self._ports:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            self._thread = None
+            self._arrivals.close()
+            for descriptor in (self._wake, self._spare, self._folder):
+                os.close(descriptor)
+
+    def _run(self) -> None:
+        released_at = releases_until = float("-inf")
+        num_refused = 0
+        while self._ports:
+            now = time.monotonic()
+            self._look(now)
+            if self._refusals.total - num_refused >= _MANY_REFUSED:
+                num_refused, releases_until = self._refusals.total, now + _RELEASES_FOR_S
+            if released_at + _RELEASE_S < now < releases_until and not self._strangers:
+                # What many calls have taken in small parts stays with the process otherwise.
+                release_memory()
+                released_at = now
+            self._arrivals.poll(_LOOK_S if self._strangers else _WHOLE_LOOK_S)
+
+    def _look(self, now: float) -> None:
+        """Close the connections without a key that exceed a limit."""
+        found = self._found(now)
+        self._strangers = {peer: self._strangers.get(peer) or _stranger(peer, now) for peer in found}
+        excess = self._excess(found, now)
+        dropped: set[str] = set()
+        if excess:
+            friends = {*self._friends, *(_network(_address(peer)) for peer in list(self._known))}
+            dropped = {self._strangers[peer].network for peer in excess} - friends
+        closed = []
+        for peer, stranger in self._strangers.items():
+            if not stranger.is_closed and (peer in excess or stranger.network in dropped):
+                stranger.is_closed = self._close(peer, found[peer][0])
+                if stranger.is_closed:
+                    closed.append((stranger.address, excess.get(peer, NETWORK_DROPPED)))
+        self._drop(dropped, now)
+        if closed:
+            # Once for all: each call lets others have the interpreter.
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._note_closed, closed)
+
+    def _note_closed(self, closed: Iterable[tuple[str, str]]) -> None:
+        for address, reason in closed:
+            self._refusals.note_closed(address, reason)
+
+    def _found(self, now: float) -> dict[str, tuple[int, int]]:
+        """Descriptors and received bytes of connections without a key, by peer."""
+        descriptors = _open_descriptors(self._folder)
+        is_whole = now - self._looked_whole_at >= _WHOLE_LOOK_S
+        if is_whole:
+            self._others.clear()
+            self._listening.clear()
+        self._others.intersection_update(descriptors)
+        strangers: dict[str, tuple[int, int]] = {}
+        known = set()
+        for descriptor in descriptors:
+            if descriptor in self._others:
+                continue
+            peer, num_bytes = _inspect(descriptor, self._ports)
+            if peer == _LISTENING:
+                self._listening.add(descriptor)
+                with contextlib.suppress(OSError):
+                    self._arrivals.register(descriptor, select.EPOLLIN | select.EPOLLET)
+            elif peer in self._known:
+                known.add(peer)
+            elif peer not in (_OTHER, _GONE):
+                strangers[peer] = (descriptor, num_bytes)
+            if peer != _GONE and peer not in strangers:
+                self._others.add(descriptor)
+        if is_whole:
+            self._looked_whole_at = now
+            self._forget(known, now)
+        return strangers
+
+    def _forget(self, known: set[str], now: float) -> None:
+        """Forget peers that are not connected any more, and networks without calls for long."""
+        for peer, at in list(self._known.items()):
+            if peer in known or now - at < _WHOLE_LOOK_S:
+                self._friends[_network(_address(peer))] = now
+            else:
+                del self._known[peer]
+        for network, at in list(self._friends.items()):
+            if now - at > _FRIEND_S or len(self._friends) > _MAX_FRIENDS:
+                del self._friends[network]
+
+    def _excess(self, found: Mapping[str, tuple[int, int]], now: float) -> dict[str, str]:
+        """The peers whose connections exceed a limit, and which."""
+        excess: dict[str, str] = {}
+        of_network: dict[str, list[str]] = defaultdict(list)
+        bytes_of_network: Counter[str] = Counter()
+        every: list[str] = []
+        for peer, stranger in self._strangers.items():
+            if stranger.is_closed:
+                continue
+            num_bytes = max(0.0, found[peer][1] - _MAX_BYTES_PER_S * (now - stranger.since))
+            bytes_of_network[stranger.network] += round(num_bytes)
+            if num_bytes > _MAX_BYTES or bytes_of_network[stranger.network] > _MAX_BYTES_OF_NETWORK:
+                excess[peer] = TOO_MANY_BYTES
+            else:
+                of_network[stranger.network].append(peer)
+                every.append(peer)
+        limits = [(peers, self._max_of_network) for peers in of_network.values()]
+        for peers, limit in [*limits, (every, self._max_connections)]:
+            if len(peers) > limit:
+                peers.sort(key=lambda peer: self._strangers[peer].since)
+                excess |= dict.fromkeys(peers[: len(peers) - limit], TOO_MANY_CONNECTIONS)
+        return excess
+
+    def _close(self, peer: str, descriptor: int) -> bool:
+        """Reset the connection of a peer; False if that is no longer behind the descriptor."""
+        # Only a duplicate cannot become another file meanwhile.
+        if _libc.dup2(descriptor, self._spare) < 0:
+            return False
+        is_same = _inspect(self._spare, self._ports)[0] == peer
+        if is_same:
+            # Also forgets what was received: megabytes that would still be parsed.
+            _libc.connect(self._spare, _UNSPECIFIED_ADDRESS, len(_UNSPECIFIED_ADDRESS))
+        _libc.dup2(self._wake, self._spare)
+        return is_same
+
+    def _drop(self, networks: set[str], now: float) -> None:
+        """Have the kernel drop what these networks send to the ports, and no more what others sent."""
+        over = [network for network, until in self._dropped.items() if until < now]
+        if not networks and not over:
+            return
+        for network in over:
+            del self._dropped[network]
+        self._dropped |= dict.fromkeys(networks, now + _DROP_S)
+        while len(self._dropped) > _MAX_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        for descriptor in self._listening:
+            drop_packets(descriptor, self._dropped)
+
+
+def _open_descriptors(folder: int) -> list[int]:
+    """The descriptors of this process, of which `folder` is that of /proc/self/fd."""
+    found = []
+    content = ctypes.create_string_buffer(_LISTING_BYTES)
+    _libc.lseek(folder, 0, os.SEEK_SET)
+    while (size := _libc.getdents64(folder, content, _LISTING_BYTES)) > 0:
+        start = 0
+        while start < size:
+            (length,) = struct.unpack_from("H", content, start + 16)
+            name = content.raw[start + 19 : start + length].partition(b"\0")[0]
+            if name.isdigit():
+                found.append(int(name))
+            start += length
+    return found
+
+
+def _inspect(descriptor: int, ports: Container[int]) -> tuple[str, int]:
+    """The peer of a connection to one of the ports, and the bytes received; or what else it is."""
+    content, size = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint32(_TCP_INFO_BYTES)
+    if _libc.getsockname(descriptor, content, ctypes.byref(size)) < 0:
+        return _OTHER if ctypes.get_errno() == errno.ENOTSOCK else _GONE, 0
+    family, port = _FAMILY_AND_PORT.unpack_from(content)
+    if family not in (socket.AF_INET, socket.AF_INET6) or int.from_bytes(port, "big") not in ports:
+        return _OTHER, 0
+    size.value = _TCP_INFO_BYTES
+    if _libc.getpeername(descriptor, content, ctypes.byref(size)) < 0:
+        size.value = 4
+        _libc.getsockopt(descriptor, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, content, ctypes.byref(size))
+        return _LISTENING if content.raw[0] else _GONE, 0
+    family, port = _FAMILY_AND_PORT.unpack_from(content)
+    packed = content.raw[4:8] if family == socket.AF_INET else content.raw[8:24]
+    host = socket.inet_ntop(family, packed).removeprefix("::ffff:")
+    size.value = _TCP_INFO_BYTES
+    _libc.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, content, ctypes.byref(size))
+    (num_bytes,) = struct.unpack_from("Q", content, _NUM_RECEIVED_OFFSET)
+    return f"{host} {int.from_bytes(port, 'big')}", num_bytes
+
+
+def _stranger(peer: str, now: float) -> _Stranger:
+    return _Stranger(_address(peer), _network(_address(peer)), now)
+
+
+def _address(peer: str) -> str:
+    return peer.partition(" ")[0]
+
+
+@functools.lru_cache(maxsize=_MAX_CONNECTIONS)
+def _network(address: str) -> str:
+    """The addresses that one host may have: one of IPv4, 2^64 of IPv6."""
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    return str(ipaddress.ip_network((plain, 32 if plain.version == 4 else 64), strict=False))
+
+
+def drop_packets(listening: int, networks: Iterable[str]) -> None:
+    """Have the kernel drop what a listening socket gets from these networks, /32 or /64, and nothing else."""
+    content = _packet_filter(networks)
+    kept = ctypes.create_string_buffer(content)
+    program = struct.pack("HxxxxxxP", len(content) // 8, ctypes.addressof(kept))
+    _libc.setsockopt(listening, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program, len(program))
+
+
+def _packet_filter(networks: Iterable[str]) -> bytes:
+    v4: list[tuple[int, int, int, int]] = [(_LOAD_WORD, 0, 0, _NET_HEADER + 12)]
+    v6: list[tuple[int, int, int, int]] = []
+    for network in map(ipaddress.ip_network, networks):
+        words = struct.unpack_from(">II", network.network_address.packed + bytes(4))
+        if network.version == 4:
+            v4 += [(_JUMP_IF_EQUAL, 0, 1, words[0]), (_RETURN, 0, 0, 0)]
+            continue
+        v6 += [(_LOAD_WORD, 0, 0, _NET_HEADER + 8), (_JUMP_IF_EQUAL, 0, 3, words[0])]
+        v6 += [(_LOAD_WORD, 0, 0, _NET_HEADER + 12), (_JUMP_IF_EQUAL, 0, 1, words[1]), (_RETURN, 0, 0, 0)]
+    passes = (_RETURN, 0, 0, _WHOLE_PACKET)
+    # The version of IP is in the first half of the first byte. Conditional jumps end within 255 instructions.
+    program = [(_LOAD_BYTE, 0, 0, _NET_HEADER), (_SHIFT_RIGHT, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, 4)]
+    program += [(_JUMP, 0, 0, len(v4) + 1), *v4, passes, *v6, passes]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
