@@ -137,7 +137,7 @@ IPV6_HOSTS := LOOPBACK=::1 $(foreach name,SERVE ENGINE FRONTEND COORDINATOR,TRIP
 
 test-chaos-ipv6: setup  ## the faults on real services in a network of its own that has IPv6 alone
 	unshare --map-root-user --net bash -euc 'ip link set lo up; ip -4 addr flush dev lo; \
-		ip addr add fd00::2/128 dev lo; exec env $(IPV6_HOSTS) $(PYTEST) -m chaos tests/chaos'
+		ip addr add fd00::2/128 dev lo; exec env $(IPV6_HOSTS) $(PYTEST) -m chaos'
 
 # CONTAINERS: docker, or a script with the verbs build, compose and podman where no Docker engine runs.
 CONTAINERS ?= docker

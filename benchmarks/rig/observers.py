@@ -15,6 +15,8 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from benchmarks.rig.lines import Line, answer_lines, send_line
+from benchmarks.rig.processes import LOOPBACK
+from triptych_kit.addresses import join_address
 from triptych_kit.http.admin_http import read_page
 
 _SCRAPE_S = 1.0  # 15 s are usual
@@ -75,7 +77,7 @@ async def _serve() -> None:
     collector = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, collector)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(), collector)
-    port = collector.add_insecure_port("127.0.0.1:0")
+    port = collector.add_insecure_port(join_address(LOOPBACK, 0))
     collector.start()
 
     async def answer(line: Line) -> Line:
@@ -89,7 +91,7 @@ async def _serve() -> None:
             "num_states": watching.num_states,
         }
 
-    send_line({"endpoint": f"http://127.0.0.1:{port}"})
+    send_line({"endpoint": f"http://{join_address(LOOPBACK, port)}"})
     await answer_lines(answer)
     collector.stop(None)
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rig.lines import send_line
+from benchmarks.rig.processes import LOOPBACK
 from triptych_cli.services import embedded_model
+from triptych_kit.addresses import join_address
 from triptych_kit.process.setup import prepare_process
 
 prepare_process("engine")
@@ -218,9 +220,9 @@ async def _read(session: _Session, messages: AsyncIterator[engine_pb2.ConnectReq
 async def _serve(rate: float) -> None:
     server = grpc.aio.server()
     engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(SyntheticEngine(rate, embedded_model()), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(join_address(LOOPBACK, 0))
     await server.start()
-    send_line({"address": f"127.0.0.1:{port}"})
+    send_line({"address": join_address(LOOPBACK, port)})
     await server.wait_for_termination()
 
 

@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from benchmarks.rig.processes import LOOPBACK
 from frontend_svc.build import build_frontend
 from frontend_svc.config import FrontendConfig
 from frontend_svc.process.frontend import Frontend
@@ -30,6 +31,7 @@ from triptych.api.v1 import (
 )
 from triptych.common.v1 import error_pb2, output_pb2, sampling_pb2, tensor_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, step_pb2
+from triptych_kit.addresses import join_address
 from triptych_kit.channel import open_channel
 from triptych_kit.errors import InvalidArgument, to_parts
 from triptych_kit.limits import INTERNAL
@@ -152,12 +154,12 @@ class FakeEngine(engine_pb2_grpc.EngineCoreServiceServicer):
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
 
-    async def start(self, address: str = "127.0.0.1:0") -> str:
+    async def start(self, address: str = join_address(LOOPBACK, 0)) -> str:
         self._server = grpc.aio.server(options=INTERNAL.options())
         engine_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
         await self._server.start()
-        self.address = f"127.0.0.1:{port}"
+        self.address = join_address(LOOPBACK, port)
         return self.address
 
     async def kill(self) -> None:
@@ -517,6 +519,7 @@ async def serving(
             await engine.start()
     config = FrontendConfig(
         **{
+            "host": LOOPBACK,
             "port": 0,
             "engine": tuple(engine.address for engine in engines),
             "text_workers": 1,

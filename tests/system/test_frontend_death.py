@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.rig.processes import LOOPBACK
 from tests.system.checkpoints import VOCAB_SIZE
 from tests.system.generation import random_prompt
 from tests.system.slowed_engine import Brake
@@ -25,6 +26,8 @@ from triptych_client.errors import TriptychError
 from triptych_client.events import Delta, Event, Finished, Started
 from triptych_kit.channel import open_channel
 from triptych_kit.process.child import Child
+
+_FAMILY = "ipv6" if ":" in LOOPBACK else "ipv4"
 
 NUM_TOKENS = 400
 GRACE_MS = 5000
@@ -127,7 +130,7 @@ async def test_clients_of_a_killed_frontend_get_the_rest_from_the_other_one(llam
         for frontend in frontends:
             await stack.ready("frontend", frontend)
         view = stack.engine(engine)
-        async with Client(f"ipv4:{','.join(map(address_of, frontends))}") as client:
+        async with Client(f"{_FAMILY}:{','.join(map(address_of, frontends))}") as client:
             expected, reading = await read_all(client, prompts)
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
             before = await view.until_idle()
@@ -185,7 +188,7 @@ async def test_clients_of_a_frontend_whose_drain_is_cut_go_on_at_the_other_one(l
         for frontend in frontends:
             await stack.ready("frontend", frontend)
         view = stack.engine(engine)
-        async with Client(f"ipv4:{','.join(map(address_of, frontends))}") as client:
+        async with Client(f"{_FAMILY}:{','.join(map(address_of, frontends))}") as client:
             expected, reading = await read_all(client, prompts, MIXED_STREAMS)
             await asyncio.wait_for(reading, WAIT_LIMIT_S)
             before = await view.until_idle()

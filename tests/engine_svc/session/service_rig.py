@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
+from benchmarks.rig.processes import LOOPBACK
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.served_engine import LoadedCore, ServedEngine
 from engine_svc.admin.utility import ENGINE_CALLS, registered
@@ -39,6 +40,7 @@ from tests.engine_svc.fakes import (
 from tests.engine_svc.request_options import make_wire_features
 from triptych.common.v1 import output_pb2, sampling_pb2
 from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
+from triptych_kit.addresses import join_address
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import MonotonicClock
 from triptych_kit.server import INTERNAL, Registration, Server
@@ -79,7 +81,7 @@ class ServiceRig:
         facts: EngineFacts | None = None,
         tensors: TensorReceiver | None = None,
         watch: SchedulerWatch | None = None,
-        listen: str = "127.0.0.1:0",
+        listen: str = join_address(LOOPBACK, 0),
         epoch: int = 7,
     ) -> None:
         self._facts = facts or make_facts()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.frontend_svc.fakes import WAIT_S
+from triptych_kit.addresses import split_address
 
 
 @dataclass
@@ -74,9 +75,9 @@ async def connected(
     address: str, *, limit: int = 2**26, source: str = ""
 ) -> AsyncGenerator[RawConnection, None]:
     """source: the address to connect from."""
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     local = (source, 0) if source else None
-    reader, writer = await asyncio.open_connection(host, int(port), limit=limit, local_addr=local)
+    reader, writer = await asyncio.open_connection(host, port, limit=limit, local_addr=local)
     try:
         yield RawConnection(reader, writer)
     finally:
