@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triptych_kit.wire_check import MessageLimits
 
 _MIB = 1024 * 1024
 _UNCOMPRESSED = 1
-_MAX_STREAMS = 2048  # more than clients have open
 _HANDSHAKE_MS = 10_000  # for TLS and the preface of HTTP/2
 
 
@@ -22,6 +21,8 @@ class LimitProfile:
     keepalive_time_ms: int
     keepalive_timeout_ms: int
     min_ping_interval_ms: int
+    # Calls of a connection. Those that are reset count until they are seen, with 14 kB each.
+    max_streams: int = 128
     message_limits: MessageLimits | None = None  # of a request; None: requests are not checked as bytes
     shares_port: bool = False
     max_connection_age_ms: int = 0  # 0: no limit
@@ -39,8 +40,7 @@ class LimitProfile:
             # Compression would bypass the limit of a message: 1 MB of gzip is 1 GB of text.
             ("grpc.compression_enabled_algorithms_bitset", _UNCOMPRESSED),
             ("grpc.per_message_decompression", 0),
-            # Of a connection. Calls that are reset count until they are seen, with 15 kB each.
-            ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            ("grpc.max_concurrent_streams", self.max_streams),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
@@ -70,6 +70,8 @@ PUBLIC = LimitProfile(
     keepalive_time_ms=10_000,
     keepalive_timeout_ms=5000,
     min_ping_interval_ms=5000,
+    # A client may have as many requests at one frontend, by `--max-queued-requests`.
+    max_streams=1024,
     # Our own services need no such check between them. The longest prompts have a million tokens.
     message_limits=MessageLimits(max_fields=131_072, max_numbers=2 * 1024 * 1024),
 )
@@ -82,4 +84,4 @@ INTERNAL = LimitProfile(
     keepalive_timeout_ms=1500,
     min_ping_interval_ms=400,
 )
-ADMIN = PUBLIC
+ADMIN = replace(PUBLIC, max_streams=128)

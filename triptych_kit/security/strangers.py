@@ -139,9 +139,9 @@ class Strangers:
             self._look(now)
             if self._refusals.total - num_refused >= _MANY_REFUSED:
                 num_refused, releases_until = self._refusals.total, now + _RELEASES_FOR_S
-            if released_at + _RELEASE_S < now < releases_until and not self._strangers:
-                # What many calls have taken in small parts stays with the process otherwise.
-                release_memory()
+            if released_at + _RELEASE_S < now < releases_until:
+                # What many calls took in small parts stays with the process otherwise. This may take long.
+                threading.Thread(target=release_memory, name="release memory", daemon=True).start()
                 released_at = now
             self._arrivals.poll(_LOOK_S if self._strangers else _WHOLE_LOOK_S)
 
