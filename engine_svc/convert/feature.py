@@ -43,6 +43,7 @@ class AddContext:
     tensors: TensorSource | None
     token_ids: list[int]
     spans: tuple[ContentSpan, ...] = ()
+    cache_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Parsed:
     extra: Extra
     token_ids: list[int] | None = None  # of the prompt
     spans: tuple[ContentSpan, ...] = ()  # positions whose KV depends on more than token ids
+    cache_keys: tuple[str, ...] = ()  # what else all of its KV depends on
     skips_reading_prefix_cache: bool = False
 
 
@@ -136,6 +138,7 @@ class WireFeatures:
             parsed = feature.parse(entry, context)
             if parsed is not None:
                 context.spans += parsed.spans
+                context.cache_keys += parsed.cache_keys
                 if parsed.token_ids is not None:
                     context.token_ids = parsed.token_ids
                 parts.append(parsed)

@@ -109,6 +109,7 @@ def to_request(
         weight=entry.weight or 1,
         arrival_at=now - entry.age_ms / 1000,
         cache_salt=cache_salt,
+        extra_keys=context.cache_keys,
         spans=context.spans,
         extras={type(one.extra): one.extra for one in parsed},
     )

@@ -12,6 +12,7 @@ from engine_svc.core.errors import describe_failure
 from engine_svc.core.extras import Extras
 from engine_svc.core.request import FinishReason, Request, RequestOutput, Verdict
 from engine_svc.core.step import StepPlan, StepResult
+from engine_svc.scheduler.budget import Budget
 from engine_svc.scheduler.config import SchedulerConfig
 from triptych_kit.clock import Clock
 from triptych_kit.telemetry.metrics import Metrics
@@ -41,6 +42,7 @@ class SchedulerFeature:
     """Observes the scheduler in the engine thread, in the order of registration. Override what is needed."""
 
     cache_observer: CacheObserver | None = None  # follows the prefix cache for the feature
+    budget: Budget | None = None  # of a step; asked for requests with `has_budget`, which `on_add` sets
 
     def wrap(self, scheduler: EngineScheduler, kv_cache: KVCache) -> EngineScheduler:
         """The object that the loop calls in place of the scheduler, for a feature that follows every call."""

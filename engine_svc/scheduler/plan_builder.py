@@ -18,9 +18,16 @@ class PlanBuilder:
     """Adds requests to the plan and removes them again, and charges the budgets accordingly."""
 
     def __init__(
-        self, config: SchedulerConfig, budgets: Sequence[Budget], prefill_budgets: Sequence[Budget] = ()
+        self,
+        config: SchedulerConfig,
+        budgets: Sequence[Budget],
+        prefill_budgets: Sequence[Budget] = (),
+        feature_budgets: Sequence[Budget] = (),
     ) -> None:
-        """prefill_budgets: those that rows of one token, which most rows are, neither spend nor exceed."""
+        """prefill_budgets: those that rows of one token, which most rows are, neither spend nor exceed.
+
+        feature_budgets: those of requests with `has_budget` alone.
+        """
         self._config = config
         self._overlaps = config.async_scheduling
         # A limit grants what is proposed at the launch.
@@ -29,6 +36,7 @@ class PlanBuilder:
         )
         self._has_own_budgets = self._has_budgets = bool(budgets)
         self._own_budgets = (*budgets, *prefill_budgets)
+        self._feature_budgets = tuple(feature_budgets)
         self._budgets = self._own_budgets
         self.remaining = 0  # tokens of the step that are not spent yet
         self.plan = StepPlan(0)
@@ -49,20 +57,23 @@ class PlanBuilder:
         self.plan = StepPlan(step_number)
         self.rows = []
         self.remaining = self._config.max_num_batched_tokens
-        for budget in self._budgets:
+        for budget in (*self._budgets, *self._feature_budgets):
             budget.begin_step()
         return self.plan
 
     def admits(self, request: Request) -> bool:
         """Whether every budget lets a waiting request enter in this step."""
-        return all(budget.admits(request) for budget in self._budgets)
+        return all(budget.admits(request) for budget in self._budgets_of(request))
 
     def clip(self, request: Request, num_tokens: int) -> int:
         """How many of `num_tokens` all budgets together grant; below 1 means none in this step."""
         num_tokens = min(num_tokens, self.remaining)
-        for budget in self._budgets:
+        for budget in self._budgets_of(request):
             num_tokens = budget.clip(request, num_tokens)
         return num_tokens
+
+    def _budgets_of(self, request: Request) -> Sequence[Budget]:
+        return (*self._budgets, *self._feature_budgets) if request.has_budget else self._budgets
 
     def admit(self, request: Request, new_block_ids: Sequence[list[int]]) -> None:
         """Add a request that enters the batch, in full. Its row, with the new blocks, follows."""
@@ -104,8 +115,8 @@ class PlanBuilder:
         request.num_computed_tokens = end
         request.last_row_sampled = samples
         self.remaining -= num_tokens
-        if num_tokens != 1 or self._has_budgets:
-            for budget in self._budgets:
+        if num_tokens != 1 or self._has_budgets or request.has_budget:
+            for budget in self._budgets_of(request):
                 budget.take(request, num_tokens)
         if not samples:
             request.num_chunks += 1
@@ -121,7 +132,7 @@ class PlanBuilder:
         del self.rows[row]
         num_tokens = self.plan.withdraw(row)
         self.remaining += num_tokens
-        if num_tokens != 1 or self._has_budgets:
-            for budget in self._budgets:
+        if num_tokens != 1 or self._has_budgets or request.has_budget:
+            for budget in self._budgets_of(request):
                 budget.give_back(request, num_tokens)
         return num_tokens

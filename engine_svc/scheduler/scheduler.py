@@ -71,7 +71,12 @@ class Scheduler:
             if config.async_scheduling and config.pipeline_stages > 1
             else ()
         )
-        self._builder = PlanBuilder(config, (*policy.budgets, *turns, *budgets), policy.prefill_budgets)
+        self._builder = PlanBuilder(
+            config,
+            (*policy.budgets, *turns, *budgets),
+            policy.prefill_budgets,
+            [feature.budget for feature in features if feature.budget is not None],
+        )
         self._drafts = DraftCounter()
         self._draft_grants: DraftGrants | None = None
         if config.drafts_at_launch:
@@ -358,7 +363,7 @@ class Scheduler:
             num_tokens = len(request.token_ids) + request.num_placeholders - computed
             num_tokens += len(request.draft_token_ids)
             # The usual row is one pending token, not the last: only a further budget could reduce it.
-            if num_tokens != 1 or computed + 2 >= request.max_num_tokens or has_budgets:
+            if num_tokens != 1 or computed + 2 >= request.max_num_tokens or has_budgets or request.has_budget:
                 num_tokens = self._grant(request, num_tokens)
                 if num_tokens < 1:
                     continue

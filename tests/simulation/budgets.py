@@ -6,6 +6,7 @@ from collections import Counter
 
 from engine_svc.core.request import Request
 from engine_svc.core.step import StepPlan
+from engine_svc.scheduler.feature import SchedulerFeature
 from tests.simulation.broken import expect
 
 
@@ -41,7 +42,7 @@ class BudgetWatch:
 
 
 class AdapterCap:
-    """At most so many different adapters in a step; requests without one do not count."""
+    """At most so many different adapters in a step. Asked about requests with one alone."""
 
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters
@@ -52,7 +53,7 @@ class AdapterCap:
         self._rows.clear()
 
     def admits(self, request: Request) -> bool:
-        """Requests that need no adapter, or one in use, or find a free slot."""
+        """Requests whose adapter is in use, or finds a free slot."""
         has_slot = self._has_slot(request)
         self.num_passed_over += not has_slot
         return has_slot
@@ -61,18 +62,25 @@ class AdapterCap:
         return num_tokens if self._has_slot(request) else 0
 
     def take(self, request: Request, num_tokens: int) -> None:
-        if request.extra_keys:
-            self._rows[request.extra_keys[0]] += 1
-            expect(len(self._rows) <= self._max_adapters, "budget", f"adapters in use: {list(self._rows)}")
+        self._rows[request.extra_keys[0]] += 1
+        expect(len(self._rows) <= self._max_adapters, "budget", f"adapters in use: {list(self._rows)}")
 
     def give_back(self, request: Request, num_tokens: int) -> None:
-        if request.extra_keys:
-            self._rows[request.extra_keys[0]] -= 1
-            self._rows += Counter()
+        self._rows[request.extra_keys[0]] -= 1
+        self._rows += Counter()
 
     def _has_slot(self, request: Request) -> bool:
-        keys = request.extra_keys
-        return not keys or keys[0] in self._rows or len(self._rows) < self._max_adapters
+        return request.extra_keys[0] in self._rows or len(self._rows) < self._max_adapters
+
+
+class Adapters(SchedulerFeature):
+    """A feature whose requests alone spend its budget."""
+
+    def __init__(self, cap: AdapterCap) -> None:
+        self.budget = cap
+
+    def on_add(self, request: Request) -> None:
+        request.has_budget = bool(request.extra_keys)
 
 
 class EncoderBudget:

@@ -17,7 +17,7 @@ from engine_svc.speculation.accounting import DraftGrants
 from tests.engine_svc.core_state import num_unfinished
 from tests.simulation.alone import Turn
 from tests.simulation.broken import BrokenInvariant, expect
-from tests.simulation.budgets import AdapterCap, BudgetWatch, EncoderBudget
+from tests.simulation.budgets import AdapterCap, Adapters, BudgetWatch, EncoderBudget
 from tests.simulation.cache_watch import CacheWatch
 from tests.simulation.features import REMOTE, HeldBlocks
 from tests.simulation.history import History
@@ -63,12 +63,13 @@ class World:
         self.budget_watch = BudgetWatch() if setup.has_budget_watch else None
         self.adapter_cap = AdapterCap(setup.max_adapters) if setup.max_adapters else None
         self.encoder = EncoderBudget(setup.max_encoder_tokens) if setup.max_encoder_tokens else None
-        budgets: list[Budget | None] = [self.budget_watch, self.adapter_cap, self.encoder]
+        budgets: list[Budget | None] = [self.budget_watch, self.encoder]
+        adapters = () if self.adapter_cap is None else (Adapters(self.adapter_cap),)
         core = build_core(
             setup.scheduler,
             setup.cache,
             policy=setup.policy,
-            features=(self.features,),
+            features=(self.features, *adapters),
             budgets=[budget for budget in budgets if budget is not None],
         )
         self.scheduler, self.kv_cache = core.scheduler, core.kv_cache

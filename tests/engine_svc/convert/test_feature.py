@@ -128,11 +128,12 @@ def test_what_features_make_of_an_add_becomes_extras_of_the_request():
 
 def test_a_later_feature_reads_the_prompt_as_earlier_ones_changed_it():
     span = ContentSpan(1, 2, "content")
-    changing = Reading(Parsed(First(1), token_ids=[7, 0, 0], spans=(span,)))
+    changing = Reading(Parsed(First(1), token_ids=[7, 0, 0], spans=(span,), cache_keys=("key",)))
     later = Reading()
     request = to_request(make_entry(1, prompt=[7, 8, 9]), changing, later)
     assert later.seen == [([7, 0, 0], (span,))]
     assert (request.token_ids, request.num_prompt_tokens, request.spans) == ([7, 0, 0], 3, (span,))
+    assert request.extra_keys == ("key",)
 
 
 def test_a_feature_may_keep_a_request_from_reading_the_prefix_cache():

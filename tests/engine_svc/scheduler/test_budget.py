@@ -6,9 +6,10 @@ import pytest
 
 from engine_svc.core.request import Request
 from engine_svc.scheduler.budget import PipelineTurns
+from engine_svc.scheduler.feature import SchedulerFeature
 from tests.engine_svc.scheduler.doubles import AtMost, Meter, Postponed, item
 from tests.engine_svc.scheduler.fakes import Stage, granted, request
-from tests.simulation.budgets import AdapterCap, EncoderBudget
+from tests.simulation.budgets import AdapterCap, Adapters, EncoderBudget
 
 
 class _EvenOnly(Meter):
@@ -111,7 +112,7 @@ def _with_adapter(request_id: str, adapter: str) -> Request:
 
 # Row 173.
 def test_a_third_adapter_waits_while_its_peers_with_the_first_run():
-    stage = Stage(budgets=[AdapterCap(2)])
+    stage = Stage(features=[Adapters(AdapterCap(2))])
     stage.add(
         *(_with_adapter(f"r{index}", f"adapter {index % 3}") for index in range(6)), request("plain", 8)
     )
@@ -122,6 +123,23 @@ def test_a_third_adapter_waits_while_its_peers_with_the_first_run():
     assert stage.step().request_ids == ["r0", "r3", "r4", "plain"]
     stage.scheduler.abort(["r4"], now=3.0)
     assert stage.step().request_ids == ["r0", "r3", "plain", "r2", "r5"]
+
+
+def test_a_feature_s_budget_is_asked_for_its_own_requests_alone():
+    """Also for rows of one token."""
+    feature, meter = SchedulerFeature(), Meter()
+    feature.budget = meter
+    stage = Stage(features=[feature])
+    plain, own = request("plain", 7), request("own", 7)
+    own.has_budget = True
+    stage.add(plain, own)
+    stage.step()
+    assert meter.spent == {"own": 7}
+    stage.step()
+    assert meter.spent == {"own": 1}
+    stage.scheduler.abort(["own"], now=2.0)
+    stage.step()
+    assert (meter.spent, meter.num_steps) == ({}, 3)
 
 
 def test_who_is_passed_over_keeps_its_place_among_those_who_enter():

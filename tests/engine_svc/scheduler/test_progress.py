@@ -9,7 +9,7 @@ from engine_svc.scheduler.policies import POLICIES
 from tests.engine_svc.core_state import num_unfinished
 from tests.engine_svc.scheduler.doubles import AtMost
 from tests.engine_svc.scheduler.fakes import NEW_TOKEN, STOP, Stage, request, segment, session
-from tests.simulation.budgets import AdapterCap
+from tests.simulation.budgets import AdapterCap, Adapters
 
 every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 
@@ -112,7 +112,8 @@ def test_small_budgets_delay_but_do_not_stop_requests(policy: str):
         num_blocks=9,
         block_size=4,
         max_num_batched_tokens=6,
-        budgets=[AdapterCap(1), AtMost({"a": 1, "b": 2})],
+        features=[Adapters(AdapterCap(1))],
+        budgets=[AtMost({"a": 1, "b": 2})],
     )
     requests = [request(name, 9, max_tokens=5) for name in "abc"]
     for adapted, adapter in zip(requests, ("one", "two", "one"), strict=True):
