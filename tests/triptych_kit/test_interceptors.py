@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.triptych_kit.fakes import EOF, SERVICE_NAME, FakeService, call_unary, serving
 from triptych_kit.errors import FailedPrecondition, from_rpc_error
 from triptych_kit.interceptors import server_interceptors
+from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.server import Registration
 from triptych_kit.telemetry.logs import bind_log_fields, log_fields
 from triptych_kit.telemetry.traces import begin_trace, current_method, recent_spans, record_trace
@@ -278,6 +279,32 @@ async def test_a_call_that_its_client_ends_at_the_deadline_was_too_late_and_any_
     with pytest.raises(asyncio.CancelledError):
         await handler.stream_unary(None, EndedContext(remaining_s))
     assert [record.code for record in access_lines(caplog)] == [code]
+
+
+async def test_a_call_that_is_reset_before_its_key_is_known_is_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    class ResetContext(EndedContext):
+        def peer(self) -> str:
+            return "ipv4:192.0.2.1:5000"
+
+        async def send_initial_metadata(self, metadata: Any) -> None:
+            raise asyncio.CancelledError
+
+    async def find(details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+
+    authenticator = Authenticator(None, verifies_certificates=True)
+    details = SimpleNamespace(method=f"/{SERVICE_NAME}/Unary", invocation_metadata=())
+    (interceptor,) = server_interceptors("fake", authenticator=authenticator)
+    for _ in range(3):
+        handler: Any = await interceptor.intercept_service(find, details)
+        with pytest.raises(asyncio.CancelledError):
+            await handler.stream_unary(None, ResetContext(None))
+    assert authenticator.refusals.by_reason == {"RESET": 3}
+    assert [record.client for record in access_lines(caplog)] == ["192.0.2.1"]
 
 
 async def test_streams_in_both_directions_pass_through() -> None:

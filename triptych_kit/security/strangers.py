@@ -46,6 +46,8 @@ _MAX_DROPPED = 256  # networks, of which the oldest is forgotten
 _FRIEND_S = 600.0  # since the last call with a key
 _MAX_FRIENDS = 10_000  # as above
 _LOOK_S = 0.03
+_FIRST_LOOK_S = 0.005  # since the newest connection
+_FIRST_LOOKS_FOR_S = 3.0
 _WHOLE_LOOK_S = 1.0  # between looks at descriptors that were something else before
 _RELEASE_S = 2.0
 _RELEASES_FOR_S = 20.0  # after
@@ -103,7 +105,8 @@ class Strangers:
 
     def note_known(self, peer: str) -> None:
         """Note that a peer, as gRPC names it, has made a call with valid credentials."""
-        self._known[f"{host_of_peer(peer)} {peer.rpartition(':')[2]}"] = time.monotonic()
+        if self._thread is not None:
+            self._known[f"{host_of_peer(peer)} {peer.rpartition(':')[2]}"] = time.monotonic()
 
     def watch(self, port: int) -> None:
         """Limit the connections to a port from now on. Called in the event loop."""
@@ -143,7 +146,13 @@ class Strangers:
                 # What many calls took in small parts stays with the process otherwise. This may take long.
                 threading.Thread(target=release_memory, name="release memory", daemon=True).start()
                 released_at = now
-            self._arrivals.poll(_LOOK_S if self._strangers else _WHOLE_LOOK_S)
+            self._arrivals.poll(self._pause_s(now))
+
+    def _pause_s(self, now: float) -> float:
+        if not self._strangers:
+            return _WHOLE_LOOK_S
+        newest_at = max(stranger.since for stranger in self._strangers.values())
+        return _FIRST_LOOK_S if now - newest_at < _FIRST_LOOKS_FOR_S else _LOOK_S
 
     def _look(self, now: float) -> None:
         """Close the connections without a key that exceed a limit."""

@@ -180,10 +180,11 @@ async def test_a_client_that_does_not_read_is_cut_off():
             await until(lambda: not app.num_open)
 
 
-async def test_one_connection_too_many_closes_the_one_that_waits_longest():
+async def test_one_connection_too_many_closes_the_one_that_waits_longest_and_is_counted():
+    security = ListenerSecurity(Authenticator(None, verifies_certificates=False))
     async with (
         contextlib.AsyncExitStack() as stack,
-        listening(limits=ConnectionLimits(max_connections=2)) as (_, address),
+        listening(limits=ConnectionLimits(max_connections=2), security=security) as (_, address),
         connected(address) as first,
         connected(address) as second,
     ):
@@ -193,6 +194,7 @@ async def test_one_connection_too_many_closes_the_one_that_waits_longest():
         for connection in (second, third):
             await connection.send(GET % b"a")
             assert (await connection.reply()).status == 200
+    assert security.authenticator.refusals.closed_by_reason == {"TOO_MANY_CONNECTIONS": 1}
 
 
 async def hold(stack: contextlib.AsyncExitStack, app: App, address: str, *asks: bytes) -> list[RawConnection]:

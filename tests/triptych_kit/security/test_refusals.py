@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+
+import pytest
 
 from triptych_kit.clock import FakeClock
 from triptych_kit.security.refusals import Refusals
@@ -22,6 +25,22 @@ def test_one_refusal_of_an_address_a_minute_is_logged():
     clock.advance(30)
     assert refusals.note("b", "NO_CREDENTIALS") == 1
     assert refusals.by_reason == {"UNKNOWN_KEY": 4, "NO_CREDENTIALS": 6}
+
+
+def test_closed_connections_are_counted_and_logged_with_the_refusals_of_their_address(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    refusals = Refusals(clock)
+    for _ in range(3):
+        refusals.note_closed("a", "TOO_MANY_BYTES")
+    assert refusals.note("a", "UNKNOWN_KEY") is None
+    clock.advance(60)
+    refusals.note_closed("a", "NETWORK_DROPPED")
+    assert refusals.closed_by_reason == {"TOO_MANY_BYTES": 3, "NETWORK_DROPPED": 1}
+    logged = [(record.client, record.reason, record.num_unlogged) for record in caplog.records]  # type: ignore[attr-defined]
+    assert logged == [("a", "TOO_MANY_BYTES", 0), ("a", "NETWORK_DROPPED", 3)]
 
 
 def test_wrong_keys_of_an_address_wait_and_a_lack_of_one_does_not():
