@@ -71,7 +71,10 @@ _EXACT = Context(prec=2 * MAX_DIGITS)
 _MAX_ERROR_CHARS = 300
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s\[\]]+>')
 _JSON_PARTS = re.compile(r'"[^"]*"|[,:] ?|[{}\[\]]|[^"{}\[\],:]+|"')
-_DETAILS = re.compile("<state>|<backtrace>")  # of a message: what follows is for developers of llguidance
+# Of a message: what follows is for developers of llguidance, or shows the text that it was given, which for
+# schemas is not the client's.
+_DETAILS = re.compile("<state>|<backtrace>|\n *1 \\| start: json_")
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")  # in that text
 _PANIC = "panic: "
 _EMPTY = "Unsatisfiable schema"
 _LIMITATIONS = {
@@ -382,7 +385,7 @@ def _escaped(text: str) -> str:
 
 def short_message(message: str) -> str:
     """The message on one line, without the parser's state or the backtrace of a panic."""
-    text = " ".join(_DETAILS.split(message)[0].split())
+    text = _PLACE.sub("", " ".join(_DETAILS.split(message)[0].split()))
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " ..."
 
 

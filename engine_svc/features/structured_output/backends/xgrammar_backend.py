@@ -52,7 +52,8 @@ _IGNORED = frozenset(
 )  # fmt: skip
 _COUNT = re.compile(r'"m(?:ax|in)(?:Length|Items|Properties)"\s*:\s*(\d+)')
 _MAX_ERROR_CHARS = 300
-_ERROR_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # in its own sources
+# In its own sources, and the condition there that failed.
+_ERROR_PLACE = re.compile(r"^(?:\[[\d:]+\] \S+: )?(?:Check failed: \(.*\) is (?:true|false): )?")
 # A separator of JSON as a whole text of a grammar. Other texts have escaped quotes alone.
 _SEPARATOR = re.compile(r'(?<!\\)"([,:]) "')
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)

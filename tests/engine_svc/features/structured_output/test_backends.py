@@ -707,6 +707,24 @@ def test_symbols_of_a_grammar_have_a_limit():
         backend("llguidance").compile(schema({"prefixItems": objects}))
 
 
+@pytest.mark.parametrize(
+    ("name", "document", "message"),
+    [
+        ("xgrammar", {"type": "integer", "minimum": -(10**300)}, "Integer exceeds minimum limit"),
+        (
+            "llguidance",
+            {"type": "integer", "multipleOf": 10**30},
+            "at 2(9): failed to compile JSON schema: Value for 'multipleOf' has too many digits: "
+            + f"{10**30}",
+        ),
+    ],
+)
+def test_an_error_has_neither_a_backend_s_sources_nor_the_text_made_for_it(name, document, message):
+    with pytest.raises(GrammarError) as error:
+        backend(name).compile(schema(document))
+    assert str(error.value) == message
+
+
 def test_a_panic_of_the_compiler_reaches_clients_without_its_backtrace():
     message = "panic: called `Option::unwrap()`\n on a `None` value\n<backtrace>\n 0: <unknown>\n</backtrace>"
     error = llguidance_text.grammar_error(regex("a"), message)
