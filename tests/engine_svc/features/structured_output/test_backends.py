@@ -714,8 +714,7 @@ def test_symbols_of_a_grammar_have_a_limit():
         (
             "llguidance",
             {"type": "integer", "multipleOf": 10**30},
-            "at 2(9): failed to compile JSON schema: Value for 'multipleOf' has too many digits: "
-            + f"{10**30}",
+            f"Value for 'multipleOf' has too many digits: {10**30}",
         ),
     ],
 )
