@@ -13,7 +13,6 @@ from triptych_kit.clock import Clock, MonotonicClock
 logger = logging.getLogger(__name__)
 
 TOO_MANY_BYTES, TOO_MANY_CONNECTIONS = "TOO_MANY_BYTES", "TOO_MANY_CONNECTIONS"
-NETWORK_DROPPED = "NETWORK_DROPPED"  # for what another connection from there did
 NO_REQUEST = "NO_REQUEST"  # in time
 _WINDOW_S = 60.0  # without a refusal, an address is a new one again
 RESET = "RESET"  # the reason of a call that ended before it was answered

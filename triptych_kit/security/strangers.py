@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from triptych_kit.addresses import host_of_peer
 from triptych_kit.process.setup import release_memory
 from triptych_kit.security.refusals import (
-    NETWORK_DROPPED,
     TOO_MANY_BYTES,
     TOO_MANY_CONNECTIONS,
     Refusals,
@@ -146,7 +145,8 @@ class Strangers:
                 # What many calls took in small parts stays with the process otherwise. This may take long.
                 threading.Thread(target=release_memory, name="release memory", daemon=True).start()
                 released_at = now
-            self._arrivals.poll(self._pause_s(now))
+            # Many connections take longer: a tenth of a core at most.
+            self._arrivals.poll(max(self._pause_s(now), 9 * (time.monotonic() - now)))
 
     def _pause_s(self, now: float) -> float:
         if not self._strangers:
@@ -158,18 +158,17 @@ class Strangers:
         """Close the connections without a key that exceed a limit."""
         found = self._found(now)
         self._strangers = {peer: self._strangers.get(peer) or _stranger(peer, now) for peer in found}
-        excess = self._excess(found, now)
-        dropped: set[str] = set()
-        if excess:
+        excess, networks = self._excess(found, now)
+        if networks:
             friends = {*self._friends, *(_network(_address(peer)) for peer in list(self._known))}
-            dropped = {self._strangers[peer].network for peer in excess} - friends
+            networks = {network: reason for network, reason in networks.items() if network not in friends}
         closed = []
         for peer, stranger in self._strangers.items():
-            if not stranger.is_closed and (peer in excess or stranger.network in dropped):
-                stranger.is_closed = self._close(peer, found[peer][0])
-                if stranger.is_closed:
-                    closed.append((stranger.address, excess.get(peer, NETWORK_DROPPED)))
-        self._drop(dropped, now)
+            reason = networks.get(stranger.network) or excess.get(peer)
+            if reason and not stranger.is_closed and self._close(peer, found[peer][0]):
+                stranger.is_closed = True
+                closed.append((stranger.address, reason))
+        self._drop(networks, now)
         if closed:
             # Once for all: each call lets others have the interpreter.
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -219,42 +218,44 @@ class Strangers:
             if now - at > _FRIEND_S or len(self._friends) > _MAX_FRIENDS:
                 del self._friends[network]
 
-    def _excess(self, found: Mapping[str, tuple[int, int]], now: float) -> dict[str, str]:
-        """The peers whose connections exceed a limit, and which."""
+    def _excess(
+        self, found: Mapping[str, tuple[int, int]], now: float
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The reasons of peers whose connections are beyond a limit, and of networks that exceed one."""
         excess: dict[str, str] = {}
+        networks: dict[str, str] = {}
         of_network: dict[str, list[str]] = defaultdict(list)
         bytes_of_network: Counter[str] = Counter()
-        every: list[str] = []
-        for peer, stranger in self._strangers.items():
-            if stranger.is_closed:
-                continue
+        opened = {peer: each for peer, each in self._strangers.items() if not each.is_closed}
+        for peer, stranger in sorted(opened.items(), key=lambda item: item[1].since):
+            of_network[stranger.network].append(peer)
             num_bytes = max(0.0, found[peer][1] - _MAX_BYTES_PER_S * (now - stranger.since))
             bytes_of_network[stranger.network] += round(num_bytes)
-            if num_bytes > _MAX_BYTES or bytes_of_network[stranger.network] > _MAX_BYTES_OF_NETWORK:
-                excess[peer] = TOO_MANY_BYTES
-            else:
-                of_network[stranger.network].append(peer)
-                every.append(peer)
-        limits = [(peers, self._max_of_network) for peers in of_network.values()]
-        for peers, limit in [*limits, (every, self._max_connections)]:
-            if len(peers) > limit:
-                peers.sort(key=lambda peer: self._strangers[peer].since)
-                excess |= dict.fromkeys(peers[: len(peers) - limit], TOO_MANY_CONNECTIONS)
-        return excess
+            if num_bytes > _MAX_BYTES:
+                excess[peer] = networks[stranger.network] = TOO_MANY_BYTES
+        for network, peers in of_network.items():
+            if bytes_of_network[network] > _MAX_BYTES_OF_NETWORK:
+                networks[network] = TOO_MANY_BYTES
+            if (num_beyond := len(peers) - self._max_of_network) > 0:
+                networks.setdefault(network, TOO_MANY_CONNECTIONS)
+                excess |= dict.fromkeys(peers[:num_beyond], TOO_MANY_CONNECTIONS)
+        # Beyond the limit of all, no network is to blame.
+        oldest = sorted(opened, key=lambda peer: opened[peer].since)[: -self._max_connections]
+        return dict.fromkeys(oldest, TOO_MANY_CONNECTIONS) | excess, networks
 
     def _close(self, peer: str, descriptor: int) -> bool:
         """Reset the connection of a peer; False if that is no longer behind the descriptor."""
         # Only a duplicate cannot become another file meanwhile.
-        if _libc.dup2(descriptor, self._spare) < 0:
+        if _libc.dup3(descriptor, self._spare, os.O_CLOEXEC) < 0:
             return False
         is_same = _inspect(self._spare, self._ports)[0] == peer
         if is_same:
             # Also forgets what was received: megabytes that would still be parsed.
             _libc.connect(self._spare, _UNSPECIFIED_ADDRESS, len(_UNSPECIFIED_ADDRESS))
-        _libc.dup2(self._wake, self._spare)
+        _libc.dup3(self._wake, self._spare, os.O_CLOEXEC)
         return is_same
 
-    def _drop(self, networks: set[str], now: float) -> None:
+    def _drop(self, networks: Iterable[str], now: float) -> None:
         """Have the kernel drop what these networks send to the ports, and no more what others sent."""
         over = [network for network, until in self._dropped.items() if until < now]
         if not networks and not over:

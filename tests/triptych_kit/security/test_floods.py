@@ -17,6 +17,7 @@ from tests.acceptance.rig.flood_peers import HTTP2, PREFACE, SETTINGS, Peers, fr
 from triptych_kit import limits
 from triptych_kit.addresses import split_address
 from triptych_kit.channel import ChannelCredentials, open_channel
+from triptych_kit.security import strangers
 from triptych_kit.security.authenticator import Authenticator
 from triptych_kit.security.credentials import Credentials
 from triptych_kit.security.listeners import ListenerSecurity
@@ -81,6 +82,26 @@ async def test_an_address_has_a_limited_number_of_connections_without_a_key(tmp_
         async with _flooding(address, "5,000 connections", _STRANGER, connections=400):
             await _until(lambda: security.strangers.num_dropped == 1)
             await _until(lambda: security.authenticator.refusals.closed_by_reason["TOO_MANY_CONNECTIONS"] > 0)
+        await _check(address)
+
+
+async def test_beyond_the_limit_of_all_the_oldest_are_closed_and_no_address_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(strangers, "_MAX_CONNECTIONS", 4)
+    async with _listener(tmp_path) as (address, security), contextlib.AsyncExitStack() as stack:
+        readers = []
+        for last in range(2, 8):
+            source = (f"127.0.0.{last}", 0)
+            reader, writer = await asyncio.open_connection(*split_address(address), local_addr=source)
+            stack.callback(writer.close)
+            writer.write(PREFACE + frame(SETTINGS, 0, 0))
+            await reader.readexactly(9)
+            readers.append(reader)
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(readers[0].read(), _LIMIT_S)
+        await _until(lambda: security.authenticator.refusals.closed_by_reason["TOO_MANY_CONNECTIONS"] == 2)
+        assert security.strangers.num_dropped == 0
         await _check(address)
 
 

@@ -37,10 +37,10 @@ def test_closed_connections_are_counted_and_logged_with_the_refusals_of_their_ad
         refusals.note_closed("a", "TOO_MANY_BYTES")
     assert refusals.note("a", "UNKNOWN_KEY") is None
     clock.advance(60)
-    refusals.note_closed("a", "NETWORK_DROPPED")
-    assert refusals.closed_by_reason == {"TOO_MANY_BYTES": 3, "NETWORK_DROPPED": 1}
+    refusals.note_closed("a", "TOO_MANY_CONNECTIONS")
+    assert refusals.closed_by_reason == {"TOO_MANY_BYTES": 3, "TOO_MANY_CONNECTIONS": 1}
     logged = [(record.client, record.reason, record.num_unlogged) for record in caplog.records]  # type: ignore[attr-defined]
-    assert logged == [("a", "TOO_MANY_BYTES", 0), ("a", "NETWORK_DROPPED", 3)]
+    assert logged == [("a", "TOO_MANY_BYTES", 0), ("a", "TOO_MANY_CONNECTIONS", 3)]
 
 
 def test_wrong_keys_of_an_address_wait_and_a_lack_of_one_does_not():
