@@ -23,6 +23,7 @@ from pathlib import Path
 
 from triptych.engine.v1 import add_pb2
 from triptych_kit.errors import Internal
+from triptych_kit.security.files import Version, is_recent, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,20 +177,9 @@ class _Incident:
     found_at: int
     incident_id: str
 
-    @classmethod
-    def of(cls, name: str) -> _Incident | None:
-        """None for the name of another file."""
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return None
-        fields = match.groupdict()
-        num_tokens, found_at = int(fields.pop("num_tokens")), int(fields.pop("found_at"))
-        return cls(name, num_tokens=num_tokens, found_at=found_at, **fields)
-
-    @property
-    def left_s(self) -> float:
+    def left_s(self, now: float) -> float:
         """For how long it is remembered; 0 if no longer."""
-        age_s = time.time() - self.found_at
+        age_s = now - self.found_at
         return max(0.0, _TTL_S - age_s) if age_s >= -_MAX_AHEAD_S else 0.0
 
     def is_alike(self, content: Content) -> bool:
@@ -198,6 +188,16 @@ class _Incident:
         if is_whole and content.num_tokens != self.num_tokens:
             return False
         return _digest_of_beginning(content, self.num_tokens) == self.beginning
+
+
+def _incident_of(name: str) -> _Incident | None:
+    """None for the name of another file."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    fields = match.groupdict()
+    num_tokens, found_at = int(fields.pop("num_tokens")), int(fields.pop("found_at"))
+    return _Incident(name, num_tokens=num_tokens, found_at=found_at, **fields)
 
 
 class PoisonRecord:
@@ -216,6 +216,8 @@ class PoisonRecord:
         if runtime_folder is not None:
             self._folder = runtime_folder / _FOLDER / _digest(stack.encode())
         self._unwritten: set[str] = set()
+        self._listed: list[_Incident | None] = []
+        self._version: Version | None = None  # of the folder, when it was listed
 
     def note_poison(self, contents: Sequence[Content]) -> str:
         """Record requests of one owner that have crashed engines; returns the incident id.
@@ -251,27 +253,21 @@ class PoisonRecord:
         if not incidents:
             return False
         is_unknown = is_unknown and content not in self.innocent
-        whole = bool(content.account) and is_unknown
-        for one in incidents:
-            if one.kind == _POISON and one.is_alike(content):
-                logger.warning("poison refused", extra={"incident_id": one.incident_id})
-                message = "requests with this prompt have crashed engines: it is refused"
-                raise quarantined(message, one.incident_id, one.left_s)
-        for one in incidents:
-            if one.kind == _POISON and whole:
-                fields = {"incident_id": one.incident_id}
-                logger.warning("prompt of a quarantined account refused", extra=fields)
-                message = (
-                    f"requests of {content.account} have crashed engines: its prompts that were not answered "
-                    "before are refused"
-                )
-                raise quarantined(message, one.incident_id, one.left_s)
-        return is_unknown and any(whole or one.is_alike(content) for one in incidents)
+        # Without a key, another prompt may be another client's.
+        answers_for_all = is_unknown and bool(content.account)
+        poison = [one for one in incidents if one.kind == _POISON]
+        alike = next((one for one in poison if one.is_alike(content)), None)
+        if alike is not None:
+            raise _refusal("requests with this prompt have crashed engines: it is refused", alike)
+        if poison and answers_for_all:
+            what = "its prompts that were not answered before are refused"
+            raise _refusal(f"requests of {content.account} have crashed engines: {what}", poison[0])
+        return is_unknown and any(answers_for_all or one.is_alike(content) for one in incidents)
 
     def entries(self) -> list[PoisonEntry]:
         """The prompts that are refused now, newest first."""
         entries = [
-            PoisonEntry(one.incident_id, *self._read(one.name), one.num_tokens, one.left_s)
+            PoisonEntry(one.incident_id, *self._read(one.name), one.num_tokens, one.left_s(time.time()))
             for one in self._incidents()
             if one.kind == _POISON
         ]
@@ -312,17 +308,26 @@ class PoisonRecord:
 
     def _incidents(self) -> list[_Incident]:
         """All that is remembered; what is not is removed."""
-        names = list(self._unwritten)
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                names += os.listdir(self._folder)
-        incidents = []
-        for incident in filter(None, map(_Incident.of, names)):
-            if incident.left_s:
+        incidents, now = [], time.time()
+        for incident in filter(None, (*map(_incident_of, self._unwritten), *self._written())):
+            if incident.left_s(now):
                 incidents.append(incident)
             else:
                 self._remove(incident.name)
         return incidents
+
+    def _written(self) -> list[_Incident | None]:
+        if self._folder is None:
+            return []
+        version = version_of([str(self._folder)])
+        if version != self._version:
+            try:
+                self._listed = [_incident_of(name) for name in os.listdir(self._folder)]
+            except OSError:
+                self._listed = []
+            # Two changes within a tick of the file system's clock have one version.
+            self._version = None if is_recent(version) else version
+        return self._listed
 
     def _read(self, name: str) -> tuple[str, str]:
         try:
@@ -434,3 +439,8 @@ def quarantined(message: str, incident_id: str, left_s: float = _TTL_S) -> Inter
         reason=QUARANTINED,
         metadata={"incident_id": incident_id},
     )
+
+
+def _refusal(message: str, incident: _Incident) -> Internal:
+    logger.warning("poison refused", extra={"incident_id": incident.incident_id})
+    return quarantined(message, incident.incident_id, incident.left_s(time.time()))

@@ -405,3 +405,16 @@ def test_other_processes_see_for_a_while_that_requests_were_on_a_dead_engine(
     assert not is_free_elsewhere(tmp_path)
     quarantine.release("a")
     assert is_free_elsewhere(tmp_path)
+
+
+def test_a_folder_that_has_not_changed_is_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    record, other = PoisonRecord(tmp_path), PoisonRecord(tmp_path)
+    incident_id = record.note_poison([content_of(POISON)])
+    later_ns = time.time_ns() + 5_000_000_000
+    monkeypatch.setattr(time, "time_ns", lambda: later_ns)
+    assert refusal_of(record, content_of(POISON)) is not None
+    with monkeypatch.context() as without:
+        without.delattr(os, "listdir")
+        assert refusal_of(record, content_of(POISON)) is not None
+    assert other.clear(incident_id) == 1
+    assert refusal_of(record, content_of(POISON)) is None
