@@ -229,7 +229,13 @@ class Fleet:
     async def _keep(self, process: ServiceProcess, max_restarts: int) -> None:
         for _ in range(max_restarts):
             await process.ended(_KEEP_LIMIT_S)
-            await process.start()
+            start = asyncio.ensure_future(process.start())
+            try:
+                await asyncio.shield(start)
+            except asyncio.CancelledError:
+                # Else its addresses would be those of the life before.
+                await start
+                raise
 
 
 def is_engine_key(key: str, fact: str) -> bool:
