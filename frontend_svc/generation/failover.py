@@ -480,8 +480,9 @@ class Migration:
 
     def _check_record(self) -> None:
         """Have it run alone if it may crash engines. Raises Internal if it is known to."""
-        suspect, is_proven = self.suspect, self.suspect.turn is not Turn.ALONE and not self.is_new
-        if self._failover.poison.check(suspect.content, is_unknown=not is_proven):
+        suspect = self.suspect
+        is_unknown = suspect.turn is Turn.ALONE or not self._request.has_begun
+        if self._failover.poison.check(suspect.content, is_unknown=is_unknown):
             suspect.turn = Turn.ALONE
 
     def _hold_for_turn(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -780,6 +781,20 @@ async def test_a_request_that_was_held_is_checked_again_before_it_is_sent():
     world.failover.close()
 
 
+async def test_a_request_that_moves_without_output_is_checked_as_a_new_one():
+    world = MovesWorld(num_engines=2, chance=NoChance())
+    for name in ("suspect", "other"):
+        world.start(name)
+    world.failover.poison.note_suspect(world.requests["suspect"].content())
+    world.lose_first(LossKind.LEFT)
+    second = world.engines.left[0]
+    await world.until(lambda: second.received == ["other"])
+    world.requests["other"].on_output()
+    await world.until(lambda: second.received == ["other", "suspect"])
+    assert world.migrations["suspect"].suspect.turn is Turn.ALONE
+    world.failover.close()
+
+
 async def test_a_suspect_that_is_moved_no_more_is_one_when_it_is_sent_again():
     world = MovesWorld(num_engines=2)
     while world.failover.budget.take():
@@ -1225,6 +1240,64 @@ def test_a_request_that_has_left_its_engine_is_a_likely_cause_until_its_time_is_
     assert not scene.send(suspect, "b")
     scene.quarantine.lose_engine("b", is_dead=True)
     assert scene.quarantine.record.check(scene.request("a").content)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_no_owner_kills_more_than_one_engine_after_its_first_and_no_innocent_is_quarantined(seed, has_keys):
+    """Requests of five owners, of which two send poison, over four engines that start again at once."""
+    rng, scene = random.Random(seed), QuarantineWorld()
+    quarantine, engines = scene.quarantine, ("b", "c", "d", "e")
+    waiting: list[Suspect] = []
+    running: dict[Suspect, str] = {}
+    poison: set[Suspect] = set()
+    late_deaths: Counter[str] = Counter()
+    num_answered = 0
+    for step in range(3000):
+        scene.clock.advance(0.05)
+        if len(waiting) + len(running) < 24 and step < 2500:
+            number = rng.randrange(5)
+            request = scene.request(f"owner {number}" if has_keys else "")
+            if number < 2 and rng.random() < 0.5:
+                if not has_keys:
+                    request = Suspect(Content("", "m", bytes([number, 0, 0, 1])))
+                poison.add(request)
+            waiting.append(request)
+        for request in in_order(waiting):
+            try:
+                if quarantine.record.check(request.content):
+                    request.turn = Turn.ALONE
+            except ServiceError:
+                waiting.remove(request)
+                continue
+            allowed = [one for one in engines if quarantine.may_go(request, one, lambda: engines)]
+            if allowed:
+                running[request] = rng.choice(allowed)
+                assert quarantine.send(request, running[request], yields_at=scene.clock.now() + 5)
+                waiting.remove(request)
+            elif request.turn is Turn.ALONE:
+                quarantine.reserve(request, engines)
+        quarantine.settle()
+        for request, address in list(running.items()):
+            if running.get(request) != address or rng.random() < 0.7:
+                continue
+            if request not in poison:
+                del running[request]
+                quarantine.clear(request)
+                num_answered += 1
+                continue
+            late_deaths[request.owner] += request.turn is Turn.ALONE
+            quarantine.lose_engine(address, is_dead=True)
+            lost = [one for one, where in running.items() if where == address]
+            for one in lost:
+                del running[one]
+                assert not one.incident_id or one.owner == request.owner
+            if rng.random() < 0.8:
+                lost = [one for one in lost if one is not request]
+            waiting += [one for one in lost if not one.incident_id]
+    assert (waiting, running) == ([], {})
+    assert num_answered > 500
+    assert sorted(late_deaths.values()) == [1, 1]
 
 
 # The budget for sending requests again.
