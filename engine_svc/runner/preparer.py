@@ -36,6 +36,7 @@ class _Preparation:
     weight: int
     lane: _Lane
     prepared: Extras = field(default_factory=dict)
+    is_queued: bool = False
     is_dropped: bool = False
 
 
@@ -73,7 +74,7 @@ class _Lane:
 
     def add(self, preparation: _Preparation) -> None:
         """Queue it. The caller has the lock."""
-        preparation.lane = self
+        preparation.lane, preparation.is_queued = self, True
         self._queue.add(preparation, preparation.account, preparation.weight)
         if self._thread is None:
             self._start_thread()
@@ -85,7 +86,9 @@ class _Lane:
         The caller has the lock.
         """
         preparation.is_dropped = True
-        if preparation is self._running and self._num_abandoned < MAX_ABANDONED:
+        if preparation.is_queued:
+            self._queue.remove(preparation, preparation.account)
+        elif preparation is self._running and self._num_abandoned < MAX_ABANDONED:
             self._num_abandoned += 1
             self._running = None
             self._start_thread()
@@ -111,7 +114,9 @@ class _Lane:
                     if self._is_stopped:
                         return None
                     self._is_wanted.wait()
-                elif not preparation.is_dropped and not self._passed_on(preparation):
+                    continue
+                preparation.is_queued = False
+                if not self._passed_on(preparation):
                     self._running = preparation
                     return preparation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -144,6 +145,17 @@ def test_one_that_is_dropped_before_its_turn_is_never_begun(rig: Rig):
     rig.feature.gate.set()
     assert [rig.answer(), rig.answer()] == [(1, ""), (3, "")]
     assert rig.feature.begun.get(timeout=LIMIT_S) == "third"
+
+
+def test_nothing_is_kept_of_one_that_is_dropped_before_its_turn(rig: Rig):
+    rig.prepare(1, Order("a", held=True))
+    assert rig.feature.begun.get(timeout=LIMIT_S) == "a"
+    order = Order("b")
+    kept = weakref.ref(order)
+    rig.prepare(2, order)
+    del order
+    rig.preparer.drop_prepared("r2")
+    assert kept() is None
 
 
 def test_one_that_hangs_is_left_behind_when_it_is_dropped(rig: Rig):
