@@ -22,6 +22,8 @@ HEARTBEAT_S = 0.5
 _HANDSHAKE_S = 10.0
 # An engine keeps a few MiB of unacknowledged messages, and then waits.
 _MAX_UNACKNOWLEDGED_BYTES = 1024 * 1024
+# Of ADDs that go together. Others' do not wait for long behind it.
+_MAX_TOGETHER_BYTES = 1024 * 1024
 # With these an engine ends a session that it gives up: it was read too slowly, or a newer one replaces it.
 _DISMISSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED)
 
@@ -75,7 +77,7 @@ class EngineStream:
         )
         self._heartbeat_s = heartbeat_s
         self._is_closing = False
-        self._outbox: deque[engine_pb2.ConnectRequest] = deque()
+        self._outbox = _Outbox()
         self._has_outgoing = asyncio.Event()
 
     @property
@@ -133,6 +135,7 @@ class EngineStream:
         if answer.WhichOneof("message") != "hello_ack":
             raise StreamLost("the engine's first message is no hello_ack")
         ack: session_pb2.HelloAck = answer.hello_ack
+        self._outbox.max_together_bytes = min(_MAX_TOGETHER_BYTES, ack.max_frame_bytes or _MAX_TOGETHER_BYTES)
         self._receiver.begin(
             is_resumed=ack.resume_ok,
             max_messages=ack.ack_interval_messages,
@@ -194,7 +197,7 @@ class EngineStream:
             self._has_outgoing.clear()
             await self._writer.finish()
             while self._outbox:
-                self._writer.start(self._outbox.popleft())
+                self._writer.start(self._outbox.take())
                 await self._writer.finish()
             if self._is_closing:
                 await self._call.done_writing()
@@ -211,6 +214,48 @@ class EngineStream:
         packed = trailers.get("grpc-status-details-bin", b"")
         reason = from_status(code.value[0], details, packed).reason if isinstance(packed, bytes) else ""
         return StreamLost(f"{code.name}: {details}", end_of(code, details, reason if packed else ""))
+
+
+class _Outbox:
+    """Messages that wait until the stream has accepted those before them.
+
+    A stream accepts one in each iteration of the event loop, which takes long while many requests have
+    outputs. So what waits goes together: ADDs, behind them aborts for one reason; of acks the last remains.
+    """
+
+    def __init__(self) -> None:
+        self.max_together_bytes = _MAX_TOGETHER_BYTES
+        self._messages: deque[engine_pb2.ConnectRequest] = deque()
+        # Those of these messages that take more, and how many bytes are in them, by kind and reason.
+        self._taking: dict[tuple[str | None, int], tuple[engine_pb2.ConnectRequest, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def append(self, message: engine_pb2.ConnectRequest) -> None:
+        """Append a message, or the content of it to one that waits."""
+        kind = message.WhichOneof("message")
+        key = kind, message.abort.reason if kind == "abort" else 0
+        into, num_taken = self._taking.get(key, (None, 0))
+        num_bytes = message.ByteSize()
+        if into is not None and num_taken + num_bytes <= self.max_together_bytes:
+            into.MergeFrom(message)
+            self._taking[key] = into, num_taken + num_bytes
+            return
+        if kind == "add":
+            # An abort must not overtake the ADD of its request.
+            self._taking = {key: taking for key, taking in self._taking.items() if key[0] != "abort"}
+        elif kind not in ("abort", "ack"):
+            self._taking = {}
+        if kind in ("add", "abort", "ack"):
+            self._taking[key] = message, num_bytes
+        self._messages.append(message)
+
+    def take(self) -> engine_pb2.ConnectRequest:
+        """Remove and return the first message."""
+        message = self._messages.popleft()
+        self._taking = {key: taking for key, taking in self._taking.items() if taking[0] is not message}
+        return message
 
 
 def end_of(code: grpc.StatusCode, details: str, reason: str) -> StreamEnd:

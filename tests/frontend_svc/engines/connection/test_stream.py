@@ -13,7 +13,7 @@ from frontend_svc.engines.connection.client import ReadyMailbox
 from frontend_svc.engines.connection.health import StepWatch
 from frontend_svc.engines.connection.session import EngineSession
 from frontend_svc.engines.connection.stream import EngineStream, StreamEnd, StreamLost
-from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2
+from triptych.engine.v1 import add_pb2, engine_pb2, engine_pb2_grpc, session_pb2, utility_pb2
 from triptych_kit.channel import open_channel
 from triptych_kit.clock import FakeClock, MonotonicClock
 from triptych_kit.errors import (
@@ -37,16 +37,27 @@ class FakeCall:
         self.incoming: asyncio.Queue[object] = asyncio.Queue()
         self.num_reads = 0
         self.is_broken = asyncio.Event()
+        self.written: list[engine_pb2.ConnectRequest] = []
+        self.is_done = asyncio.Event()
+        self.accepted: asyncio.Future[None] | None = None  # what writes wait for
 
     async def write(self, message: engine_pb2.ConnectRequest) -> None:
         if self.is_broken.is_set():
             raise asyncio.InvalidStateError("the call is over")
+        written = engine_pb2.ConnectRequest()
+        written.CopyFrom(message)
+        self.written.append(written)
+        if self.accepted is not None:
+            await asyncio.shield(self.accepted)
         if message.HasField("ack"):
             self.received_acks.put_nowait(message.ack.last_seq)
 
     async def read(self) -> object:
         self.num_reads += 1
         return await self.incoming.get()
+
+    async def done_writing(self) -> None:
+        self.is_done.set()
 
     async def initial_metadata(self) -> tuple[()]:
         return ()
@@ -146,6 +157,67 @@ async def test_messages_of_the_engine_are_received_though_nothing_can_be_written
         await running
     assert taker.events == ["1 begins", "1 ends", "2 begins", "2 ends"]
     assert (caught.value.end, stream.last_seq) == (StreamEnd.LEFT, 2)
+
+
+def add(handle: int, num_tokens: int = 1) -> engine_pb2.ConnectRequest:
+    entry = add_pb2.AddEntry(handle=handle, prompt_token_ids=bytes(4 * num_tokens))
+    return engine_pb2.ConnectRequest(add=add_pb2.Add(entries=[entry]))
+
+
+def abort(handle: int, reason: engine_pb2.AbortReason) -> engine_pb2.ConnectRequest:
+    return engine_pb2.ConnectRequest(abort=engine_pb2.Abort(handles=[handle], attempts=[0], reason=reason))
+
+
+async def written_of(*messages: engine_pb2.ConnectRequest, **ack: int) -> list[engine_pb2.ConnectRequest]:
+    """What the stream writes of messages that wait for one which it has not accepted."""
+    call = FakeCall()
+    stream, taker = await opened_stream(call, **ack), Taker()
+    taker.may_go_on.set()
+    running = asyncio.ensure_future(stream.receive(taker.take))
+    call.accepted = accepted = asyncio.get_running_loop().create_future()
+    for message in (add(0), *messages):
+        stream.send(message)
+    stream.close(engine_pb2.Goodbye())
+    await asyncio.sleep(0)
+    call.accepted = None
+    accepted.set_result(None)
+    await call.is_done.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    hello, first, *rest, goodbye = call.written
+    assert (hello.HasField("hello"), first, goodbye.HasField("goodbye")) == (True, add(0), True)
+    return rest
+
+
+async def test_adds_that_wait_go_together_and_aborts_behind_them():
+    client, stop = engine_pb2.ABORT_REASON_CLIENT, engine_pb2.ABORT_REASON_STOP_STRING
+    written = await written_of(
+        abort(0, client), add(1), abort(1, client), add(2), abort(2, client), abort(3, stop), abort(4, client)
+    )
+    adds = add_pb2.Add(entries=[*add(1).add.entries, *add(2).add.entries])
+    aborts = engine_pb2.Abort(handles=[1, 2, 4], attempts=[0, 0, 0], reason=client)
+    assert written == [
+        abort(0, client),
+        engine_pb2.ConnectRequest(add=adds),
+        engine_pb2.ConnectRequest(abort=aborts),
+        abort(3, stop),
+    ]
+
+
+async def test_of_acks_that_wait_the_last_is_sent():
+    acks = [engine_pb2.ConnectRequest(ack=engine_pb2.Ack(last_seq=seq)) for seq in (3, 4, 5)]
+    assert await written_of(acks[0], add(1), *acks[1:]) == [acks[2], add(1)]
+
+
+async def test_adds_behind_another_message_stay_behind_it():
+    call = engine_pb2.ConnectRequest(utility=utility_pb2.UtilityCall(call_id=1))
+    assert await written_of(add(1), call, add(2)) == [add(1), call, add(2)]
+
+
+async def test_adds_go_together_as_far_as_the_engine_takes_them():
+    adds = [add(handle, num_tokens=100) for handle in range(1, 6)]
+    written = await written_of(*adds, max_frame_bytes=1000)
+    assert [len(message.add.entries) for message in written] == [2, 2, 1]
 
 
 async def test_only_what_was_handled_whole_is_acknowledged():
