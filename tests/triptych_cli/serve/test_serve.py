@@ -365,6 +365,8 @@ async def test_a_killed_engine_and_a_killed_frontend_with_workers_come_back_on_t
         assert len(workers_of(stack.pid_of("frontend"))) == 2
         assert stack.ready["grpc"].startswith("[::1]:") and f"grpc://{stack.ready['grpc']}\n" in stack.banner
         assert asked_over_http(stack, "/v1/models")["data"]
+        chat = await triptych("chat", "--url", stack.url, "--quick", "hi", "--max-tokens", "5")
+        assert (chat.exit_code, chat.err) == (0, "")
         os.kill(stack.pid_of("engine"), signal.SIGKILL)
         with_engine = await until_restarted(ready_file, stack.ready)
         addresses = [[one["address"] for one in ready["processes"]] for ready in (stack.ready, with_engine)]

@@ -131,7 +131,8 @@ async def test_a_key_is_sent_over_tls_with_the_name_of_another_host(
 async def test_an_alert_of_a_client_is_no_error_of_the_listener(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    files = CertificateAuthority(tmp_path).issue("server")
+    authority = CertificateAuthority(tmp_path)
+    files = authority.issue("server")
     tls = ListenerTLS(CertificateFiles(files.certificate, files.key))
     security = ListenerSecurity(Authenticator(None, verifies_certificates=False), tls)
     listener = AdminHTTP("127.0.0.1:0", {}, security=security)
@@ -141,6 +142,11 @@ async def test_an_alert_of_a_client_is_no_error_of_the_listener(
         context.maximum_version = version
         with pytest.raises(ssl.SSLCertVerificationError):
             await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost")
+    context = ssl.create_default_context(cafile=authority.file)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers("AES128-SHA:@SECLEVEL=0")  # which the listener does not have
+    with pytest.raises((ssl.SSLError, ConnectionResetError)):
+        await asyncio.open_connection(host, port, ssl=context, server_hostname="localhost")
     await listener.stop(0)
     gc.collect()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
