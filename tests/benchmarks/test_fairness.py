@@ -8,11 +8,9 @@ from benchmarks.scenarios.fairness import shortfalls
 
 def test_late_first_tokens_and_shares_beside_the_weights_break_the_promise() -> None:
     kept: Row = {
-        "weights": "1:3",
-        "alone_p99_ms": 20.0,
+        "case": "1:3",
         "beside_p99_ms": 130.0,
-        "step_ms": 30.0,
-        "steps_in_flight": 2,
+        "p99_at_most_ms": 130.0,
         "share_of_other": 0.72,
         "share_by_weight": 0.75,
         "refused": "",
