@@ -51,6 +51,7 @@ _SERVICES = ("frontend", "engine", "coordinator")
 _HTTP1_LISTENERS = ("http", "admin http")
 LISTENERS = ("frontend", "http", "engine", "coordinator", "admin", "admin http")
 _NUM_TOKENS = 400
+_NUM_BLOCKS = 600
 _QUIET_S = 4.0
 _RELEASE_S = 10.0
 _POLL_S = 0.1
@@ -274,7 +275,9 @@ async def _serving(*, has_tls: bool) -> AsyncIterator[_Stack]:
         async with Fleet(folder) as fleet:
             coordinator = fleet.add(ServicePlan("coordinator", 0, tuple(flags)))
             known = f"--coordinator={coordinator.address}"
-            engine = (str(embedded_model()), known, "--num-threads=1", *own["engine"])
+            # Few blocks, which the undisturbed run has used: the memory of a CPU's cache grows with its use.
+            cache = f"--num-kv-blocks={_NUM_BLOCKS}"
+            engine = (str(embedded_model()), known, "--num-threads=1", cache, *own["engine"])
             fleet.add(ServicePlan("engine", 0, engine))
             frontend = fleet.add(
                 ServicePlan("frontend", 0, (known, "--http-port=0", "--text-workers=1", *own["frontend"]))
