@@ -285,7 +285,8 @@ async def _guard(call: _Call, context: Any, authenticator: Authenticator) -> Asy
         is_late = remaining_s is not None and remaining_s <= _DEADLINE_LEAD_S
         call.code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
         is_unknown = authenticator.needs_credentials and call.identity is UNRESTRICTED and not call.client
-        if is_unknown and not context.peer().startswith("unix:"):
+        is_open = call.method.removeprefix("/") in OPEN_METHODS
+        if is_unknown and not is_open and not context.peer().startswith("unix:"):
             call.client = host_of_peer(context.peer())
             call.num_unlogged = authenticator.refusals.note(call.client, RESET)
         raise

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from triptych_kit.addresses import host_of_peer
@@ -40,6 +40,10 @@ _MAX_BYTES_OF_NETWORK = 1024 * 1024  # of all its connections without a key
 _MAX_BYTES_PER_S = 4096  # of a connection beyond these; a health check every second has some 200
 _MAX_CONNECTIONS = 1024  # or an eighth of the files that the process may open
 _MAX_OF_NETWORK = 256  # or half of these
+# Clients that connect again at once, as after a restart, may be many behind one address. Younger connections
+# count against four times these limits alone.
+_SHOWS_KEY_S = 2.0
+_NEW = 4
 _DROP_S = 60.0
 _MAX_DROPPED = 256  # networks, of which the oldest is forgotten
 _FRIEND_S = 600.0  # since the last call with a key
@@ -236,12 +240,18 @@ class Strangers:
         for network, peers in of_network.items():
             if bytes_of_network[network] > _MAX_BYTES_OF_NETWORK:
                 networks[network] = TOO_MANY_BYTES
-            if (num_beyond := len(peers) - self._max_of_network) > 0:
+            if (num_beyond := self._num_beyond(peers, self._max_of_network, now)) > 0:
                 networks.setdefault(network, TOO_MANY_CONNECTIONS)
                 excess |= dict.fromkeys(peers[:num_beyond], TOO_MANY_CONNECTIONS)
         # Beyond the limit of all, no network is to blame.
-        oldest = sorted(opened, key=lambda peer: opened[peer].since)[: -self._max_connections]
-        return dict.fromkeys(oldest, TOO_MANY_CONNECTIONS) | excess, networks
+        oldest = sorted(opened, key=lambda peer: opened[peer].since)
+        num_beyond = max(0, self._num_beyond(oldest, self._max_connections, now))
+        return dict.fromkeys(oldest[:num_beyond], TOO_MANY_CONNECTIONS) | excess, networks
+
+    def _num_beyond(self, peers: Sequence[str], limit: int, now: float) -> int:
+        """How many of these peers, the oldest first, are beyond a limit."""
+        num_old = sum(now - self._strangers[peer].since >= _SHOWS_KEY_S for peer in peers)
+        return max(num_old - limit, len(peers) - _NEW * limit)
 
     def _close(self, peer: str, descriptor: int) -> bool:
         """Reset the connection of a peer; False if that is no longer behind the descriptor."""

@@ -85,6 +85,28 @@ async def test_an_address_has_a_limited_number_of_connections_without_a_key(tmp_
         await _check(address)
 
 
+async def test_new_connections_have_time_to_show_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As those of many clients behind one address after a restart."""
+    monkeypatch.setattr(strangers, "_MAX_OF_NETWORK", 8)
+    monkeypatch.setattr(strangers, "_SHOWS_KEY_S", float("inf"))
+    async with _listener(tmp_path) as (address, security), contextlib.AsyncExitStack() as stack:
+
+        async def open_connections(number: int) -> None:
+            for _ in range(number):
+                reader, writer = await asyncio.open_connection(
+                    *split_address(address), local_addr=(_STRANGER, 0)
+                )
+                stack.callback(writer.close)
+                writer.write(PREFACE + frame(SETTINGS, 0, 0))
+                await reader.readexactly(9)
+
+        closed = security.authenticator.refusals.closed_by_reason
+        await open_connections(32)
+        assert not closed
+        monkeypatch.setattr(strangers, "_SHOWS_KEY_S", 0.0)
+        await _until(lambda: closed["TOO_MANY_CONNECTIONS"] == 32)
+
+
 async def test_beyond_the_limit_of_all_the_oldest_are_closed_and_no_address_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
