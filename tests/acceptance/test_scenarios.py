@@ -17,7 +17,7 @@ _CELLS = {
     "calls_beside_schema": ("--parser=hermes", "--parser=pythonic"),
     # Gaps of streams are measured by their own commands.
     "floods": (
-        *("--listener=frontend", "--tls=yes", "--only", "rapid reset", "HPACK bombs"),
+        *("--listener=frontend", "--tls=yes", "--only", "SETTINGS, unread", "CONTINUATION"),
         *("--seconds=2", "--turns=1", "--max-added-ms=inf"),
     ),
     "hostile_grammars": ("--only", "exploding patterns", "--rounds=1", "--max-added-ms=inf"),
