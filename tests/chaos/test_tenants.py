@@ -64,7 +64,7 @@ async def test_wrong_keys_are_one_line_of_the_log_and_a_count(tmp_path: Path) ->
     async def guess(stack: ServedStack) -> None:
         until = time.perf_counter() + _GUESS_S
         while time.perf_counter() < until:
-            status, _ = await asyncio.to_thread(got, stack, "/v1/models", "key-of-nobody-0123456")
+            status, _ = await asyncio.to_thread(got, stack, "/v1/models", "key-of-a-stranger-012")
             statuses[status] += 1
 
     async with ServedStack(tmp_path, (f"--api-keys={keys}",)) as stack:
