@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -248,11 +248,17 @@ def _time(value: Any, what: str) -> datetime | None:
 
 def _check_tenants(entries: tuple[Entry, ...], what: str) -> None:
     limits: dict[str, TenantLimits] = {}
+    weights: dict[str, int] = {}
     for entry in entries:
         identity = entry.identity
-        if limits.setdefault(identity.tenant, identity.limits) != identity.limits:
+        # Shares are by account: without a tenant each name has one of its own.
+        quotas = replace(identity.limits, weight=None)
+        if limits.setdefault(identity.tenant, quotas) != quotas:
             whose = f"tenant {identity.tenant}" if identity.tenant else "entries without a tenant"
             raise ConfigError(f"{what}: {whose} have different limits")
+        if weights.setdefault(identity.account, identity.weight) != identity.weight:
+            whose = f"tenant {identity.tenant}" if identity.tenant else f"entries named {identity.name}"
+            raise ConfigError(f"{what}: {whose} have different weights")
 
 
 def _unless_expired(entry: Entry, what: str) -> Identity:

@@ -220,6 +220,10 @@ ENTRY = "name: a, role: client"
             "entry 1 (a): weight is 1000001, must be at most 1000000",
         ),
         (f"- {{{ENTRY}, key: {KEY}, max_requests: 1}}\n- {{{ENTRY}, certificate: x}}", "different limits"),
+        (
+            f"- {{{ENTRY}, key: {KEY}, weight: 2}}\n- {{{ENTRY}, certificate: x}}",
+            "different weights",
+        ),
         (f"- {{{ENTRY}, key: {KEY}", "is not YAML, line 1"),
         (f"- {{{ENTRY}, key: {KEY}, expires: 2030-02-31}}", "is not YAML"),
         (f"- {{{ENTRY}, key: {KEY}, max_requests: {'9' * 5000}}}", "is not YAML"),
@@ -233,6 +237,12 @@ def test_what_is_no_file_of_credentials(tmp_path, text: str, error: str):
         read_entries(write(tmp_path / "keys", text))
     assert error in str(caught.value)
     assert KEY not in str(caught.value)
+
+
+def test_keys_without_a_tenant_have_weights_of_their_own(tmp_path):
+    text = f"- {{{ENTRY}, key: {KEY}, weight: 2}}\n- {{name: b, role: client, certificate: x, weight: 3}}"
+    entries = read_entries(write(tmp_path / "keys", text))
+    assert [entry.identity.weight for entry in entries] == [2, 3]
 
 
 def test_a_file_that_is_missing(tmp_path):
