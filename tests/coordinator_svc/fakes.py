@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
-
-import grpc.aio
 
 from coordinator_svc.membership.registry import EngineRegistry
 from coordinator_svc.membership.servicer import CoordinatorServicer
@@ -22,19 +20,25 @@ from triptych_kit.server import INTERNAL, Registration, Server
 NAME = "triptych.coordinator.v1.CoordinatorService"
 # Longer than anything takes here, however busy the machine: a test that runs into it has failed.
 _LIMIT_S = 300.0
+_ENGINES_OF_CONNECTION = 100
 
 
 class Coordinator:
     """A served coordinator: its address, its servicer, and ways to reach it."""
 
     def __init__(
-        self, address: str, known: Topology, servicer: CoordinatorServicer, channel: grpc.aio.Channel
+        self, address: str, known: Topology, servicer: CoordinatorServicer, channels: AsyncExitStack
     ) -> None:
         self.address = address
+        self._channels = channels
         self.known = known
         self.servicer = servicer
-        self.stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         self._peers: list[EnginePeer] = []
+
+    async def connect(self) -> None:
+        """Use another connection from now on: each has a limited number of calls."""
+        channel = await self._channels.enter_async_context(open_channel(self.address))
+        self.stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
 
     async def topology(self) -> member_pb2.Topology:
         answer: coordinator_pb2.GetTopologyResponse = await self.stub.GetTopology(
@@ -43,6 +47,8 @@ class Coordinator:
         return answer.topology
 
     async def engine(self, **fields: Any) -> EnginePeer:
+        if len(self._peers) % _ENGINES_OF_CONNECTION == _ENGINES_OF_CONNECTION - 1:
+            await self.connect()
         peer = EnginePeer(self.stub)
         # A call without a reference is cancelled.
         self._peers.append(peer)
@@ -156,8 +162,10 @@ async def coordinator(
         asyncio.ensure_future(servicer.step_groups()),
     ]
     try:
-        async with open_channel(address) as channel:
-            yield Coordinator(address, topology, servicer, channel)
+        async with AsyncExitStack() as channels:
+            served = Coordinator(address, topology, servicer, channels)
+            await served.connect()
+            yield served
     finally:
         for task in background:
             task.cancel()
