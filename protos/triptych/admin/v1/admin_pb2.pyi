@@ -260,6 +260,18 @@ class ListAdaptersResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[_utility_pb2.LoadedAdapter]
     def __init__(self, adapters: _Optional[_Iterable[_Union[_utility_pb2.LoadedAdapter, _Mapping]]] = ...) -> None: ...
 
+class PinAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class PinAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: _utility_pb2.LoadedAdapter
+    def __init__(self, adapter: _Optional[_Union[_utility_pb2.LoadedAdapter, _Mapping]] = ...) -> None: ...
+
 class PinRequest(_message.Message):
     __slots__ = ("token_ids", "ttl_s", "job_id", "cache_salt", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -91,6 +91,11 @@ class AdminServiceStub:
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.PinAdapter = channel.unary_unary(
+                '/triptych.admin.v1.AdminService/PinAdapter',
+                request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/triptych.admin.v1.AdminService/Pin',
                 request_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
@@ -195,6 +200,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinAdapter(self, request, context):
+        """PinAdapter keeps an adapter from being evicted by others.
+        Not served yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Pin(self, request, context):
         """Pin promises not to evict the blocks of a sequence before a time.
         Not served yet.
@@ -276,6 +289,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
                     response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'PinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAdapter,
+                    request_deserializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterRequest.FromString,
+                    response_serializer=triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -592,6 +610,33 @@ class AdminService:
             '/triptych.admin.v1.AdminService/ListAdapters',
             triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
             triptych_dot_admin_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.admin.v1.AdminService/PinAdapter',
+            triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterRequest.SerializeToString,
+            triptych_dot_admin_dot_v1_dot_admin__pb2.PinAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

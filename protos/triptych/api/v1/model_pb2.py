@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.common.v1 import sampling_pb2 as triptych_dot_common_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/api/v1/model.proto\x12\x0ftriptych.api.v1\x1a!triptych/common/v1/sampling.proto\"\xb9\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x17\n\x0fsupported_tasks\x18\x05 \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\t\x12\x13\n\x0bnum_engines\x18\x07 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12<\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\"\n\x1astructured_output_keywords\x18\x0b \x03(\t\x12\x0e\n\x06\x66older\x18\x0c \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.triptych.api.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.triptych.api.v1.Model\"\x16\n\x14GetServerInfoRequest\"\xd5\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x17\n\x0fschema_revision\x18\x02 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x03 \x01(\t\x12\x11\n\tuptime_ms\x18\x04 \x01(\x04\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x12\'\n\x06limits\x18\x06 \x01(\x0b\x32\x17.triptych.api.v1.Limits\x12/\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x1e.triptych.api.v1.EngineSummary\"\xce\x01\n\x06Limits\x12\r\n\x05max_n\x18\x01 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x02 \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x03 \x01(\r\x12\x1e\n\x16max_stop_string_length\x18\x04 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x05 \x01(\x04\x12\x16\n\x0emax_logit_bias\x18\x06 \x01(\r\x12\x15\n\rmax_bad_words\x18\x07 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x08 \x01(\r\"i\n\rEngineSummary\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rnum_in_flight\x18\x05 \x01(\r2\x96\x02\n\x0cModelService\x12U\n\nListModels\x12\".triptych.api.v1.ListModelsRequest\x1a#.triptych.api.v1.ListModelsResponse\x12O\n\x08GetModel\x12 .triptych.api.v1.GetModelRequest\x1a!.triptych.api.v1.GetModelResponse\x12^\n\rGetServerInfo\x12%.triptych.api.v1.GetServerInfoRequest\x1a&.triptych.api.v1.GetServerInfoResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/api/v1/model.proto\x12\x0ftriptych.api.v1\x1a!triptych/common/v1/sampling.proto\"\xcd\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x17\n\x0fsupported_tasks\x18\x05 \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\t\x12\x13\n\x0bnum_engines\x18\x07 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12<\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\".triptych.common.v1.SamplingParams\x12\"\n\x1astructured_output_keywords\x18\x0b \x03(\t\x12\x0e\n\x06\x66older\x18\x0c \x01(\t\x12\x12\n\nbase_model\x18\r \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.triptych.api.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.triptych.api.v1.Model\"\x16\n\x14GetServerInfoRequest\"\xd5\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x17\n\x0fschema_revision\x18\x02 \x01(\r\x12\x13\n\x0b\x66rontend_id\x18\x03 \x01(\t\x12\x11\n\tuptime_ms\x18\x04 \x01(\x04\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x03(\t\x12\'\n\x06limits\x18\x06 \x01(\x0b\x32\x17.triptych.api.v1.Limits\x12/\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x1e.triptych.api.v1.EngineSummary\"\xce\x01\n\x06Limits\x12\r\n\x05max_n\x18\x01 \x01(\r\x12\x14\n\x0cmax_logprobs\x18\x02 \x01(\x05\x12\x18\n\x10max_stop_strings\x18\x03 \x01(\r\x12\x1e\n\x16max_stop_string_length\x18\x04 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x05 \x01(\x04\x12\x16\n\x0emax_logit_bias\x18\x06 \x01(\r\x12\x15\n\rmax_bad_words\x18\x07 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x08 \x01(\r\"i\n\rEngineSummary\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rnum_in_flight\x18\x05 \x01(\r2\x96\x02\n\x0cModelService\x12U\n\nListModels\x12\".triptych.api.v1.ListModelsRequest\x1a#.triptych.api.v1.ListModelsResponse\x12O\n\x08GetModel\x12 .triptych.api.v1.GetModelRequest\x1a!.triptych.api.v1.GetModelResponse\x12^\n\rGetServerInfo\x12%.triptych.api.v1.GetServerInfoRequest\x1a&.triptych.api.v1.GetServerInfoResponseB<\n\x0ftriptych.api.v1P\x01Z\x15triptych/api/v1;apiv1\xaa\x02\x0fTriptych.Api.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017triptych.api.v1P\001Z\025triptych/api/v1;apiv1\252\002\017Triptych.Api.V1'
   _globals['_MODEL']._serialized_start=84
-  _globals['_MODEL']._serialized_end=397
-  _globals['_LISTMODELSREQUEST']._serialized_start=399
-  _globals['_LISTMODELSREQUEST']._serialized_end=418
-  _globals['_LISTMODELSRESPONSE']._serialized_start=420
-  _globals['_LISTMODELSRESPONSE']._serialized_end=480
-  _globals['_GETMODELREQUEST']._serialized_start=482
-  _globals['_GETMODELREQUEST']._serialized_end=514
-  _globals['_GETMODELRESPONSE']._serialized_start=516
-  _globals['_GETMODELRESPONSE']._serialized_end=573
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=575
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=597
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=600
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=813
-  _globals['_LIMITS']._serialized_start=816
-  _globals['_LIMITS']._serialized_end=1022
-  _globals['_ENGINESUMMARY']._serialized_start=1024
-  _globals['_ENGINESUMMARY']._serialized_end=1129
-  _globals['_MODELSERVICE']._serialized_start=1132
-  _globals['_MODELSERVICE']._serialized_end=1410
+  _globals['_MODEL']._serialized_end=417
+  _globals['_LISTMODELSREQUEST']._serialized_start=419
+  _globals['_LISTMODELSREQUEST']._serialized_end=438
+  _globals['_LISTMODELSRESPONSE']._serialized_start=440
+  _globals['_LISTMODELSRESPONSE']._serialized_end=500
+  _globals['_GETMODELREQUEST']._serialized_start=502
+  _globals['_GETMODELREQUEST']._serialized_end=534
+  _globals['_GETMODELRESPONSE']._serialized_start=536
+  _globals['_GETMODELRESPONSE']._serialized_end=593
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=595
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=617
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=620
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=833
+  _globals['_LIMITS']._serialized_start=836
+  _globals['_LIMITS']._serialized_end=1042
+  _globals['_ENGINESUMMARY']._serialized_start=1044
+  _globals['_ENGINESUMMARY']._serialized_end=1149
+  _globals['_MODELSERVICE']._serialized_start=1152
+  _globals['_MODELSERVICE']._serialized_end=1430
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "supported_tasks", "adapters", "num_engines", "fingerprint", "has_chat_template", "default_sampling", "structured_output_keywords", "folder")
+    __slots__ = ("name", "max_model_len", "vocab_size", "eos_token_ids", "supported_tasks", "adapters", "num_engines", "fingerprint", "has_chat_template", "default_sampling", "structured_output_keywords", "folder", "base_model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Model(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_KEYWORDS_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     vocab_size: int
@@ -33,7 +34,8 @@ class Model(_message.Message):
     default_sampling: _sampling_pb2.SamplingParams
     structured_output_keywords: _containers.RepeatedScalarFieldContainer[str]
     folder: str
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., num_engines: _Optional[int] = ..., fingerprint: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., default_sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., structured_output_keywords: _Optional[_Iterable[str]] = ..., folder: _Optional[str] = ...) -> None: ...
+    base_model: str
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ..., num_engines: _Optional[int] = ..., fingerprint: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., default_sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., structured_output_keywords: _Optional[_Iterable[str]] = ..., folder: _Optional[str] = ..., base_model: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

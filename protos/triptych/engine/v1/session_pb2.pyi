@@ -149,7 +149,7 @@ class HostProof(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds", "structured_output_backends", "structured_output_keywords", "model_folder")
+    __slots__ = ("model_name", "fingerprint", "artifacts", "max_model_len", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "vocab_size", "eos_token_ids", "adapters", "supported_tasks", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "default_sampling", "hidden_size", "takes_prompt_embeds", "structured_output_backends", "structured_output_keywords", "model_folder", "served_adapters")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARTIFACTS_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class Ready(_message.Message):
     STRUCTURED_OUTPUT_BACKENDS_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUT_KEYWORDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SERVED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     fingerprint: Fingerprint
     artifacts: _containers.RepeatedCompositeFieldContainer[Artifact]
@@ -194,7 +195,16 @@ class Ready(_message.Message):
     structured_output_backends: _containers.RepeatedScalarFieldContainer[str]
     structured_output_keywords: _containers.RepeatedScalarFieldContainer[str]
     model_folder: str
-    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ..., structured_output_backends: _Optional[_Iterable[str]] = ..., structured_output_keywords: _Optional[_Iterable[str]] = ..., model_folder: _Optional[str] = ...) -> None: ...
+    served_adapters: _containers.RepeatedCompositeFieldContainer[ServedAdapter]
+    def __init__(self, model_name: _Optional[str] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., artifacts: _Optional[_Iterable[_Union[Artifact, _Mapping]]] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[str]] = ..., supported_tasks: _Optional[_Iterable[str]] = ..., world_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., hidden_size: _Optional[int] = ..., takes_prompt_embeds: _Optional[bool] = ..., structured_output_backends: _Optional[_Iterable[str]] = ..., structured_output_keywords: _Optional[_Iterable[str]] = ..., model_folder: _Optional[str] = ..., served_adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ...) -> None: ...
+
+class ServedAdapter(_message.Message):
+    __slots__ = ("name", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -241,7 +251,7 @@ class Artifact(_message.Message):
     def __init__(self, kind: _Optional[_Union[ArtifactKind, str]] = ..., sha256: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_draft_rows", "num_accepted_drafts_by_position")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_used_blocks", "num_total_blocks", "num_pinned_blocks", "num_prefix_queries", "num_prefix_hits", "num_drafts", "num_accepted_drafts", "num_preemptions", "num_chunked_prefills", "step_number", "max_rows", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_draft_rows", "num_accepted_drafts_by_position", "slot_digests")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +271,7 @@ class Stats(_message.Message):
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_DRAFTS_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -280,7 +291,8 @@ class Stats(_message.Message):
     num_finished: int
     num_draft_rows: int
     num_accepted_drafts_by_position: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_draft_rows: _Optional[int] = ..., num_accepted_drafts_by_position: _Optional[_Iterable[int]] = ...) -> None: ...
+    slot_digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_drafts: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_chunked_prefills: _Optional[int] = ..., step_number: _Optional[int] = ..., max_rows: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_draft_rows: _Optional[int] = ..., num_accepted_drafts_by_position: _Optional[_Iterable[int]] = ..., slot_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("step_number", "step_started_age_ms", "step_budget_ms", "has_work", "state", "last_seq", "load_progress")

@@ -284,14 +284,18 @@ class LoadedAdapters(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[LoadedAdapter, _Mapping]]] = ...) -> None: ...
 
 class LoadedAdapter(_message.Message):
-    __slots__ = ("name", "rank", "pinned")
+    __slots__ = ("name", "rank", "pinned", "digest", "in_slot")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IN_SLOT_FIELD_NUMBER: _ClassVar[int]
     name: str
     rank: int
     pinned: bool
-    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    digest: str
+    in_slot: bool
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., pinned: _Optional[bool] = ..., digest: _Optional[str] = ..., in_slot: _Optional[bool] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
     __slots__ = ("options",)
