@@ -171,6 +171,13 @@ class ServedEngine:
         """Replace the facts after a weight update; READY is then announced again."""
         if self.core is not None and self.lifecycle.state is EngineState.READY and facts != self.core.facts:
             self.core = replace(self.core, facts=facts)
+            self.announce_again()
+
+    def announce_again(self) -> None:
+        """Send frontends READY again, with what it announces now. Where the engine is not ready, they get
+        that with the next READY, if any. Called on the event loop.
+        """
+        if self.lifecycle.state is EngineState.READY:
             self.lifecycle.repeat()
 
     def fail(self, failure: Failure) -> None:

@@ -16,7 +16,7 @@ from engine_svc.admin import announce
 from engine_svc.admin.calls import AdminCalls
 from engine_svc.admin.lifecycle import Lifecycle
 from engine_svc.admin.metrics import register_engine
-from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine, UtilityCall
+from engine_svc.admin.served_engine import LoadedCore, OptionInEffect, ServedEngine
 from engine_svc.admin.utility import ENGINE_CALLS, registered
 from engine_svc.build.features import scheduler_features, wire_features
 from engine_svc.build.fingerprint import (
@@ -93,12 +93,10 @@ _SCHEDULERS: dict[str, SchedulerFactory] = {"default": Scheduler}
 def build_served_engine(
     config: EngineConfig,
     origins: Mapping[str, str] = MappingProxyType({}),
-    utilities: Sequence[UtilityCall] = (),
 ) -> ServedEngine:
     """The engine before its model is loaded. Raises ConfigError.
 
     origins: origin of each option's value; an option that is missing was set in code.
-    utilities: calls that features add to those of every engine.
     """
     _find_policy(config.scheduling_policy)
     _find_scheduler(config.scheduler_class)
@@ -133,7 +131,7 @@ def build_served_engine(
         features=features,
         tensors=TensorReceiver(is_open=features.take_tensors),
         options=_options(config, origins),
-        utilities=registered([*ENGINE_CALLS, *utilities]),
+        utilities=registered([*ENGINE_CALLS, *features.utilities]),
         shares_experts=config.divides_experts and declares_experts(Path(config.model)),
     )
 

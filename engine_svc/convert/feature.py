@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_svc.core.extras import Extra, OutputExtra, Parameters
 from engine_svc.core.facts import EngineFacts
@@ -15,6 +15,9 @@ from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 from triptych_kit.field_checks import unserved
 from triptych_kit.rules import passed_on_fields
+
+if TYPE_CHECKING:
+    from engine_svc.admin.served_engine import UtilityCall
 
 # What the core reads of an ADD, and what is for logs. Further fields need a feature that reads them.
 _CORE_FIELDS = frozenset({
@@ -63,6 +66,7 @@ class WireFeature:
     fields: Sequence[str] = ()  # of the ADD, those of its sampling parameters with "sampling." in front
     takes_tensors: bool = False
     writes: type[OutputExtra] | None = None  # the extra that `write` takes
+    utilities: Sequence[UtilityCall] = ()  # beside those of every engine
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
         """None if the request does not use the feature. Raises InvalidArgument or Unimplemented.
@@ -76,7 +80,10 @@ class WireFeature:
         raise NotImplementedError
 
     def announce(self, ready: session_pb2.Ready) -> None:
-        """Add what frontends have to know."""
+        """Add what frontends have to know. After a change, `ServedEngine.announce_again`."""
+
+    def report(self, stats: session_pb2.Stats) -> None:
+        """Add to the engine's load what frontends route by."""
 
 
 class ParametersOfAdd(WireFeature):
@@ -147,9 +154,17 @@ class WireFeatures:
     def write(self, step: step_pb2.Step, row: int, extra: OutputExtra, now: float) -> None:
         self._writers[type(extra)].write(step, row, extra, now)
 
+    @property
+    def utilities(self) -> list[UtilityCall]:
+        return [call for feature in self._features for call in feature.utilities]
+
     def announce(self, ready: session_pb2.Ready) -> None:
         for feature in self._features:
             feature.announce(ready)
+
+    def report(self, stats: session_pb2.Stats) -> None:
+        for feature in self._features:
+            feature.report(stats)
 
 
 def to_us(seconds: float) -> int:

@@ -378,6 +378,7 @@ class Session:
         heartbeat.last_seq = self.stream.log.last_seq
         yield engine_pb2.ConnectResponse(heartbeat=heartbeat)
         stats = announce.stats(loop_stats)
+        self._engine.features.report(stats)
         if stats != self._sent_stats:
             self._sent_stats = stats
             yield engine_pb2.ConnectResponse(stats=stats)

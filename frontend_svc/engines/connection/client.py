@@ -68,8 +68,8 @@ class EngineClient:
 
     `start`, then add `requests` while `state` is READY, then `close`.
     A stream that breaks is reopened, and its requests continue; if that fails, they are lost. `on_change` is
-    called after each change of state, `on_add` with the engine's id after each `add`, `on_loss` before its
-    requests are lost.
+    called after each change of state and of what the engine announces, `on_add` with the engine's id after
+    each `add`, `on_loss` before its requests are lost.
     """
 
     def __init__(
@@ -246,6 +246,9 @@ class EngineClient:
             self._ready_mailbox.note_read(ready)
             self.requests.vocab_size = ready.vocab_size
             self.requests.account.set_facts(block_size=ready.block_size)
+            if self.state is EngineState.READY:
+                # It announces something else than before.
+                self._notify()
             self._become_ready()
 
     def _become_ready(self) -> None:
@@ -318,6 +321,9 @@ class EngineClient:
         self.state = state
         if state is EngineState.READY:
             self._backoff.note_connected()
+        self._notify()
+
+    def _notify(self) -> None:
         try:
             self._on_change(self)
         except Exception:
@@ -328,7 +334,8 @@ class EngineClient:
 class ReadyMailbox:
     """Holds the newest `ready` of a session until it is read.
 
-    An engine sends it once per session, and reading it may take longer than one stream lasts.
+    An engine sends it at the start of a session and after changes; reading one may take longer than one stream
+    lasts.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from engine_svc.admin import announce
 from engine_svc.admin.lifecycle import EngineState
 from engine_svc.admin.served_engine import CallContext, Role, UtilityCall
 from engine_svc.admin.utility import ENGINE_CALLS, UtilityService, registered
+from engine_svc.convert.feature import WireFeature, WireFeatures
 from engine_svc.core.control import Refused, WeightsLost
 from engine_svc.core.step import StepPlan
 from engine_svc.loop.mailbox import LoopStats
@@ -159,6 +160,49 @@ async def test_facts_that_change_reach_frontends_as_another_ready():
         engine.rig.engine.renew(replace(core.facts, model_name="other"))
         await engine.frontend.until(lambda: engine.frontend.kinds().count("ready") == num_readies + 1)
     assert engine.frontend.last("ready").ready.model_name == "other"
+
+
+class Announcing(WireFeature):
+    """Announces what its call has set last, and reports it as part of the load."""
+
+    def __init__(self) -> None:
+        self.name = "first"
+        self.utilities = [UtilityCall("pin_adapter", Role.FRONTEND, self._set)]
+
+    def announce(self, ready: session_pb2.Ready) -> None:
+        ready.supported_tasks.append(self.name)
+
+    def report(self, stats: session_pb2.Stats) -> None:
+        stats.slot_digests.append(self.name)
+
+    async def _set(self, context: CallContext, call: utility_pb2.UtilityCall) -> utility_pb2.UtilityResult:
+        self.name = call.pin_adapter.name
+        context.engine.announce_again()
+        return utility_pb2.UtilityResult(done=utility_pb2.UtilityDone())
+
+
+async def test_a_feature_has_calls_of_its_own_and_announces_again_what_they_change():
+    async with controlled(features=WireFeatures([Announcing()])) as engine:
+        assert engine.frontend.last("ready").ready.supported_tasks[-1] == "first"
+        await engine.call(pin_adapter={"name": "second"})
+        await engine.frontend.until(lambda: engine.frontend.kinds().count("ready") == 2)
+        assert engine.frontend.last("ready").ready.supported_tasks[-1] == "second"
+        await engine.frontend.until(lambda: reported_slots(engine.frontend) == ["second"])
+
+
+async def test_what_changes_during_a_drain_is_announced_when_it_is_cancelled():
+    async with controlled(features=WireFeatures([Announcing()])) as engine:
+        lifecycle = engine.rig.engine.lifecycle
+        lifecycle.move_to(EngineState.DRAINING)
+        engine.rig.engine.announce_again()
+        lifecycle.move_to(EngineState.READY)
+        await engine.frontend.until(lambda: engine.frontend.kinds().count("ready") == 2)
+    assert engine.frontend.kinds() == ["hello_ack", "ready", "draining", "ready"]
+
+
+def reported_slots(frontend: StreamClient) -> list[str]:
+    stats = [message.stats for message in frontend.received if message.HasField("stats")]
+    return list(stats[-1].slot_digests) if stats else []
 
 
 class Stepping(NoLockstep):

@@ -287,6 +287,27 @@ def test_an_engine_knows_what_its_operator_says_of_it(llama):
     assert build_served_engine(config).identity.labels == (("zone", "a"), ("rack", "7"))
 
 
+CALLS = """
+from engine_svc.admin.served_engine import Role, UtilityCall
+from engine_svc.convert.feature import WireFeature
+
+class Flushing(WireFeature):
+    utilities = [UtilityCall("flush_pins", Role.ADMIN, lambda context, call: None)]
+
+def make(config):
+    return Flushing()
+"""
+
+
+def test_an_engine_serves_the_calls_of_a_feature_of_another_package(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = EngineConfig(model=str(llama))
+    assert "flush_pins" not in build_served_engine(config).utilities
+    monkeypatch.syspath_prepend(write_feature(tmp_path, "flushing", wire=CALLS))
+    assert "flush_pins" in build_served_engine(config).utilities
+
+
 def test_there_is_no_membership_without_a_coordinator(llama):
     config = EngineConfig(model=str(llama))
     engine = build_served_engine(config)

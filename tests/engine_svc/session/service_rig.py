@@ -85,6 +85,7 @@ class ServiceRig:
         epoch: int = 7,
     ) -> None:
         self._facts = facts or make_facts()
+        features = features or make_wire_features(enable_prompt_embeds=tensors is not None)
         self.executor = FakeExecutor()
         self._make_controls = controls
         self._watch = watch
@@ -100,9 +101,9 @@ class ServiceRig:
             clock=MonotonicClock(),
             drain_deadline_s=5.0,
             kv_event_log=kv_event_log,
-            features=features or make_wire_features(enable_prompt_embeds=tensors is not None),
+            features=features,
             tensors=tensors or TensorReceiver(),
-            utilities=registered(ENGINE_CALLS),
+            utilities=registered([*ENGINE_CALLS, *features.utilities]),
         )
         self.servicer = EngineCoreServicer(
             self.engine, max_outbox_bytes=max_outbox_bytes, max_replay_bytes=max_replay_bytes

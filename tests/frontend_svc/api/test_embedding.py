@@ -62,6 +62,17 @@ async def error_of(call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
+async def test_a_model_supports_pooling_once_its_engine_announces_it():
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        name = health_pb2.HealthCheckRequest(service="triptych.api.v1.EmbeddingService")
+        async for response in client.health.Watch(name, timeout=WAIT_S):
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+            engine.supported_tasks = ("generate", "embed")
+            engine.become_ready()
+
+
 async def health_of(client: Client) -> int:
     name = health_pb2.HealthCheckRequest(service="triptych.api.v1.EmbeddingService")
     return (await client.health.Check(name)).status
