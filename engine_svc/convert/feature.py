@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_svc.core.extras import Extra, OutputExtra, Parameters
 from engine_svc.core.facts import EngineFacts
@@ -15,9 +15,6 @@ from triptych.common.v1 import sampling_pb2
 from triptych.engine.v1 import add_pb2, session_pb2, step_pb2
 from triptych_kit.field_checks import unserved
 from triptych_kit.rules import passed_on_fields
-
-if TYPE_CHECKING:
-    from engine_svc.admin.served_engine import UtilityCall
 
 # What the core reads of an ADD, and what is for logs. Further fields need a feature that reads them.
 _CORE_FIELDS = frozenset({
@@ -66,7 +63,8 @@ class WireFeature:
     fields: Sequence[str] = ()  # of the ADD, those of its sampling parameters with "sampling." in front
     takes_tensors: bool = False
     writes: type[OutputExtra] | None = None  # the extra that `write` takes
-    utilities: Sequence[UtilityCall] = ()  # beside those of every engine
+    # Each an `admin.served_engine.UtilityCall`, which knows the engine and so what is defined here.
+    utilities: Sequence[Any] = ()
 
     def parse(self, entry: add_pb2.AddEntry, context: AddContext) -> Parsed | None:
         """None if the request does not use the feature. Raises InvalidArgument or Unimplemented.
@@ -155,7 +153,8 @@ class WireFeatures:
         self._writers[type(extra)].write(step, row, extra, now)
 
     @property
-    def utilities(self) -> list[UtilityCall]:
+    def utilities(self) -> list[Any]:
+        """The utility calls of all features, beside those of every engine."""
         return [call for feature in self._features for call in feature.utilities]
 
     def announce(self, ready: session_pb2.Ready) -> None:

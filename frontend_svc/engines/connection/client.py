@@ -334,8 +334,8 @@ class EngineClient:
 class ReadyMailbox:
     """Holds the newest `ready` of a session until it is read.
 
-    An engine sends it at the start of a session and after changes; reading one may take longer than one stream
-    lasts.
+    An engine sends it at the start of a session and after changes. Reading one may take longer than one
+    stream lasts.
     """
 
     def __init__(self) -> None:
