@@ -66,6 +66,9 @@ def to_request(
     """
     if entry.WhichOneof("params") is None:
         raise InvalidArgument("params is not set, it takes sampling or pooling", field="params")
+    samples = entry.HasField("sampling")
+    # The last token of a sequence is sampled and never computed.
+    takes = facts.max_model_len - samples
     sampling = features.served(entry.sampling)
     _check_rules(entry, sampling, facts)
     if entry.tenant:
@@ -75,9 +78,9 @@ def to_request(
         cache_salt = entry.cache_salt
     # Checked by size before decoding: a prompt that is far too long must cost no more than this check.
     num_tokens = (len(entry.prompt_token_ids) + len(entry.output_token_ids)) // 4
-    if num_tokens >= facts.max_model_len:
+    if num_tokens > takes:
         raise InvalidArgument(
-            f"prompt has {num_tokens} tokens, the model takes {facts.max_model_len - 1}",
+            f"prompt has {num_tokens} tokens, the model takes {takes}",
             field="prompt_token_ids",
         )
     context = AddContext(
@@ -87,9 +90,7 @@ def to_request(
     prompt = context.token_ids
     output = to_token_ids(entry.output_token_ids, "output_token_ids", facts.vocab_size)
     num_tokens = len(prompt) + len(output)
-    check(
-        num_tokens < facts.max_model_len, "prompt", num_tokens, f"{facts.max_model_len - 1} positions at most"
-    )
+    check(num_tokens <= takes, "prompt", num_tokens, f"{takes} positions at most")
     if not prompt:
         raise InvalidArgument("prompt has no tokens, it needs at least 1", field="prompt_token_ids")
     request = Request(
@@ -101,7 +102,7 @@ def to_request(
             entry,
             sampling,
             facts,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=len(prompt) if samples else 0,
             skips_reading_prefix_cache=any(one.skips_reading_prefix_cache for one in parsed),
         ),
         priority=entry.priority,
@@ -111,6 +112,7 @@ def to_request(
         cache_salt=cache_salt,
         extra_keys=context.cache_keys,
         spans=context.spans,
+        samples=samples,
         extras={type(one.extra): one.extra for one in parsed},
     )
     # Its age counts for its order in the queue; its queue time here starts now.

@@ -126,6 +126,7 @@ class Request:
     extra_keys: tuple[str, ...] = ()  # what else all of its KV depends on, e.g. changes to the weights
     spans: tuple[ContentSpan, ...] = ()  # in order of their start
     num_encoder_tokens: int = 0  # that cross-attention reads; 0 = none
+    samples: bool = True  # False: it ends when its prompt is computed, without a token
     is_resumable: bool = False  # it waits for a further input segment at the end of a turn
     extras: Extras = field(default_factory=dict)  # of features; passed on to the runner, never read
     blockers: set[str] = field(default_factory=set)  # names of what it waits for before admission

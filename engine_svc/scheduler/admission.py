@@ -14,13 +14,18 @@ def refusal(request: Request, config: SchedulerConfig, kv_cache: KVCache) -> str
     """Why this request can never be served, as a message for the client; None: it can be."""
     if not 0 < request.num_prompt_tokens <= request.num_tokens:
         return f"prompt has {request.num_prompt_tokens} tokens, must have at least 1"
-    if request.num_tokens >= config.max_model_len:
-        return f"request begins with {request.num_tokens} tokens, the model takes {config.max_model_len - 1}"
+    most = config.max_model_len - request.samples
+    if request.num_tokens > most:
+        return f"request begins with {request.num_tokens} tokens, the model takes {most}"
+    if not request.samples:
+        return _size_refusal(request.num_tokens, request.num_encoder_tokens, config, kv_cache)
     if request.num_output_tokens >= request.sampling.max_tokens:
         num_given = request.num_output_tokens
         return f"{num_given} output tokens are there already, max_tokens is {request.sampling.max_tokens}"
     num_tokens = request.num_prompt_tokens + request.sampling.max_tokens
-    return _size_refusal(num_tokens, request.num_encoder_tokens, config, kv_cache)
+    # The last token is never computed.
+    num_computed = min(num_tokens, config.max_model_len) - 1
+    return _size_refusal(num_computed, request.num_encoder_tokens, config, kv_cache)
 
 
 def segment_refusal(
@@ -42,17 +47,16 @@ def segment_refusal(
     longest += len(segment.token_ids)
     if longest >= config.max_model_len:
         return f"request could begin with {longest} tokens, the model takes {config.max_model_len - 1}"
-    num_tokens = longest + segment.sampling.max_tokens
-    return _size_refusal(num_tokens, request.num_encoder_tokens, config, kv_cache)
+    num_computed = min(longest + segment.sampling.max_tokens, config.max_model_len) - 1
+    return _size_refusal(num_computed, request.num_encoder_tokens, config, kv_cache)
 
 
 def _size_refusal(
-    num_tokens: int, num_encoder_tokens: int, config: SchedulerConfig, kv_cache: KVCache
+    num_computed: int, num_encoder_tokens: int, config: SchedulerConfig, kv_cache: KVCache
 ) -> str | None:
-    # The last token is never computed, but the steps in flight when it is sampled may carry drafts.
+    # The steps in flight when the last token is sampled may carry drafts.
     num_drafts = config.num_speculative_tokens * config.max_steps_in_flight
-    num_computed = min(num_tokens, config.max_model_len) - 1 + num_drafts
-    num_blocks = kv_cache.max_blocks_for(num_computed, num_encoder_tokens)
+    num_blocks = kv_cache.max_blocks_for(num_computed + num_drafts, num_encoder_tokens)
     if num_blocks > kv_cache.num_total_blocks:
         return f"request may need {num_blocks} KV blocks, the engine has {kv_cache.num_total_blocks}"
     return None

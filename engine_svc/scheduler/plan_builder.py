@@ -104,7 +104,8 @@ class PlanBuilder:
         if request.draft_token_ids:
             drafts = request.draft_token_ids[: max(0, end - num_known)]
             request.draft_token_ids = []
-        samples = end >= num_known
+        is_whole = end >= num_known
+        samples = is_whole and request.samples
         self.rows.append(request)
         plan.request_ids.append(request.request_id)
         plan.num_tokens.append(num_tokens)
@@ -113,14 +114,14 @@ class PlanBuilder:
         plan.draft_token_ids.append(drafts)
         plan.samples.append(samples)
         request.num_computed_tokens = end
-        request.last_row_sampled = samples
+        request.last_row_sampled = is_whole
         self.remaining -= num_tokens
         if num_tokens != 1 or self._has_budgets or request.has_budget:
             for budget in self._budgets_of(request):
                 budget.take(request, num_tokens)
-        if not samples:
+        if not is_whole:
             request.num_chunks += 1
-        elif self._overlaps:
+        elif samples and self._overlaps:
             request.num_placeholders += 1 + len(drafts)
             request.draft_token_ids = self._unknown_drafts
 

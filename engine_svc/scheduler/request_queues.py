@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from engine_svc.cache.kv_cache import KVCache
 from engine_svc.core.errors import RequestFailed
 from engine_svc.core.request import (
+    NO_STOP_TOKEN,
     FinishReason,
     FirstOutput,
     PrefillStats,
@@ -125,6 +126,12 @@ class RequestQueues:
         output = RequestOutput(request.request_id, [], reason, drafts=request.drafts)
         if request.timeline.first_token_at is None:
             output.first = FirstOutput(request.num_cached_tokens)
+        return output
+
+    def end_computed(self, request: Request, now: float) -> RequestOutput:
+        """End a request that samples no token and whose prompt is computed; returns its final output."""
+        output = self.end_early(request, FinishReason.STOP, now)
+        output.stop_token_id = NO_STOP_TOKEN
         return output
 
     def end_broken(

@@ -303,7 +303,13 @@ class Scheduler:
         finished = RequestStatus.FINISHED
         columns = zip(rows, result.sampled, plan.draft_token_ids, range(len(rows)), strict=True)
         for request, tokens, drafts, row in columns:
-            if not tokens or request.status is finished:
+            if request.status is finished:
+                continue
+            if not tokens:
+                if not request.samples and plan.num_computed_tokens[row] + plan.num_tokens[row] >= len(
+                    request.token_ids
+                ):
+                    outputs.append(self._queues.end_computed(request, now))
                 continue
             if drafts:
                 roll_back_rejected(request, len(drafts) + 1 - len(tokens))
@@ -384,9 +390,9 @@ class Scheduler:
         """How many of its pending tokens a running request can have in this step."""
         if request.num_placeholders and is_last_token_in_flight(request):
             return 0
-        num_tokens = min(
-            self._limit(num_tokens), self._config.max_model_len - 1 - request.num_computed_tokens
-        )
+        # The last token of a sequence is sampled and never computed.
+        num_positions = self._config.max_model_len - request.samples
+        num_tokens = min(self._limit(num_tokens), num_positions - request.num_computed_tokens)
         return self._builder.clip(request, num_tokens)
 
     def _admit_waiting(self, now: float) -> str:
@@ -416,7 +422,7 @@ class Scheduler:
         # Budgets depend on where a row begins, so the prefix hit counts as computed for them.
         request.num_computed_tokens = num_known = hit.num_tokens or num_computed
         wanted = request.num_tokens - num_known
-        if wanted == 1 and self._pads_newcomers and (self._has_running_rows or num_known):
+        if wanted == 1 and request.samples and self._pads_newcomers and (self._has_running_rows or num_known):
             wanted += pad_with_drafts(
                 request,
                 config.num_speculative_tokens,

@@ -70,6 +70,7 @@ class DraftGrants:
             request
             for request in running
             if len(request.token_ids) + request.num_placeholders - request.num_computed_tokens == 1
+            and request.samples
         ]
         granted = self._limit.grant(rows)
         if granted:
