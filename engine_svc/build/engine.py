@@ -295,7 +295,7 @@ def _put_together(
     return engine, LoadedCore(
         facts,
         core.scheduler.refusal,
-        core.kv_cache.hasher.extend,
+        core.kv_cache.prepare,
         controls,
         lockstep,
         side.rank_ids,
@@ -446,12 +446,17 @@ def _options(config: EngineConfig, origins: Mapping[str, str]) -> tuple[OptionIn
 
 def _scheduler_config(config: EngineConfig, side: RunnerSide) -> SchedulerConfig:
     method, num_drafts, _ = config.speculation
+    has_kv = bool(side.windows)
+    if config.enable_chunked_prefill and not has_kv:
+        logger.warning(
+            "chunked prefill is off: the model keeps no KV, so each prompt is computed in one step"
+        )
     return SchedulerConfig(
         max_model_len=side.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_chunked_prefill=config.enable_chunked_prefill and has_kv,
+        long_prefill_token_threshold=config.long_prefill_token_threshold if has_kv else 0,
         prefill_share=config.prefill_share,
         async_scheduling=side.steps_in_flight > 1,
         max_steps_in_flight=side.steps_in_flight,

@@ -12,7 +12,7 @@ class CacheConfig:
     """All groups of layers share one pool; each has its own block tables."""
 
     num_blocks: int  # of the pool, including the placeholder
-    groups: tuple[AttentionKind, ...]
+    groups: tuple[AttentionKind, ...]  # () for a model without KV, whose requests have no blocks
     enable_prefix_caching: bool = True
     num_lookahead_tokens: int = 0  # slots after the scheduled tokens, for a drafter with its own KV
     drop_last_matched_block: bool = False  # the drafter needs the last matched block computed again

@@ -77,11 +77,13 @@ class KVCache:
         self._max_model_len = max_model_len
         self._max_in_flight_tokens = max_in_flight_tokens
         self._num_lookahead_tokens = config.num_lookahead_tokens
-        self._caches = config.enable_prefix_caching
+        self._caches = config.enable_prefix_caching and bool(self._kinds)
         if self._caches and not all(kind.follows_tokens for kind in self._kinds):
             raise ValueError("prefix caching is on, but KV of one group depends on more than the tokens")
         self.pool = BlockPool(config.num_blocks, observers)
-        self.hasher = BlockHasher(math.gcd(*(kind.block_size for kind in self._kinds)), config.fingerprint)
+        # Without groups no hash is ever computed.
+        hash_block_size = math.gcd(*(kind.block_size for kind in self._kinds)) or 1
+        self.hasher = BlockHasher(hash_block_size, config.fingerprint)
         self._finder = PrefixFinder(
             self.pool, self.hasher, self._kinds, drop_last=config.drop_last_matched_block
         )
@@ -120,6 +122,11 @@ class KVCache:
         return sum(
             kind.max_blocks(kind.num_slots(num_slots, num_encoder_tokens), num_ahead) for kind in self._kinds
         )
+
+    def prepare(self, request: Request) -> None:
+        """Compute the hashes of a new request in advance, if it will be looked up or registered."""
+        if self._caches:
+            self.hasher.extend(request)
 
     def match_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix of `request`. Changes nothing but its hashes.

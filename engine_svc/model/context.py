@@ -51,7 +51,8 @@ class HiddenStates:
 class ForwardContext:
     """One step as attention sees it. `layers` is in the order in which a forward runs them.
 
-    slot_mappings: per group, [T] int64.  attention: per group.  embedded: None where all tokens have ids.
+    slot_mappings: per group, [T] int64.  attention: per group; one without blocks where there is no group.
+    embedded: None where all tokens have ids.
     hidden: None where hidden states are not read.
     """
 

@@ -30,6 +30,8 @@ def group_layers(shapes: tuple[KVShape, ...]) -> tuple[LayerGroup, ...]:
     Groups share one pool of blocks, and a block has room for as many layers as the largest group has. Groups
     of about equal size waste the least memory.
     """
+    if not shapes:
+        return ()
     layers_of: dict[int | None, list[int]] = {}
     for layer, shape in enumerate(shapes):
         layers_of.setdefault(shape.window, []).append(layer)
@@ -60,7 +62,7 @@ class ModelFacts:
     """A loaded model in numbers. Layers are attention layers, in the order in which a forward runs them."""
 
     architecture: str
-    kv_shapes: tuple[KVShape, ...]
+    kv_shapes: tuple[KVShape, ...]  # () for a model without KV
     vocab_size: int
     max_position: int  # the longest sequence for which the model is correct
     eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together, ascending

@@ -171,6 +171,7 @@ class InputBatch:
     ) -> None:
         self.device = device or torch.device("cpu")
         self._block_size = block_size
+        self.num_groups = num_groups
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # A step planned before the end of the longest sequence is known samples one more token. Untouched
@@ -184,6 +185,7 @@ class InputBatch:
         num_columns = -(-(max_model_len + 2) // block_size)
         self._tables = np.zeros((num_groups, max_num_seqs, num_columns), dtype=np.int32)
         self._num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
+        self._no_blocks = torch.zeros(max_num_seqs, 0, dtype=torch.int32, device=self.device)
         self._device_tables = torch.from_numpy(self._tables).to(self.device)
         self._changed_rows: set[int] = set()
         self._layout: _Layout | None = None
@@ -254,7 +256,8 @@ class InputBatch:
         device_positions, *device_slots = self._send([positions, *slots])
         (total_lengths,) = self._send([totals.astype(np.int32)])
         max_total = int(totals.max())
-        tables = self._gathered_tables(layout, -(-max_total // size))
+        # Without groups there is one batch without blocks, for the rows' lengths.
+        tables = self._gathered_tables(layout, -(-max_total // size)) or [self._no_blocks[: len(counts)]]
         return StepInputs(
             token_ids=self._known_tokens(row_of_token, positions, layout.device_rows, device_positions),
             positions=device_positions,

@@ -254,8 +254,8 @@ class ModelRunner:
         size = self._kv.sizing.block_size
         table = torch.zeros(len(counts), -(-total // size), dtype=torch.int32, device=device)
         batch = AttentionBatch.of(table, counts, [total] * len(counts), size)
-        groups = range(1 + max(layer.group for layer in self._kv.layers))
-        context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups])
+        groups = range(self._batch.num_groups)
+        context = ForwardContext(self._kv.layers, [slots for _ in groups], [batch for _ in groups] or [batch])
         with nullcontext() if self._exchange is None else self._exchange.alone():
             return self._resident.awake_model().forward(
                 torch.zeros_like(positions),
@@ -280,7 +280,7 @@ class ModelRunner:
         """
         names = [f"rehearsed {index}" for index in range(num_rows)]
         sampling = SamplingParams(1, temperature=0.0)
-        no_blocks: list[list[int]] = [[0] for _ in range(1 + max(layer.group for layer in self._kv.layers))]
+        no_blocks: list[list[int]] = [[0] for _ in range(self._batch.num_groups)]
         plan = StepPlan(
             0,
             admitted=[

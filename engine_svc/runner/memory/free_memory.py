@@ -89,10 +89,11 @@ def _run_largest_step(
     # Nothing is stored, and everything is read from one block.
     tables = torch.zeros(num_rows, -(-length // 16), dtype=torch.int32, device=device)
     groups = range(len(facts.groups))
+    batch = AttentionBatch.of(tables, [length] * num_rows, [length] * num_rows, 16)
     context = ForwardContext(
         kv.layers,
         [torch.full((num_tokens,), -1, device=device) for _ in groups],
-        [AttentionBatch.of(tables, [length] * num_rows, [length] * num_rows, 16) for _ in groups],
+        [batch for _ in groups] or [batch],
     )
     positions = torch.arange(length, device=device).repeat(num_rows)
     last = torch.arange(1, num_rows + 1, device=device) * length - 1

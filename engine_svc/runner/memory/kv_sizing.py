@@ -44,8 +44,11 @@ def size_kv_cache(
     """Choose the number of blocks: as configured, or as many as fit into free memory.
 
     Never more than max_num_seqs requests of full length can use, unless num_kv_blocks is set.
+    A model without KV has one block, which takes no memory.
     Raises KVCapacityError if one request of max_model_len tokens does not fit.
     """
+    if not facts.groups:
+        return KVSizing(1, options.block_size, 0)
     size = bytes_per_block(facts, options.block_size)
     needed = _blocks_of(facts, options, max_model_len)
     num_blocks, source = _found_blocks(options, size, free)
@@ -84,6 +87,8 @@ def fit_max_model_len(facts: ModelFacts, options: KVCacheOptions, free: FreeMemo
 
     Raises KVCapacityError if not even one block fits.
     """
+    if not facts.groups:
+        return facts.max_position
     num_blocks, source = _found_blocks(options, bytes_per_block(facts, options.block_size), free)
     if num_blocks >= _blocks_of(facts, options, facts.max_position):
         return facts.max_position

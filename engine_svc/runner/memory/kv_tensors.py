@@ -119,7 +119,7 @@ class KVTensors:
                 LayerCache(group_of[layer], self._keys[shape][index], self._values[shape][index])
             )
         self._prefault: Prefault | None = None
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.layers:
             self._prefault = Prefault(self.stacks, run_beside, at_once=at_once)
             self._prefault.restart()
 

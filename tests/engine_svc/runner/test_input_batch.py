@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -126,3 +127,14 @@ def test_block_tables_are_gathered_anew_only_when_a_row_or_the_width_changes():
     assert batch.gather(shorter).attention[0].block_tables.tolist() == [[5], [9]]
     wider = plan([("b", 1, 4, []), ("c", 1, 3, [])])
     assert batch.gather(wider).attention[0].block_tables.tolist() == [[5, 3], [9, 0]]
+
+
+def test_without_groups_rows_have_lengths_and_no_blocks():
+    batch = small_batch(num_groups=0)
+    requests = [replace(admitted(name, count), block_ids=[]) for name, count in (("a", 3), ("b", 2))]
+    step = plan([("a", 3, 0, []), ("b", 2, 0, [])], admitted=requests, samples=[False, False])
+    apply(batch, step)
+    inputs = batch.gather(step)
+    (lengths,) = inputs.attention
+    assert (inputs.slot_mappings, lengths.block_tables.shape) == ([], (2, 0))
+    assert lengths.query_starts.tolist() == [0, 3, 5]

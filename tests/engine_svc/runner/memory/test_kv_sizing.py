@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -240,3 +241,11 @@ def test_shapes_that_differ_never_share_memory():
 def test_a_few_layers_more_of_a_kind_make_no_group_of_their_own():
     facts = facts_of(*(KVShape(1, 8, 8),) * 5, *(KVShape(1, 8, 8, window=4),) * 6)
     assert [len(group.layers) for group in facts.groups] == [5, 6]
+
+
+def test_a_model_without_kv_has_one_block_without_memory():
+    facts = replace(facts_of(), kv_shapes=())
+    assert fit_max_model_len(facts, options_of(), FreeMemory(0, "nothing")) == facts.max_position
+    sizing = size(facts, free=FreeMemory(0, "nothing"))
+    assert (sizing.num_blocks, sizing.total_bytes) == (1, 0)
+    assert KVTensors(facts, sizing).layers == []
