@@ -33,7 +33,7 @@ class EmbeddedTokens:
 
 @dataclass(slots=True)
 class HiddenStates:
-    """Hidden states of all tokens of a step, for a draft head; a forward writes them.
+    """Hidden states of all tokens of a step, for a draft head or a feature; a forward writes them.
 
     layers: before which layers the residual stream is kept, in ascending order; (): what logits are computed
     from, instead.  found: [T, hidden] of each.
@@ -53,7 +53,8 @@ class ForwardContext:
 
     slot_mappings: per group, [T] int64.  attention: per group; one without blocks where there is no group.
     embedded: None where all tokens have ids.
-    hidden: None where hidden states are not read.
+    hidden: None where a draft head reads no hidden states.  last: those that logits are computed from, for
+    features; None where none reads them.
     """
 
     layers: Sequence[LayerCache]
@@ -61,8 +62,9 @@ class ForwardContext:
     attention: Sequence[AttentionBatch]
     embedded: EmbeddedTokens | None = None
     hidden: HiddenStates | None = None
+    last: HiddenStates | None = None
 
     @property
     def can_be_recorded(self) -> bool:
         """Whether the step reads ids and writes logits alone, as recorded steps do."""
-        return self.embedded is None and self.hidden is None
+        return self.embedded is None and self.hidden is None and self.last is None

@@ -130,6 +130,12 @@ class RunnerFeature:
         excludes every token after it: the next step comes back to that position without the draft.
         """
 
+    def after_forward(self, inputs: StepInputs, hidden: Tensor, model: Model) -> PendingPart | None:
+        """A result from the step's hidden states [T, H], those that logits are computed from.
+
+        Not called in an early stage of a pipeline. model: not to be kept.
+        """
+
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart | None:
         """The model's own logits [M, V] of its extra positions."""
 
@@ -160,7 +166,7 @@ class FeaturePart:
 
 
 _NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
-_STAGES = ("before_forward", "extra_positions", "on_tokens", "apply", "after_sampling")
+_STAGES = ("before_forward", "extra_positions", "on_tokens", "after_forward", "apply", "after_sampling")
 
 
 @dataclass(slots=True)
@@ -254,6 +260,21 @@ class RunnerFeatures:
         """Whether `on_tokens` is to be called in a step in which these rows sample."""
         return any(self._uses[index, rows].any() for index in self._used("on_tokens"))
 
+    def reads_hidden(self, rows: Ints) -> bool:
+        """Whether `after_forward` is to be called in a step with these rows."""
+        return any(self._uses[index, rows].any() for index in self._used("after_forward"))
+
+    def after_forward(self, inputs: StepInputs, hidden: Tensor, model: Model) -> list[FeaturePart]:
+        """hidden: [T, H], of the step's tokens."""
+        parts: list[FeaturePart] = []
+        for index in self._used("after_forward"):
+            rows = self._rows_of(index, inputs.rows)
+            if rows:
+                with self._errors_end(index, rows):
+                    read = self._features[index].after_forward(inputs, hidden, model)
+                    self._add(parts, index, rows, read)
+        return parts
+
     def on_tokens(self, rows: Ints, positions: Ints, drafts: DraftEntries | None = None) -> None:
         """rows: [N], of the batch, that sample in this step, once for each of their positions [N]."""
         for index in self._used("on_tokens"):
@@ -291,6 +312,9 @@ class RunnerFeatures:
         parts: list[FeaturePart] = []
         for (index, _), own in zip(extra, logits.split([len(one) for _, one in extra]), strict=True):
             rows = self._rows_of(index, inputs.rows)
+            # None where an earlier stage of this step has raised.
+            if not rows:
+                continue
             with self._errors_end(index, rows):
                 self._add(parts, index, rows, self._features[index].before_sampling(inputs, own))
         return parts

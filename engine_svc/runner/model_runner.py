@@ -14,7 +14,7 @@ from torch import Tensor
 from engine_svc.core.control import WakeTag
 from engine_svc.core.sampling_params import SamplingParams
 from engine_svc.core.step import AdmittedRequest, StepCosts, StepPlan
-from engine_svc.model.context import ForwardContext
+from engine_svc.model.context import ForwardContext, HiddenStates
 from engine_svc.model.decoder import Largest, Model, SharedModel, finds_largest
 from engine_svc.model.expert_exchange import GroupExchange
 from engine_svc.model.facts import ModelFacts
@@ -163,6 +163,8 @@ class ModelRunner:
         context = ForwardContext(self._kv.layers, inputs.slot_mappings, inputs.attention)
         if not is_plain:
             context.hidden = drafting.wanted_hidden()
+        if features.reads_hidden(inputs.rows):
+            context.last = HiddenStates(())
         features.before_forward(inputs, context)
         num_sampling = len(inputs.sampling_rows)
         extra = features.extra_positions(inputs)
@@ -180,9 +182,11 @@ class ModelRunner:
             with self._profiler.range("observe"):
                 drafting.observe(inputs, context.hidden)
         parts: list[FeaturePart] = []
+        if context.last is not None and context.last.tensors:
+            parts += features.after_forward(inputs, context.last.joined(), model)
         # An earlier stage of a pipeline has no logits.
         if extra and isinstance(found, Tensor) and found.shape[0]:
-            parts = features.before_sampling(inputs, found[num_sampling:], extra)
+            parts += features.before_sampling(inputs, found[num_sampling:], extra)
             found = found[:num_sampling]
         with self._profiler.range("sample"):
             sampled = self._choose(inputs, found)

@@ -120,15 +120,16 @@ class NativeDecoder:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, context: ForwardContext
     ) -> Tensor:
         """[N, hidden], the input of the head. Any stage but the last sends its result to the next one."""
-        hidden, rows = context.hidden, logit_rows
-        reads_last = hidden is not None and not hidden.layers
-        if reads_last:
+        rows = logit_rows
+        readers = [states for states in (context.hidden, context.last) if states and not states.layers]
+        if readers:
             rows = torch.arange(token_ids.shape[0], device=token_ids.device)
         self.exchange.begin(token_ids.shape[0], rows.shape[0])
         x = self._run_layers(self._enter(token_ids, context), positions, rows, context)
-        if hidden is None or not reads_last:
+        if not readers or self.head is None:
             return x
-        hidden.tensors.append(x)
+        for states in readers:
+            states.tensors.append(x)
         return x[logit_rows]
 
     def _run_layers(

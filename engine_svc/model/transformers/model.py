@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from engine_svc.model.context import EmbeddedTokens, ForwardContext
+from engine_svc.model.context import EmbeddedTokens, ForwardContext, HiddenStates
 from engine_svc.model.errors import UnsupportedModel
 from engine_svc.model.transformers.batch_invariance import make_elementwise_invariant, prepack_calls
 from engine_svc.model.transformers.packing import prepack_experts, prepack_projections
@@ -160,10 +161,26 @@ class TransformersModel:
         """
         self._context = context
         self._layer = 0
-        logits = self._run(token_ids, positions, logit_rows, context.embedded)
+        with nullcontext() if context.last is None else self._kept(context.last):
+            logits = self._run(token_ids, positions, logit_rows, context.embedded)
         assert self._layer == len(context.layers)
         self._context = None
         return logits.float()
+
+    @contextmanager
+    def _kept(self, states: HiddenStates) -> Iterator[None]:
+        """Around a forward: keep what the module computes its logits from, where it has it in one tensor."""
+
+        def keep(_: nn.Module, arguments: object, output: object) -> None:
+            hidden = getattr(output, "last_hidden_state", None)
+            if isinstance(hidden, Tensor):
+                states.tensors.append(hidden[0])
+
+        handle = self.module.base_model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden], the input of the module's first layer."""

@@ -26,6 +26,7 @@ from engine_svc.loop.mailbox import Add, Inbox, Outbox, StatsSnapshot
 from engine_svc.loop.protocols import NoLockstep
 from engine_svc.loop.step_output import StepOutput, UnreadSteps
 from engine_svc.model.context import ForwardContext
+from engine_svc.model.decoder import Model
 from engine_svc.runner.executor import InlineExecutor, ThreadExecutor
 from engine_svc.runner.feature import LogitRows, PendingPart, RunnerFeature, RunnerFeatures
 from engine_svc.runner.input_batch import StepInputs
@@ -43,6 +44,7 @@ LAUNCH_STAGES = [
     "add_row",
     "before_forward",
     "extra_positions",
+    "after_forward",
     "before_sampling",
     "apply",
     "after_sampling",
@@ -100,6 +102,10 @@ class Staged(RunnerFeature):
         # The first token of each of its rows.
         firsts = inputs.counts.cumsum() - inputs.counts
         return firsts[[row in rows for row in inputs.rows.tolist()]] if rows else None
+
+    def after_forward(self, inputs: StepInputs, hidden: Tensor, model: Model) -> None:
+        self._begin("after_forward", self._own(inputs.rows))
+        assert hidden.shape[0] == inputs.counts.sum()
 
     def before_sampling(self, inputs: StepInputs, logits: Tensor) -> PendingPart:
         rows = self._own(inputs.rows)
