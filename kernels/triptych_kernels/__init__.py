@@ -7,13 +7,24 @@ import torch
 from triptych_kernels import cpu
 from triptych_kernels.attention_batch import AttentionBatch
 from triptych_kernels.cpu.memory import LARGE_PAGE_BYTES, populate, prefer_large_pages, prefer_small_pages
-from triptych_kernels.ops import DenseLayer, Experts, FusedLayers, Linear, Ops, PackLinear, Penalised
+from triptych_kernels.ops import (
+    DenseLayer,
+    Experts,
+    FusedLayers,
+    LayerLowRank,
+    Linear,
+    LowRank,
+    LowRankMatrices,
+    Ops,
+    PackLinear,
+    Penalised,
+)
 from triptych_kernels.reference import REFERENCE, uniform_noise
 
 __all__ = [
-    "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "Linear",
-    "Ops", "PackLinear", "Penalised", "ops_for", "populate", "prefer_large_pages",
-    "prefer_small_pages", "set_num_threads", "uniform_noise",
+    "LARGE_PAGE_BYTES", "REFERENCE", "AttentionBatch", "DenseLayer", "Experts", "FusedLayers",
+    "LayerLowRank", "Linear", "LowRank", "LowRankMatrices", "Ops", "PackLinear", "Penalised", "ops_for",
+    "populate", "prefer_large_pages", "prefer_small_pages", "set_num_threads", "uniform_noise",
 ]  # fmt: skip
 
 

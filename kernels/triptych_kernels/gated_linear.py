@@ -29,6 +29,6 @@ class GatedLinear:
     def num_bytes(self) -> int:
         return self.gate_up.num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in_features]. Returns [T, out_features]."""
-        return self.silu_and_mul(self.gate_up(x))
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """See ops.Linear. addend: [T, 2 out_features] fp32, of gates, then ups."""
+        return self.silu_and_mul(self.gate_up(x, addend))

@@ -25,8 +25,86 @@ class Linear(Protocol):
     def num_bytes(self) -> int:
         """Size of weight and bias."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x W^T + b. x: [T, in_features], rows contiguous. Returns [T, out_features]."""
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """x W^T + b + addend. x: [T, in_features], rows contiguous. Returns [T, out_features].
+
+        addend: [T, N] fp32, contiguous; N outputs of the weight, so that of a gated projection is added
+        before the activation. A product that its device computes in fp32 is rounded after the addition.
+        """
+
+
+class LowRankMatrices(Protocol):
+    """The additions of one adapter to one part of a projection; packed once, and shared by slots."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class LowRank(Protocol):
+    """The additions to one projection, by slot. A slot has a rank of its own for each part."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int:
+        """Of all parts together."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what is allocated for all slots, whether they are used or not."""
+
+    def put(self, slot: int, matrices: Sequence[LowRankMatrices | None]) -> None:
+        """Replace what is in the slot. matrices: of each part, None adds nothing; they are kept alive.
+
+        IndexError for a slot that there is not; ValueError, and no change, if a part does not fit.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Empty the slot: from now on it adds nothing."""
+
+    def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
+        """scale * B A x of each token's slot, and 0 where there is none.
+
+        x: [T, in_features], rows contiguous.  slots: [T] int64, -1 for none.  Returns [T, out_features] fp32.
+        """
+
+
+class MakeLowRank(Protocol):
+    """Makes the additions to a projection, with nothing in any slot."""
+
+    def __call__(
+        self,
+        in_features: int,
+        widths: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LowRank:
+        """widths: outputs of each part of the projection, in their order.  dtype: of x and of matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLowRank:
+    """The additions to the projections of a layer. gate_up: of gates over ups, before the activation."""
+
+    qkv: LowRank | None = None
+    out: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
 
 
 class Experts(Protocol):
@@ -110,6 +188,7 @@ class DenseLayer:
     head_dim: int
     window: int | None
     eps: float
+    low_rank: LayerLowRank | None = None
 
 
 class FusedLayers(Protocol):
@@ -123,13 +202,15 @@ class FusedLayers(Protocol):
         caches: Sequence[LayerCache],
         slot_mappings: Sequence[Tensor],
         attention: Sequence[AttentionBatch],
+        low_rank_slots: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [N, hidden] of the tokens at `rows`, normed for the head; KV is stored.
 
         x: [T, hidden], embedded tokens, written.  positions: [T] int64.  rows: [N] int64, indices in the
         step.
-        caches: of every layer.  slot_mappings: [T] int64 of every group, as attention.  IndexError and
-        ValueError as the ops raise them; the cache may hold a part of the step then.
+        caches: of every layer.  slot_mappings: [T] int64 of every group, as attention.
+        low_rank_slots: [T] int64, -1 for none; None: no token has one.
+        IndexError and ValueError as the ops raise them; the cache may hold a part of the step then.
         """
 
 
@@ -178,8 +259,9 @@ class Ops:
     sample: Callable[..., Tensor]
     apply_token_mask: Callable[..., None]
     penalise: Callable[[Tensor, Tensor, Penalised, Tensor], None]
-    lora_shrink: Callable[..., Tensor]
-    lora_expand: Callable[..., None]
+    # Arguments: A [r, in_features], B [out_features, r], and a scale. May run in any thread.
+    pack_low_rank: Callable[[Tensor, Tensor, float], LowRankMatrices]
+    make_low_rank: MakeLowRank
     # Arguments: layers, final_norm and cos_sin. None if the layers, or this device, do not support it.
     fuse_layers: Callable[[Sequence[DenseLayer], Tensor, Tensor], FusedLayers | None] = (
         lambda layers, final_norm, cos_sin: None
@@ -187,6 +269,6 @@ class Ops:
 
 
 __all__ = [
-    "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "Linear", "Ops", "PackExperts",
-    "PackLinear", "Penalised",
+    "AttentionBatch", "DenseLayer", "Experts", "FusedLayers", "LayerCache", "LayerLowRank", "Linear",
+    "LowRank", "LowRankMatrices", "MakeLowRank", "Ops", "PackExperts", "PackLinear", "Penalised",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from benchmarks.scenarios.gpu import steps
 from benchmarks.scenarios.kernels import timing
 from tests.benchmarks.test_gpu import tiny_llama
 
-KERNELS = ("linear", "experts", "norm", "kv_write", "attention", "sample", "penalise", "lora")
+KERNELS = ("linear", "experts", "norm", "kv_write", "attention", "sample", "penalise", "low_rank")
 
 
 def test_decode_prompts_and_every_kernel_are_measured(monkeypatch):

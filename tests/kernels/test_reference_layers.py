@@ -175,60 +175,52 @@ def test_experts_taken_and_joined_are_those_that_were_packed_together():
         experts.take(2, 3).join(experts.take(4, 6))
 
 
-# The references of low-rank additions against one number at a time.
+# The reference of low-rank additions against one number at a time.
 
-ADAPTERS = [2, -1, 0, 0, 1, 2, -1]
+SLOTS = [2, -1, 0, 0, 1, 2, -1]
+RANKS = {0: (4, 4), 1: (None, 1), 2: (3, 7)}
 
 
 def values(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
-def test_shrink_equals_the_naive_loop(id_dtype):
-    x, weights = values(7, 5), values(3, 4, 5, seed=1)
-    shrunk = REFERENCE.lora_shrink(x, weights, torch.tensor(ADAPTERS, dtype=id_dtype))
-    for token, adapter in enumerate(ADAPTERS):
-        for cached in range(4):
-            expected = (
-                0.0
-                if adapter < 0
-                else sum(float(a * b) for a, b in zip(x[token], weights[adapter, cached], strict=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_additions_equal_the_naive_loop(dtype):
+    low_rank = REFERENCE.make_low_rank(5, (6, 2), 3, 7, dtype, torch.device("cpu"))
+    x, expected = values(7, 5).to(dtype), torch.zeros(7, 8)
+    for slot, ranks in RANKS.items():
+        parts = []
+        for rank, columns in zip(ranks, (range(6), range(6, 8)), strict=True):
+            if rank is None:
+                parts.append(None)
+                continue
+            down, up = (
+                values(rank, 5, seed=rank).to(dtype),
+                values(len(columns), rank, seed=slot + 9).to(dtype),
             )
-            assert float(shrunk[token, cached]) == pytest.approx(expected, abs=1e-5)
+            parts.append(REFERENCE.pack_low_rank(down, up, 0.5 + slot))
+            for token in (index for index, each in enumerate(SLOTS) if each == slot):
+                shrunk = [
+                    sum(float(a * b) for a, b in zip(x[token].float(), row.float(), strict=True))
+                    for row in down
+                ]
+                for column, row in zip(columns, up.float(), strict=True):
+                    expected[token, column] = (0.5 + slot) * sum(
+                        float(a) * b for a, b in zip(row, shrunk, strict=True)
+                    )
+        low_rank.put(slot, parts)
+    torch.testing.assert_close(low_rank(x, torch.tensor(SLOTS)), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
-def test_expand_equals_the_naive_loop(id_dtype):
-    x, weights, scales, out = values(7, 4), values(3, 6, 4, seed=1), values(3, seed=2), values(7, 6, seed=3)
-    before = out.clone()
-    REFERENCE.lora_expand(x, weights, torch.tensor(ADAPTERS, dtype=id_dtype), scales, out)
-    for token, adapter in enumerate(ADAPTERS):
-        for cached in range(6):
-            added = (
-                0.0
-                if adapter < 0
-                else float(scales[adapter])
-                * sum(float(a * b) for a, b in zip(x[token], weights[adapter, cached], strict=True))
-            )
-            assert float(out[token, cached]) == pytest.approx(float(before[token, cached]) + added, abs=1e-5)
-
-
-def test_shrink_of_bf16_is_in_fp32():
-    x, weights = values(2, 64).bfloat16(), values(1, 3, 64, seed=1).bfloat16()
-    shrunk = REFERENCE.lora_shrink(x, weights, torch.tensor([0, 0]))
-    torch.testing.assert_close(shrunk, x.float() @ weights[0].float().T, rtol=1e-6, atol=1e-5)
-
-
-def test_an_unused_adapter_may_hold_anything():
-    weights = torch.full((2, 3, 5), float("nan"))
-    shrunk = REFERENCE.lora_shrink(values(4, 5), weights, torch.full((4,), -1))
-    assert torch.equal(shrunk, torch.zeros(4, 3))
-    out = values(4, 3)
-    before = out.clone()
-    expand = torch.full((2, 3, 3), float("nan"))
-    REFERENCE.lora_expand(shrunk, expand, torch.full((4,), -1), torch.ones(2), out)
-    assert torch.equal(out, before)
+@pytest.mark.parametrize("pack", [REFERENCE.pack_linear, REFERENCE.pack_gated_linear])
+def test_a_row_whose_addend_is_zero_keeps_its_bits(pack):
+    linear, x = pack(values(6, 5, seed=1).bfloat16()), values(4, 5).bfloat16()
+    addend = values(4, 6, seed=2)
+    addend[1:3] = 0.0
+    assert torch.equal(linear(x, addend)[1:3], linear(x)[1:3])
+    assert not torch.equal(linear(x, addend), linear(x))
+    assert linear(x, addend).dtype is torch.bfloat16
 
 
 # The reference of token masks against one bit at a time.

@@ -15,8 +15,8 @@ from torch import Tensor
 from triptych_kernels import AttentionBatch, DenseLayer, Ops, Penalised, uniform_noise
 
 _BLOCK_SIZE = 16
-_LORA_RANK = 16
-_NUM_ADAPTERS = 4
+_LOW_RANK = 16
+_NUM_SLOTS = 4
 
 Call = Callable[[], object]
 
@@ -73,13 +73,13 @@ class CaseMaker:
             yield self._decoder_layer(num_rows)
             yield from self._head(num_rows)
             yield from self._sampling(num_rows)
-            yield from self._lora(num_rows)
+            yield self._low_rank(num_rows)
         yield from self._linears(shape.prompt)
         yield self._gated_linear(shape.prompt)
         yield self._experts(shape.prompt)
         yield from self._elementwise(shape.prompt)
         yield self._prefill(shape.prompt)
-        yield from self._lora(shape.prompt)
+        yield self._low_rank(shape.prompt)
 
     def _noise(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*size, generator=self._generator, device=self._device, dtype=dtype or self._dtype)
@@ -337,27 +337,24 @@ class CaseMaker:
             2 * num_rows * hidden * vocab_size,
         )
 
-    def _lora(self, num_rows: int) -> Iterator[KernelCase]:
+    def _low_rank(self, num_rows: int) -> KernelCase:
         hidden = self._shape.hidden_size
-        x, low = self._noise(num_rows, hidden), self._noise(num_rows, _LORA_RANK, dtype=torch.float32)
-        down = self._noise(_NUM_ADAPTERS, _LORA_RANK, hidden)
-        up, out = self._noise(_NUM_ADAPTERS, hidden, _LORA_RANK), self._noise(num_rows, hidden)
-        scales = torch.ones(_NUM_ADAPTERS, device=self._device)
-        ids = torch.arange(num_rows, device=self._device) * _NUM_ADAPTERS // num_rows
-        label = f"{num_rows} x {hidden}, rank {_LORA_RANK}"
-        yield KernelCase(
-            "lora_shrink",
-            label,
-            lambda ops: _bound(ops.lora_shrink, x, down, ids),
+        x = self._noise(num_rows, hidden)
+        down, up = self._noise(_LOW_RANK, hidden), self._noise(hidden, _LOW_RANK)
+        slots = torch.arange(num_rows, device=self._device) * _NUM_SLOTS // num_rows
+
+        def make(ops: Ops) -> Call:
+            low_rank = ops.make_low_rank(hidden, [hidden], _NUM_SLOTS, _LOW_RANK, self._dtype, self._device)
+            for slot in range(_NUM_SLOTS):
+                low_rank.put(slot, [ops.pack_low_rank(down, up, 1.0)])
+            return _bound(low_rank, x, slots)
+
+        return KernelCase(
+            "low_rank",
+            f"{num_rows} x {hidden}, rank {_LOW_RANK}",
+            make,
             None,
-            x.nbytes + min(num_rows, _NUM_ADAPTERS) * down[0].nbytes,
-        )
-        yield KernelCase(
-            "lora_expand",
-            label,
-            lambda ops: _bound(ops.lora_expand, low, up, ids, scales, out),
-            None,
-            2 * out.nbytes + min(num_rows, _NUM_ADAPTERS) * up[0].nbytes,
+            x.nbytes + 4 * num_rows * hidden + min(num_rows, _NUM_SLOTS) * (down.nbytes + up.nbytes),
         )
 
 

@@ -30,6 +30,7 @@ def native_ops(widest: str = "amx") -> Ops | None:
         experts,
         fused_layers,
         linear,
+        low_rank,
         penalties,
         token_mask,
     )
@@ -42,6 +43,8 @@ def native_ops(widest: str = "amx") -> Ops | None:
         pack_linear=functools.partial(linear.pack_linear, isa),
         pack_gated_linear=functools.partial(linear.pack_gated_linear, isa),
         pack_experts=functools.partial(experts.pack_experts, isa),
+        pack_low_rank=low_rank.pack_low_rank,
+        make_low_rank=functools.partial(low_rank.make_low_rank, isa),
         fuse_layers=functools.partial(fused_layers.fuse_layers, isa),
         kv_write=functools.partial(elementwise.kv_write, isa),
         paged_attention=functools.partial(attention.paged_attention, isa),

@@ -16,8 +16,9 @@ from triptych_kernels.cpu.attention import batch_numbers
 from triptych_kernels.cpu.elementwise import MAX_HEAD_DIM, one_a_token
 from triptych_kernels.cpu.linear import NativeLinear
 from triptych_kernels.cpu.loader import Isa, native_module
+from triptych_kernels.cpu.low_rank import NativeLowRank
 from triptych_kernels.cpu.program import Program, Register
-from triptych_kernels.ops import DenseLayer, FusedLayers, LayerCache
+from triptych_kernels.ops import DenseLayer, FusedLayers, LayerCache, LayerLowRank, LowRank
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 64
@@ -29,6 +30,7 @@ _OF_TOKENS, _OF_KEPT, _AT_HAND = (
 )
 _BUFFERS = (*_OF_TOKENS, *_OF_KEPT, *_AT_HAND)
 _ARRAYS = ("x", "positions", "rows", "out")
+_LOW_RANK_SLOTS = ("low_rank_slots", "kept_low_rank_slots")  # of the tokens, of those that the head reads
 _COUNTS = ("num_tokens", "num_rows", "rows_at_once", "num_blocks", "block_size", "num_slots")
 _NUMBER_BYTES = 8  # of a position, or of a slot
 _OF_GROUP = ("slots", "tables", "starts", "totals", "num_table_rows", "num_columns", "table_stride")
@@ -75,7 +77,27 @@ def _is_served(layer: DenseLayer, final_norm: Tensor, rotary_dim: int) -> bool:
             and (linear.in_features, linear.out_features) == (num_inputs, num_outputs)
             for linear, num_inputs, num_outputs in linears
         )
+        and all(
+            low_rank is None
+            or (
+                isinstance(low_rank, NativeLowRank)
+                and low_rank.keeps(dtype)
+                and (low_rank.in_features, low_rank.out_features) == (num_inputs, num_columns)
+            )
+            for low_rank, num_inputs, num_columns in _additions(layer)
+        )
     )
+
+
+def _additions(layer: DenseLayer) -> list[tuple[LowRank | None, int, int]]:
+    """The additions to each projection, with its numbers of inputs and of outputs before the activation."""
+    added = layer.low_rank or LayerLowRank()
+    return [
+        (added.qkv, layer.qkv.in_features, layer.qkv.out_features),
+        (added.out, layer.out.in_features, layer.out.out_features),
+        (added.gate_up, layer.gate_up.in_features, 2 * layer.gate_up.out_features),
+        (added.down, layer.down.in_features, layer.down.out_features),
+    ]
 
 
 class _NativeLayers:
@@ -96,8 +118,10 @@ class _NativeLayers:
         }
         linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self._most_at_once = min(_native(linear).rows_at_once for linear in linears)
+        self._has_low_rank = any(each is not None for layer in layers for each, *_ in _additions(layer))
         self._caches: Sequence[LayerCache] | None = None
-        self._program: Program | None = None
+        # For steps without low-rank slots, and for those with.
+        self._programs: dict[bool, Program] = {}
 
     def __call__(
         self,
@@ -107,6 +131,7 @@ class _NativeLayers:
         caches: Sequence[LayerCache],
         slot_mappings: Sequence[Tensor],
         attention: Sequence[AttentionBatch],
+        low_rank_slots: Tensor | None = None,
     ) -> Tensor:
         """See ops.FusedLayers."""
         num_tokens, num_rows = x.shape[0], rows.shape[0]
@@ -114,11 +139,18 @@ class _NativeLayers:
             raise ValueError(
                 f"x is {x.dtype} {tuple(x.shape)}: expected {self._dtype} [T, {self._hidden}], contiguous"
             )
-        if self._program is None or caches is not self._caches:
-            self._program, self._caches = self._made_for(caches, len(attention)), caches
+        if caches is not self._caches:
+            self._programs, self._caches = {}, caches
+        with_low_rank = self._has_low_rank and low_rank_slots is not None
+        if with_low_rank not in self._programs:
+            self._programs[with_low_rank] = self._made_for(caches, len(attention), with_low_rank)
         positions = one_a_token(positions, num_tokens, "positions")
         rows = one_a_token(rows, num_rows, "rows")
         slots = [one_a_token(mapping, num_tokens, "slot_mapping") for mapping in slot_mappings]
+        added_of: list[Tensor] = []
+        if with_low_rank and low_rank_slots is not None:
+            slots_of_tokens = one_a_token(low_rank_slots, num_tokens, "low_rank_slots")
+            added_of = [slots_of_tokens, torch.empty(num_rows, dtype=torch.int64)]
         out = torch.empty((num_rows, self._hidden), dtype=self._dtype)
         # Each thread adds to what the caches hold.
         at_once = min(max(num_tokens, num_rows), self._most_at_once * native_module().num_threads())
@@ -136,12 +168,13 @@ class _NativeLayers:
         memory = itertools.chain.from_iterable(
             (cache.key_cache.data_ptr(), cache.value_cache.data_ptr()) for cache in caches
         )
-        self._program.run(
+        self._programs[with_low_rank].run(
             *(room_start + offset for offset in offsets),
             *(x.data_ptr(), positions.data_ptr(), rows.data_ptr(), out.data_ptr()),
             *(num_tokens, num_rows, at_once, num_blocks, block_size, num_blocks * block_size),
             *groups,
             *memory,
+            *(each.data_ptr() for each in added_of),
         )
         return out
 
@@ -153,7 +186,7 @@ class _NativeLayers:
         *offsets, end = itertools.accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0)
         return end, offsets
 
-    def _made_for(self, caches: Sequence[LayerCache], num_groups: int) -> Program:
+    def _made_for(self, caches: Sequence[LayerCache], num_groups: int, with_low_rank: bool) -> Program:
         """The program for caches of these groups. ValueError if they do not fit the layers."""
         if len(caches) != len(self._layers):
             raise ValueError(f"there are {len(caches)} caches for {len(self._layers)} layers")
@@ -174,12 +207,13 @@ class _NativeLayers:
         names = [*_BUFFERS, *_ARRAYS, *_COUNTS]
         names += [f"{name} {group}" for group in range(num_groups) for name in _OF_GROUP]
         names += [f"{name} of {layer}" for layer in range(len(self._layers)) for name in _OF_LAYER]
+        names += _LOW_RANK_SLOTS if with_low_rank else ()
         program = Program(self._isa, names)
-        self._write(program, caches)
+        self._write(program, caches, with_low_rank)
         program.finish()
         return program
 
-    def _write(self, program: Program, caches: Sequence[LayerCache]) -> None:
+    def _write(self, program: Program, caches: Sequence[LayerCache], with_low_rank: bool) -> None:
         """All layers, from the first norm to the last.
 
         Between two layers' attention, kernels take few rows at a time, so intermediate results stay in the
@@ -187,16 +221,19 @@ class _NativeLayers:
         """
         named, groups = program.register, [cache.group for cache in caches]
         x, at_once, normed = named("x").by_row(self._row_bytes), named("rows_at_once"), named("normed")
+        added, kept_added = (
+            named(name).by_row(_NUMBER_BYTES) if with_low_rank else None for name in _LOW_RANK_SLOTS
+        )
         with program.over_rows(named("num_tokens"), at_once):
             first = self._layers[0]
             self._add_norm(program, x, 0, first.input_norm, normed, named("num_tokens"), first.eps)
-            self._add_qkv(program, 0, groups[0])
+            self._add_qkv(program, 0, groups[0], added)
         for index, layer in enumerate(self._layers[:-1]):
             following = self._layers[index + 1]
             self._add_attention(program, index, groups[index])
             attended = named("attended").by_row(layer.out.in_features * self._dtype.itemsize)
             with program.over_rows(named("num_tokens"), at_once):
-                self._add_mlp(program, layer, attended, x, named("num_tokens"))
+                self._add_mlp(program, layer, attended, x, named("num_tokens"), added)
                 self._add_norm(
                     program,
                     named("projected"),
@@ -206,14 +243,19 @@ class _NativeLayers:
                     named("num_tokens"),
                     following.eps,
                 )
-                self._add_qkv(program, index + 1, groups[index + 1])
+                self._add_qkv(program, index + 1, groups[index + 1], added)
         last = self._layers[-1]
         self._add_attention(program, len(self._layers) - 1, groups[-1])
         # The last layer's results for other tokens are not needed.
         attended = self._add_rows(program, named("attended"), last.out.in_features, named("kept_attended"))
         x = self._add_rows(program, named("x"), self._hidden, named("kept_residual"))
+        if added is not None and kept_added is not None:
+            program.add(
+                "take_rows", named("low_rank_slots"), named("num_tokens"), _NUMBER_BYTES, named("rows"),
+                named("num_rows"), named("kept_low_rank_slots"),
+            )  # fmt: skip
         with program.over_rows(named("num_rows"), at_once):
-            self._add_mlp(program, last, attended, x, named("num_rows"))
+            self._add_mlp(program, last, attended, x, named("num_rows"), kept_added)
             out = named("out").by_row(self._row_bytes)
             self._add_norm(program, named("projected"), x, self._final_norm, out, named("num_rows"), last.eps)
 
@@ -239,12 +281,13 @@ class _NativeLayers:
             self._is_bf16, eps,
         )  # fmt: skip
 
-    def _add_qkv(self, program: Program, index: int, group: int) -> None:
+    def _add_qkv(self, program: Program, index: int, group: int, added: Register | None) -> None:
         """Compute qkv of all tokens from normed rows, rotate it and write it to the cache."""
         named, layer, width = program.register, self._layers[index], self._layers[index].qkv.out_features
         qkv, tokens = named("qkv").by_row(width * self._dtype.itemsize), named("num_tokens")
         positions, slots = (named(name).by_row(_NUMBER_BYTES) for name in ("positions", f"slots {group}"))
-        _add_linear(program, layer.qkv, named("normed"), qkv, tokens)
+        low_rank = layer.low_rank or LayerLowRank()
+        _add_linear(program, layer.qkv, named("normed"), qkv, tokens, low_rank.qkv, added)
         program.add(
             "rotary_kv_write", qkv, positions, self._cos_sin.data_ptr(), slots, named(f"keys of {index}"),
             named(f"values of {index}"), _address(layer.query_norm), _address(layer.key_norm), width,
@@ -263,14 +306,21 @@ class _NativeLayers:
         )  # fmt: skip
 
     def _add_mlp(
-        self, program: Program, layer: DenseLayer, attended: Register, residual: Register, count: Register
+        self,
+        program: Program,
+        layer: DenseLayer,
+        attended: Register,
+        residual: Register,
+        count: Register,
+        added: Register | None,
     ) -> None:
         """Project attention's results, add the residual and compute the feed-forward network."""
         normed, projected, gated = map(program.register, _AT_HAND)
-        _add_linear(program, layer.out, attended, projected, count)
+        low_rank = layer.low_rank or LayerLowRank()
+        _add_linear(program, layer.out, attended, projected, count, low_rank.out, added)
         self._add_norm(program, projected, residual, layer.post_attention_norm, normed, count, layer.eps)
-        _add_linear(program, layer.gate_up, normed, gated, count)
-        _add_linear(program, layer.down, gated, projected, count)
+        _add_linear(program, layer.gate_up, normed, gated, count, low_rank.gate_up, added)
+        _add_linear(program, layer.down, gated, projected, count, low_rank.down, added)
 
     @property
     def _row_bytes(self) -> int:
@@ -281,8 +331,22 @@ class _NativeLayers:
         return self._dtype is torch.bfloat16
 
 
-def _add_linear(program: Program, linear: object, x: Register, out: Register, count: Register) -> None:
-    program.add("linear", _native(linear).plan, x, _native(linear).in_features, out, count)
+def _add_linear(
+    program: Program,
+    linear: object,
+    x: Register,
+    out: Register,
+    count: Register,
+    low_rank: LowRank | None,
+    slots: Register | None,
+) -> None:
+    """slots: of the rows, None for a program without additions."""
+    native = _native(linear)
+    if slots is None or low_rank is None:
+        program.add("linear", native.plan, x, native.in_features, out, count, 0)
+        return
+    assert isinstance(low_rank, NativeLowRank), "fuse_layers accepts only these"
+    program.add("linear_low_rank", native.plan, x, native.in_features, out, count, low_rank.table, slots)
 
 
 def _native(linear: object) -> NativeLinear:

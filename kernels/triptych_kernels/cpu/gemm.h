@@ -8,6 +8,7 @@
 #include "microkernel.h"
 #include "packing.h"
 #include "pool.h"
+#include "vector_math.h"
 
 namespace triptych {
 namespace {
@@ -64,6 +65,7 @@ struct StoreRows {
     int64_t num_columns;
     bool is_bf16;
     const int64_t* row_of;  // the row's index in the output, or null: its own
+    const float* addend = nullptr;  // [rows, num_columns], added before the result is rounded, or null
 
     // The cache lines that a tile will write are prefetched before it computes, since waiting for them afterwards costs
     // as much.
@@ -106,6 +108,10 @@ struct StoreRows {
 #pragma GCC unroll 2
                 for (int v = 0; v < kVectors; ++v) {
                     values[v] = fmadd(sums[r][kVectors * p + v], scale[v], shift[v]);
+                    if (addend != nullptr) {
+                        const float* from = addend + (first_row + r) * num_columns + column + 16 * v;
+                        values[v] = add(values[v], load_part(first_lanes(left - 16 * v), from));
+                    }
                 }
                 if (is_bf16) {
                     store_panel(reinterpret_cast<uint16_t*>(out) + row * out_stride + column, mask, values);

@@ -26,6 +26,7 @@ extern const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[];
 
 #include "gated.h"
 #include "largest.h"
+#include "low_rank.h"
 
 namespace triptych {
 namespace {
@@ -106,7 +107,8 @@ const uint32_t* packed_chunk(const PackedWeight& weight, const char* x, int64_t 
     return packed;
 }
 
-// One chunk of rows times the whole weight; store_of(task) is the store of a task's tiles.
+// One chunk of rows times the whole weight; store_of(task, first, end) is the store of the tiles of a task, whose
+// panels are [first, end): whole pairs of gates and ups, as a task has a multiple of four or all.
 template <class StoreOf>
 bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_stride_bytes, int64_t num_rows,
                     const StoreOf& store_of) {
@@ -120,48 +122,115 @@ bool multiply_chunk(const PackedWeight& any_form, const char* x, int64_t x_strid
     const int64_t task_panels = panels_a_task(weight, num_rows);
     std::atomic<bool> is_done{true};
     parallel_for((num_panels + task_panels - 1) / task_panels, [&](int64_t task) {
-        const int64_t first = task * task_panels;
-        if (!multiply_panels(weight, blocks, rows, first, std::min(first + task_panels, num_panels),
-                             store_of(task))) {
+        const int64_t first = task * task_panels, end = std::min(first + task_panels, num_panels);
+        if (!multiply_panels(weight, blocks, rows, first, end, store_of(task, first, end))) {
             is_done = false;
         }
     });
     return is_done;
 }
 
-// store_of(first_row) is the store of the tiles of a chunk that begins there.
-template <class StoreOf>
-bool multiply_chunks(const PackedWeight& weight, const char* x, int64_t x_stride_bytes, int64_t num_rows,
-                     const StoreOf& store_of) {
-    const int64_t step = chunk_rows(num_rows, weight.for_rows(num_rows));
-    for (int64_t first = 0; first < num_rows; first += step) {
-        const auto store = store_of(first);
-        if (!multiply_chunk(weight, x + first * x_stride_bytes, x_stride_bytes, std::min(step, num_rows - first),
-                            [&](int64_t) { return store; })) {
+// Rows of a projection. addend: [rows, columns before an activation] that are added, or null.
+struct LinearCall {
+    const char* x;
+    int64_t x_stride_bytes;
+    char* out;
+    int64_t num_rows;
+    const float* addend;
+};
+
+int64_t num_columns(const LinearPlan& plan) {
+    return plan.num_gated == 0 ? plan.weight.out_features : 2 * plan.num_gated;
+}
+
+// before_task(first, end) runs before the panels of a task are multiplied.
+template <class BeforeTask>
+bool run_chunk(const LinearPlan& plan, const LinearCall& call, const BeforeTask& before_task) {
+    const auto multiply_to = [&](const auto& store) {
+        return multiply_chunk(plan.weight, call.x, call.x_stride_bytes, call.num_rows,
+                              [&](int64_t, int64_t first, int64_t end) {
+                                  before_task(first, end);
+                                  return store;
+                              });
+    };
+    if (plan.num_gated != 0) {
+        const auto gated = [&](auto dtype) {
+            using Element = typename decltype(dtype)::Element;
+            auto* out = reinterpret_cast<Element*>(call.out);
+            return multiply_to(
+                StoreGated<decltype(dtype)>{plan.bias, plan.scales, out, plan.num_gated, call.addend});
+        };
+        return plan.out_is_bf16 ? gated(Bf16()) : gated(Fp32());
+    }
+    const int64_t width = plan.weight.out_features;
+    return multiply_to(
+        StoreRows{plan.bias, plan.scales, call.out, width, width, plan.out_is_bf16, nullptr, call.addend});
+}
+
+// body(chunk, its first row) for chunks of the rows, until one is false.
+template <class Body>
+bool for_chunks(const LinearPlan& plan, const LinearCall& call, const Body& body) {
+    const int64_t step = chunk_rows(call.num_rows, plan.weight.for_rows(call.num_rows));
+    const int64_t width = plan.num_gated == 0 ? plan.weight.out_features : plan.num_gated;
+    for (int64_t first = 0; first < call.num_rows; first += step) {
+        const float* addend = call.addend == nullptr ? nullptr : call.addend + first * num_columns(plan);
+        const LinearCall chunk{call.x + first * call.x_stride_bytes, call.x_stride_bytes,
+                               call.out + first * width * (plan.out_is_bf16 ? 2 : 4),
+                               std::min(step, call.num_rows - first), addend};
+        if (!body(chunk, first)) {
             return false;
         }
     }
     return true;
 }
 
-template <class Dtype>
-bool run_gated(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
-    const int64_t width = plan.num_gated;
-    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
-        auto* to = reinterpret_cast<typename Dtype::Element*>(out) + first * width;
-        return StoreGated<Dtype>{plan.bias, plan.scales, to, width};
+bool run_linear(const LinearPlan& plan, const LinearCall& call) {
+    return for_chunks(plan, call, [&](const LinearCall& chunk, int64_t) {
+        return run_chunk(plan, chunk, [](int64_t, int64_t) {});
     });
 }
 
-bool run_linear(const LinearPlan& plan, const char* x, int64_t x_stride_bytes, char* out, int64_t num_rows) {
-    if (plan.num_gated != 0) {
-        return plan.out_is_bf16 ? run_gated<Bf16>(plan, x, x_stride_bytes, out, num_rows)
-                                : run_gated<Fp32>(plan, x, x_stride_bytes, out, num_rows);
+// Precondition: the chunk has no addend.
+bool run_low_rank_chunk(const LinearPlan& plan, LinearCall chunk, const LowRankTable& table, const int64_t* slots) {
+    LowRankRows rows(table, slots, chunk.num_rows);
+    if (rows.num_active() == 0) {
+        return run_chunk(plan, chunk, [](int64_t, int64_t) {});
     }
-    const int64_t width = plan.weight.out_features, row_bytes = width * (plan.out_is_bf16 ? 2 : 4);
-    return multiply_chunks(plan.weight, x, x_stride_bytes, num_rows, [&](int64_t first) {
-        return StoreRows{plan.bias, plan.scales, out + first * row_bytes, width, width, plan.out_is_bf16, nullptr};
+    const int64_t width = num_columns(plan);
+    auto* room =
+        static_cast<float*>(scratch(kScratchLowRank, 4 * (chunk.num_rows * width + rows.num_shrunk())));
+    if (room == nullptr) {
+        return false;
+    }
+    chunk.addend = room;
+    rows.shrink(chunk.x, chunk.x_stride_bytes, room + chunk.num_rows * width);
+    // A thread expands to the columns of its own task, just before it adds them.
+    return run_chunk(plan, chunk, [&](int64_t first, int64_t end) {
+        const int64_t begin = first * kPanelColumns, stop = end * kPanelColumns;
+        if (plan.num_gated == 0) {
+            return rows.expand(begin, std::min(stop, width), room, width);
+        }
+        const int64_t half = std::min(stop / 2, plan.num_gated);
+        rows.expand(begin / 2, half, room, width);
+        rows.expand(plan.num_gated + begin / 2, plan.num_gated + half, room, width);
     });
+}
+
+// The additions alone.
+bool run_low_rank(const LowRankTable& table, const char* x, int64_t x_stride_bytes, const int64_t* slots, float* out,
+                  int64_t num_rows) {
+    constexpr int64_t kTaskColumns = 256;
+    const int64_t width = table.out_features();
+    LowRankRows rows(table, slots, num_rows);
+    auto* shrunk = static_cast<float*>(scratch(kScratchLowRank, 4 * rows.num_shrunk()));
+    if (shrunk == nullptr && rows.num_shrunk() > 0) {
+        return false;
+    }
+    rows.shrink(x, x_stride_bytes, shrunk);
+    parallel_for((width + kTaskColumns - 1) / kTaskColumns, [&](int64_t task) {
+        rows.expand(task * kTaskColumns, std::min(width, (task + 1) * kTaskColumns), out, width);
+    });
+    return true;
 }
 
 // The arguments of greedy_linear: addresses and sizes.
@@ -183,7 +252,7 @@ bool run_greedy(const LinearPlan& plan, const GreedyCall& call) {
         const int64_t num_tasks = (weight.num_panels() + task_panels - 1) / task_panels;
         // Each task sees some columns of all rows.
         std::vector<Largest> largest(num_tasks * num_rows);
-        const auto store_of = [&](int64_t task) {
+        const auto store_of = [&](int64_t task, int64_t, int64_t) {
             return KeepLargest{plan.bias,
                                plan.scales,
                                call.kept,
@@ -262,11 +331,42 @@ PyObject* rows_at_once(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
 
 const LinearPlan& plan_of(const int64_t* n) { return *reinterpret_cast<const LinearPlan*>(n[0]); }
 
+LinearCall call_of(const int64_t* n) {
+    return {reinterpret_cast<const char*>(n[1]), n[2] * (plan_of(n).weight.rows_are_fp32 ? 4 : 2),
+            reinterpret_cast<char*>(n[3]), n[4], nullptr};
+}
+
 Outcome run_linear_of(const int64_t* n) {
+    LinearCall call = call_of(n);
+    call.addend = reinterpret_cast<const float*>(n[5]);
+    return done_if(run_linear(plan_of(n), call));
+}
+
+// IndexError unless each row's slot is in the table, or below 0.
+Outcome check_slots(const LowRankTable& table, const int64_t* slots, int64_t num_rows) {
+    if (std::all_of(slots, slots + num_rows, [&](int64_t slot) { return slot < table.num_slots(); })) return {};
+    return failed(PyExc_IndexError, "a low-rank slot is not below %lld", static_cast<long long>(table.num_slots()));
+}
+
+Outcome run_linear_low_rank_of(const int64_t* n) {
     const LinearPlan& plan = plan_of(n);
-    const int64_t x_stride_bytes = n[2] * (plan.weight.rows_are_fp32 ? 4 : 2);
-    return done_if(
-        run_linear(plan, reinterpret_cast<const char*>(n[1]), x_stride_bytes, reinterpret_cast<char*>(n[3]), n[4]));
+    const LowRankTable table(n[5]);
+    const auto* slots = reinterpret_cast<const int64_t*>(n[6]);
+    const LinearCall call = call_of(n);
+    const Outcome checked = check_slots(table, slots, call.num_rows);
+    if (checked.exception != nullptr) return checked;
+    return done_if(for_chunks(plan, call, [&](const LinearCall& chunk, int64_t first) {
+        return run_low_rank_chunk(plan, chunk, table, slots + first);
+    }));
+}
+
+Outcome run_low_rank_of(const int64_t* n) {
+    const LowRankTable table(n[0]);
+    const auto* slots = reinterpret_cast<const int64_t*>(n[3]);
+    const Outcome checked = check_slots(table, slots, n[5]);
+    if (checked.exception != nullptr) return checked;
+    return done_if(run_low_rank(table, reinterpret_cast<const char*>(n[1]), n[2] * (table.is_fp32() ? 4 : 2), slots,
+                                reinterpret_cast<float*>(n[4]), n[5]));
 }
 
 // Not with helpers: if one lost its core, the call would wait for it with the interpreter's lock held.
@@ -286,8 +386,13 @@ Outcome run_greedy_of(const int64_t* n) {
     return done_if(run_greedy(plan, call));
 }
 
-constexpr Kernel kLinear{"linear", kPlanName, 4, 0, run_linear_of, linear_keeps_lock,
-                         "linear(plan, x, x_row_stride, out, M): out = x W^T * scales + bias."};
+constexpr Kernel kLinear{"linear", kPlanName, 5, 0, run_linear_of, linear_keeps_lock,
+                         "linear(plan, x, x_row_stride, out, M, addend): out = x W^T * scales + bias + addend."};
+constexpr Kernel kLinearLowRank{
+    "linear_low_rank", kPlanName, 6, 0, run_linear_low_rank_of, nullptr,
+    "linear_low_rank(plan, x, x_row_stride, out, M, table, slots): linear with the addend of low_rank."};
+constexpr Kernel kLowRank{"low_rank", nullptr, 6, 0, run_low_rank_of, nullptr,
+                          "low_rank(table, x, x_row_stride, slots, out, M): see low_rank.py."};
 constexpr Kernel kGreedyLinear{
     "greedy_linear", kPlanName, 7, 0, run_greedy_of, nullptr,
     "greedy_linear(plan, x, x_row_stride, M, kept, row_of, highest, tokens): see linear.py."};
@@ -305,9 +410,11 @@ PyMethodDef TRIPTYCH_METHODS(linear)[] = {
                     "-> plan."),
     TRIPTYCH_METHOD(rows_at_once, "rows_at_once(plan) -> the most rows that are packed, and multiplied, together."),
     TRIPTYCH_KERNEL_METHOD(kLinear),
+    TRIPTYCH_KERNEL_METHOD(kLowRank),
     TRIPTYCH_KERNEL_METHOD(kGreedyLinear),
     {nullptr, nullptr, 0, nullptr}};
-const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[] = {&triptych::kLinear, &triptych::kGreedyLinear, nullptr};
+const triptych::Kernel* const TRIPTYCH_KERNELS_OF(linear)[] = {
+    &triptych::kLinear, &triptych::kLinearLowRank, &triptych::kLowRank, &triptych::kGreedyLinear, nullptr};
 
 #else
 

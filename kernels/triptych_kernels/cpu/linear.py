@@ -28,6 +28,7 @@ class NativeLinear:
         "_dtype",
         "_greedy_linear",
         "_linear",
+        "_num_columns",
         "_out_dtype",
         "_tensors",
         "in_features",
@@ -60,6 +61,7 @@ class NativeLinear:
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._dtype, self._out_dtype = dtype, out_dtype
+        self._num_columns = 2 * num_gated or num_outputs
         self._linear, self._greedy_linear = isa.native.linear, isa.native.greedy_linear
         self.plan = isa.native.make_linear(
             _KIND_OF[weight.dtype],
@@ -76,12 +78,16 @@ class NativeLinear:
         # The maximum number of rows that are multiplied together: as many as the caches keep.
         self.rows_at_once: int = isa.native.rows_at_once(self.plan)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in_features] in the dtype it was packed for, on the CPU, the last dimension contiguous."""
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """See ops.Linear.
+
+        x: in the dtype it was packed for, on the CPU, the last dimension contiguous.
+        """
         row_stride = self._checked_stride(x)
         num_rows = x.shape[0]
+        added = 0 if addend is None else self._checked_addend(addend, num_rows)
         out = torch.empty((num_rows, self.out_features), dtype=self._out_dtype)
-        self._linear(self.plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows)
+        self._linear(self.plan, x.data_ptr(), row_stride, out.data_ptr(), num_rows, added)
         return out
 
     def greedy(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,6 +120,20 @@ class NativeLinear:
     @property
     def is_fp32(self) -> bool:
         return self._out_dtype is torch.float32
+
+    def _checked_addend(self, addend: Tensor, num_rows: int) -> int:
+        """Its address."""
+        wanted = (num_rows, self._num_columns)
+        if (
+            addend.shape != wanted
+            or addend.dtype is not torch.float32
+            or not (addend.is_contiguous() and addend.is_cpu)
+        ):
+            raise ValueError(
+                f"the addend is {addend.dtype} {tuple(addend.shape)}: expected torch.float32 {wanted}, "
+                "contiguous on the CPU"
+            )
+        return addend.data_ptr()
 
     def _checked_stride(self, x: Tensor) -> int:
         try:

@@ -45,6 +45,7 @@ enum ScratchSlot : int {
     kScratchExpertsIndex = 3,  // routing of tokens to experts
     kScratchAttention = 4,     // for attention.cpp
     kScratchElementwise = 5,   // for elementwise.cpp
+    kScratchLowRank = 6,       // between the two products of low-rank additions, and their result
     kNumScratchSlots = 8,
 };
 

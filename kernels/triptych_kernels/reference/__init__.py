@@ -7,7 +7,7 @@ from triptych_kernels.ops import Ops
 from triptych_kernels.reference.activation import silu_and_mul
 from triptych_kernels.reference.kv_write import kv_write
 from triptych_kernels.reference.linear import pack_gated_linear, pack_linear
-from triptych_kernels.reference.lora import lora_expand, lora_shrink
+from triptych_kernels.reference.low_rank import make_low_rank, pack_low_rank
 from triptych_kernels.reference.moe import pack_experts
 from triptych_kernels.reference.norm import add_rms_norm, rms_norm
 from triptych_kernels.reference.paged_attention import paged_attention
@@ -34,8 +34,8 @@ REFERENCE = Ops(
     sample=sample,
     apply_token_mask=apply_token_mask,
     penalise=penalise,
-    lora_shrink=lora_shrink,
-    lora_expand=lora_expand,
+    pack_low_rank=pack_low_rank,
+    make_low_rank=make_low_rank,
 )
 
 __all__ = ["REFERENCE", "uniform_noise"]

@@ -21,9 +21,8 @@ class PlainLinear:
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
-        product = F.linear(x, self._weight, self._bias)
-        return product if self._out_dtype is None else product.to(self._out_dtype)
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        return _rounded(F.linear(x, self._weight, self._bias), addend, self._out_dtype)
 
 
 class _PackedLinear:
@@ -36,9 +35,15 @@ class _PackedLinear:
         self._bias, self._out_dtype = bias, out_dtype
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
-        return product if self._out_dtype is None else product.to(self._out_dtype)
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        return _rounded(self._multiply(x, self._packed, self._bias, "none", [], ""), addend, self._out_dtype)
+
+
+def _rounded(product: Tensor, addend: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """The sum. Torch has rounded the product already, so a row whose addend is 0 keeps its bits."""
+    if addend is not None:
+        return (product + addend).to(product.dtype if out_dtype is None else out_dtype)
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 def pack_linear(

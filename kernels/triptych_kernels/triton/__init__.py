@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 
 from triptych_kernels.ops import Ops
+from triptych_kernels.reference.low_rank import pack_low_rank
 from triptych_kernels.triton.activation import silu_and_mul
 from triptych_kernels.triton.fused_moe import pack_experts
 from triptych_kernels.triton.kv_write import kv_write
 from triptych_kernels.triton.linear import pack_gated_linear, pack_linear
-from triptych_kernels.triton.lora import lora_expand, lora_shrink
+from triptych_kernels.triton.low_rank import make_low_rank
 from triptych_kernels.triton.paged_attention import paged_attention
 from triptych_kernels.triton.penalties import penalise
 from triptych_kernels.triton.rms_norm import add_rms_norm, rms_norm
@@ -50,6 +51,6 @@ def triton_ops(*, deterministic: bool = False) -> Ops:
         sample=sample,
         apply_token_mask=apply_token_mask,
         penalise=penalise,
-        lora_shrink=lora_shrink,
-        lora_expand=lora_expand,
+        pack_low_rank=pack_low_rank,
+        make_low_rank=make_low_rank,
     )

@@ -27,6 +27,7 @@ def _linear_kernel(
     weight_ptr,
     scales_ptr,
     bias_ptr,
+    addend_ptr,
     out_ptr,
     x_stride,
     num_rows,
@@ -34,11 +35,15 @@ def _linear_kernel(
     num_inputs,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of x W^T * scales + bias. One program sums all of K, in steps of BLOCK_K from the left."""
+    """A tile of x W^T * scales + bias + addend.
+
+    One program sums all of K, in steps of BLOCK_K from the left.
+    """
     # Tiles of rows are neighbours, so that programs that read the same weights run together.
     row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -56,8 +61,10 @@ def _linear_kernel(
         total *= tl.load(scales_ptr + column, mask=is_column, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_start = out_ptr + row[:, None] * num_outputs + column[None, :]
-    tl.store(out_start, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    offsets, is_out = row[:, None] * num_outputs + column[None, :], is_row[:, None] & is_column[None, :]
+    if HAS_ADDEND:
+        total += tl.load(addend_ptr + offsets, mask=is_out, other=0.0)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +96,15 @@ def matmul(
     *,
     scales: Tensor | None = None,
     bias: Tensor | None = None,
+    addend: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
-    """x W^T * scales + bias, in fp32 up to one rounding at the end.
+    """x W^T * scales + bias + addend, in fp32 up to one rounding at the end.
 
     x: [T, K], rows contiguous; fp32, fp16 or bf16.  weight: [N, K] contiguous, of x's dtype or a narrower one
-    whose numbers x's dtype holds exactly.  scales: [N] fp32.  bias: [N].  out_dtype: None is x's.
+    whose numbers x's dtype holds exactly.  scales: [N] fp32.  bias: [N].  addend: [T, N] fp32 contiguous.
+    out_dtype: None is x's.
     is_fixed: tiles of one shape whatever T is, so that a row has the same bits in every batch.
     Returns [T, N].
     """
@@ -105,6 +114,8 @@ def matmul(
         raise ValueError(f"x has {num_inputs} columns, the weight takes {weight.shape[1]}")
     if x.stride(-1) != 1:
         raise ValueError(f"the columns of x must be contiguous; their stride is {x.stride(-1)}")
+    if addend is not None and (addend.shape != (num_rows, num_outputs) or not addend.is_contiguous()):
+        raise ValueError(f"the addend is {tuple(addend.shape)}, not contiguous {(num_rows, num_outputs)}")
     out = x.new_empty(num_rows, num_outputs, dtype=out_dtype or x.dtype)
     if num_rows == 0:
         return out
@@ -115,6 +126,7 @@ def matmul(
         weight,
         scales,
         bias,
+        addend,
         out,
         x.stride(0),
         num_rows,
@@ -122,6 +134,7 @@ def matmul(
         num_inputs,
         HAS_SCALES=scales is not None,
         HAS_BIAS=bias is not None,
+        HAS_ADDEND=addend is not None,
         BLOCK_T=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
@@ -146,7 +159,7 @@ def _tile_for(num_rows: int, dtype: torch.dtype) -> _Tile:
 
 
 class _TritonLinear:
-    """x W^T * scales + b by the kernel of this file."""
+    """x W^T * scales + b + addend by the kernel of this file."""
 
     def __init__(
         self,
@@ -161,12 +174,13 @@ class _TritonLinear:
         self._weight, self._scales, self._bias = weight.contiguous(), scales, bias
         self._out_dtype, self._is_fixed = out_dtype, is_fixed
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         return matmul(
             x,
             self._weight,
             scales=self._scales,
             bias=self._bias,
+            addend=addend,
             out_dtype=self._out_dtype,
             is_fixed=self._is_fixed,
         )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine_svc.runner.memory.parked_memory import ParkedMemory
-from triptych_kernels import AttentionBatch, DenseLayer, FusedLayers, Ops
+from triptych_kernels import AttentionBatch, DenseLayer, FusedLayers, LayerLowRank, Linear, LowRank, Ops
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, ROTARY = 72, 104, 3, 1, 24, 16
-NUM_BLOCKS, BLOCK_SIZE, MAX_POSITIONS, NUM_LAYERS = 32, 4, 64, 3
+NUM_BLOCKS, BLOCK_SIZE, MAX_POSITIONS, NUM_LAYERS, NUM_SLOTS = 32, 4, 64, 3, 3
 WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
 
@@ -35,6 +35,7 @@ class Step:
     rows: Tensor
     slots: list[Tensor]
     attention: list[AttentionBatch]
+    low_rank_slots: Tensor | None = None
 
 
 class Rig:
@@ -76,6 +77,35 @@ class Rig:
             eps=1e-5,
         )
 
+    def add_low_rank(self) -> None:
+        """Fill slots 0 and 2 of each layer: the first layer has none for `out`, slot 2 none for keys."""
+        for index, layer in enumerate(self.layers):
+            parts = {
+                "qkv": (HIDDEN, [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]),
+                "out": (HEADS * HEAD_DIM, [HIDDEN]),
+                "gate_up": (HIDDEN, [self.ffn, self.ffn]),
+                "down": (self.ffn, [HIDDEN]),
+            }
+            low_rank = {name: self._low_rank(*shape) for name, shape in parts.items()}
+            if index == 0:
+                del low_rank["out"]
+            self.layers[index] = replace(layer, low_rank=LayerLowRank(**low_rank))
+
+    def _low_rank(self, num_inputs: int, widths: list[int]) -> LowRank:
+        cpu = torch.device("cpu")
+        low_rank = self.ops.make_low_rank(num_inputs, widths, NUM_SLOTS, 24, self.dtype, cpu)
+        for slot, rank in ((0, 6), (2, 24)):
+            low_rank.put(
+                slot,
+                [
+                    None
+                    if slot == 2 and index == 1
+                    else self.ops.pack_low_rank(self.some(rank, num_inputs), self.some(width, rank), 2.0)
+                    for index, width in enumerate(widths)
+                ],
+            )
+        return low_rank
+
     def fused(self) -> FusedLayers:
         fused = self.ops.fuse_layers(self.layers, self.final_norm, self.cos_sin)
         assert fused is not None
@@ -102,10 +132,11 @@ class Rig:
         return Step(x, positions, torch.tensor(rows, dtype=torch.int64), slots, attention)
 
     def one_by_one(self, step: Step, caches: Sequence[Cache]) -> Tensor:
-        ops, residual = self.ops, step.x.clone()
+        ops, residual, added = self.ops, step.x.clone(), step.low_rank_slots
         x = ops.rms_norm(residual, self.layers[0].input_norm, 1e-5)
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            qkv = layer.qkv(x)
+            low_rank = layer.low_rank or LayerLowRank()
+            qkv = project(layer.qkv, x, low_rank.qkv, added)
             ops.rotary_kv_write(
                 qkv, step.positions, self.cos_sin, step.slots[cache.group], cache.key_cache,
                 cache.value_cache, num_heads=HEADS, query_norm=layer.query_norm, key_norm=layer.key_norm,
@@ -118,16 +149,25 @@ class Rig:
             ).reshape(-1, HEADS * HEAD_DIM)  # fmt: skip
             if index == NUM_LAYERS - 1:
                 attended, residual = attended[step.rows], residual[step.rows]
-            x = ops.add_rms_norm(layer.out(attended), residual, layer.post_attention_norm, layer.eps)
-            x = layer.down(layer.gate_up(x))
+                added = None if added is None else added[step.rows]
+            x = project(layer.out, attended, low_rank.out, added)
+            x = ops.add_rms_norm(x, residual, layer.post_attention_norm, layer.eps)
+            x = project(layer.gate_up, x, low_rank.gate_up, added)
+            x = project(layer.down, x, low_rank.down, added)
             is_last = index == NUM_LAYERS - 1
             following = self.final_norm if is_last else self.layers[index + 1].input_norm
             x = ops.add_rms_norm(x, residual, following, layer.eps)
         return x
 
 
+def project(linear: Linear, x: Tensor, low_rank: LowRank | None, slots: Tensor | None) -> Tensor:
+    return linear(x, None if low_rank is None or slots is None else low_rank(x, slots))
+
+
 def run(fused: FusedLayers, step: Step, caches: Sequence[Cache]) -> Tensor:
-    return fused(step.x.clone(), step.positions, step.rows, caches, step.slots, step.attention)
+    return fused(
+        step.x.clone(), step.positions, step.rows, caches, step.slots, step.attention, step.low_rank_slots
+    )
 
 
 STEPS: tuple[tuple[list[int], list[int], list[int]], ...] = (
@@ -179,6 +219,57 @@ def test_rows_that_the_caches_do_not_keep_are_taken_in_turns(ops, use_threads, d
             assert torch.equal(one.value_cache, other.value_cache)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("bias", "quantization"), [(False, ""), (True, "int8")])
+def test_additions_have_the_bits_of_the_ops_one_by_one(
+    ops, use_threads, dtype, bias, quantization, num_threads
+):
+    use_threads(num_threads)
+    rig = Rig(ops, dtype, norms=False, bias=bias, quantization=quantization)
+    base, others = rig.fused(), rig.caches()
+    rig.add_low_rank()
+    fused, ours, theirs = rig.fused(), rig.caches(), rig.caches()
+    for lengths, totals, rows in STEPS:
+        step = rig.step(lengths, totals, rows)
+        slots = torch.tensor([-1] * lengths[0] + [2, 0, 1, 0, 2, -1, 2, 2, 2][: lengths[1]])
+        found = run(fused, replace(step, low_rank_slots=slots), ours)
+        assert torch.equal(found, rig.one_by_one(replace(step, low_rank_slots=slots), theirs))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.key_cache, other.key_cache)
+            assert torch.equal(one.value_cache, other.value_cache)
+        # The first row has no additions: it is as if there were none.
+        unchanged = run(base, step, others)
+        first = [index for index, row in enumerate(rows) if row < lengths[0]]
+        assert torch.equal(found[first], unchanged[first])
+        assert len(first) == len(rows) or not torch.equal(found, unchanged)
+
+
+def test_a_step_without_low_rank_slots_is_that_of_layers_without_additions(ops):
+    rig = plain(ops)
+    step, caches = rig.step(*STEPS[0]), rig.caches()
+    base = run(rig.fused(), step, caches)
+    rig.add_low_rank()
+    fused = rig.fused()
+    assert torch.equal(run(fused, step, caches), base)
+    assert not torch.equal(run(fused, replace(step, low_rank_slots=torch.full((16,), 2)), caches), base)
+    assert torch.equal(run(fused, replace(step, low_rank_slots=torch.full((16,), -1)), caches), base)
+
+
+def test_a_slot_is_used_as_it_is_when_a_step_runs(ops):
+    rig = plain(ops)
+    step, caches = replace(rig.step(*STEPS[0]), low_rank_slots=torch.full((16,), 1)), rig.caches()
+    rig.add_low_rank()
+    fused = rig.fused()
+    empty = run(fused, step, caches)
+    low_rank = rig.layers[-1].low_rank
+    assert low_rank is not None and low_rank.down is not None
+    low_rank.down.put(1, [ops.pack_low_rank(rig.some(3, FFN), rig.some(HIDDEN, 3), 1.0)])
+    assert not torch.equal(run(fused, step, caches), empty)
+    low_rank.down.clear(1)
+    assert torch.equal(run(fused, step, caches), empty)
+
+
 def plain(ops: Ops) -> Rig:
     return Rig(ops, torch.bfloat16, norms=False, bias=False, quantization="")
 
@@ -215,6 +306,12 @@ def test_what_does_not_fit_is_refused_in_words(ops):
         run(fused, step, caches[:2])
     with pytest.raises(ValueError, match=r"of group 1, not torch.bfloat16 \(32, 1, 4, 24\) of 1 groups"):
         run(fused, replace(step, slots=step.slots[:1], attention=step.attention[:1]), rig.caches())
+    rig.add_low_rank()
+    added = replace(step, low_rank_slots=torch.full((16,), NUM_SLOTS))
+    with pytest.raises(IndexError, match="a low-rank slot is not below 3"):
+        run(rig.fused(), added, caches)
+    with pytest.raises(ValueError, match="low_rank_slots has 15 numbers for 16 tokens"):
+        run(rig.fused(), replace(step, low_rank_slots=torch.zeros(15, dtype=torch.int64)), caches)
     large = [replace(batch, block_size=16) for batch in step.attention]
     with pytest.raises(ValueError, match="the caches have blocks of 4, a batch has others"):
         run(fused, replace(step, attention=large), caches)
@@ -232,8 +329,15 @@ def test_layers_that_the_kernels_do_not_serve_are_left_as_they_are(ops):
     assert ops.fuse_layers(rig.layers, rig.final_norm, rig.cos_sin.double()) is None
     assert ops.fuse_layers(rig.layers, rig.final_norm, torch.ones(MAX_POSITIONS, HEAD_DIM + 2)) is None
     assert ops.fuse_layers(rig.layers, rig.final_norm, rig.cos_sin[:, :15].contiguous()) is None
-    norm = rig.some(HEAD_DIM)
+    rig.add_low_rank()
+    norm, low_rank = rig.some(HEAD_DIM), rig.layers[0].low_rank
+    assert low_rank is not None
+    narrow = ops.make_low_rank(HIDDEN, [WIDTH - 1], 1, 4, torch.bfloat16, torch.device("cpu"))
+    wide = ops.make_low_rank(HIDDEN, [WIDTH], 1, 4, torch.float32, torch.device("cpu"))
     for changes in (
+        {"low_rank": replace(low_rank, qkv=narrow)},
+        {"low_rank": replace(low_rank, qkv=wide)},
+        {"low_rank": replace(low_rank, down=low_rank.qkv)},
         {"num_heads": 4, "num_kv_heads": 3},
         {"num_heads": 4},
         {"query_norm": norm},

@@ -171,7 +171,7 @@ def test_every_output_is_written_and_nothing_behind_it(isa, num_rows, out_dtype)
     )
     x = noise(num_rows, 31, dtype=torch.bfloat16)
     out = torch.full((num_rows + 2, 65), torch.nan, dtype=out_dtype)
-    isa.native.linear(plan, x.data_ptr(), 31, out[1].data_ptr(), num_rows)
+    isa.native.linear(plan, x.data_ptr(), 31, out[1].data_ptr(), num_rows, 0)
     assert out[0].isnan().all() and out[-1].isnan().all()
     torch.testing.assert_close(
         out[1:-1].double(), exact(x, weight), atol=BF16_TOLERANCE * 16, rtol=BF16_TOLERANCE

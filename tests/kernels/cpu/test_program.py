@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(isa: Isa) -> None:
     with pytest.raises(TypeError, match="take_rows takes 6 numbers, got 2"):
         short.finish()
     other = Program(isa, [])
-    other.add("linear", 12345, 0, 0, 0, 0)
+    other.add("linear", 12345, 0, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="PyCapsule"):
         other.finish()
     foreign = Program(isa, [])

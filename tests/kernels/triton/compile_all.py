@@ -86,6 +86,10 @@ def launch_rare_forms(ops: Ops, dtype: torch.dtype) -> None:
             {"num_splits": 4} if length == 1 else {},
         ):
             ops.paged_attention(query, keys, keys, batch, scale=0.1, **options)
+    addend = torch.zeros(3, 32)
+    triton_ops(deterministic=True).pack_linear(torch.zeros(32, 64, dtype=dtype))(
+        torch.zeros(3, 64, dtype=dtype), addend
+    )
     qkv = torch.zeros(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
     weight, slots = torch.ones(dim, dtype=dtype), torch.arange(3)
     ops.rotary_kv_write(

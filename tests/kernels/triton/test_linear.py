@@ -49,6 +49,29 @@ def test_pack_gated_linear_equals_the_reference(shape, dtype, deterministic, dev
     torch.testing.assert_close(gated(x), expected, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_an_addend_is_added_before_the_activation(dtype, deterministic, device):
+    x, weight, bias = operands((17, 63, 130), dtype, device)
+    addend = torch.randn(17, 130, generator=torch.Generator().manual_seed(1)).to(device)
+    addend[3] = 0.0
+    for pack, reference in (
+        (pack_linear, REFERENCE.pack_linear),
+        (pack_gated_linear, REFERENCE.pack_gated_linear),
+    ):
+        linear = pack(weight, bias, deterministic=deterministic)
+        expected = reference(weight.float(), bias.float())(x.float(), addend).to(dtype)
+        tolerance = 2 * TOLERANCE[dtype]
+        torch.testing.assert_close(linear(x, addend), expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(linear(x, addend)[3], linear(x)[3])
+
+
+def test_an_addend_that_does_not_fit_is_refused(device):
+    x, weight, _ = operands((3, 8, 5), torch.float32, device)
+    with pytest.raises(ValueError, match=r"the addend is \(3, 4\), not contiguous \(3, 5\)"):
+        matmul(x, weight, addend=torch.zeros(3, 4, device=device))
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 128, 128)], ids=str)
 def test_the_kernel_masks_every_edge(shape, dtype, device):

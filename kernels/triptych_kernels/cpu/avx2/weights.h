@@ -60,6 +60,15 @@ struct Bf16Pairs {
     TRIPTYCH_INLINE Floats add_product(Floats sum, Words x, Words w) const { return add_in_place(sum, x, w); }
 };
 
+// Sixteen sums plus the products of pairs of bf16, the second first.
+TRIPTYCH_INLINE Floats add_pair_products(Floats sum, Words x, Words w) {
+    const Words upper = splat_word(static_cast<int32_t>(0xFFFF0000u));
+    const auto lower = [](Words pairs) {
+        return as_floats(Words{_mm256_slli_epi32(pairs.low, 16), _mm256_slli_epi32(pairs.high, 16)});
+    };
+    return fmadd(lower(x), lower(w), fmadd(as_floats(both(x, upper)), as_floats(both(w, upper)), sum));
+}
+
 struct Fp32Units {
     static constexpr int64_t kStep = kUnitBytes;
     static constexpr int kRowUnits = 1;

@@ -60,6 +60,11 @@ struct Fp32Units {
     }
 };
 
+// Sixteen sums plus the products of pairs of bf16.
+TRIPTYCH_INLINE Floats add_pair_products(Floats sum, Words x, Words w) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
+}
+
 // bf16(0) to bf16(127): the low bytes, then the high ones.
 struct Bf16ByteTables {
     uint8_t bytes[2][128];
